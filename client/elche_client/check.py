@@ -63,6 +63,7 @@ def check_file(
                 arguments,
                 notifications,
                 output=output,
+                environment=options.environment,
                 folder=folder,
             )
         )
@@ -81,7 +82,6 @@ def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[st
         *("--settings", json.dumps(dict(options.settings))),
         *(("--resume", options.resume) if options.resume else ()),
         *("--arguments", json.dumps(list(options.arguments))),
-        *("--environment", json.dumps(dict(options.environment))),
     ]
 
 

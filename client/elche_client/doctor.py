@@ -45,6 +45,7 @@ SLOW_TIMES = 4.0
 """A link is slow that has so many times less than the median of all."""
 ROUND_BYTES = 400e6
 """Of a model of 100 million parameters, in fp32."""
+CANNOT_CONNECT = "cannot connect to"
 SHARED = Path("/dev/shm")
 NOBODY_LISTENS = "nothing listens at"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -314,11 +315,9 @@ def of_links(address: str) -> Iterator[Finding]:
         with Client(address) as client:
             for link in client.measure_links():
                 if link.error:
-                    text = f"{_ends(link)} cannot connect to each other: {link.error}"
-                    mend = (
-                        "jobs on both average through the coordinator, unless their TCP ports are opened to each other"
-                    )
-                    yield Finding("link", State.WARNING, text, mend)
+                    is_closed = CANNOT_CONNECT in link.error
+                    mend = "jobs on both average through the coordinator, unless TCP ports are opened both ways"
+                    yield Finding("link", State.WARNING, printable(link.error), mend if is_closed else "")
                     continue
                 measured.append(link)
                 rates = " and back ".join(_mbit(rate) for rate in (link.to_bytes_per_s, link.from_bytes_per_s))

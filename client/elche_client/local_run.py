@@ -48,6 +48,7 @@ CADENCE = "cadence.binpb"
 TOKEN = "token"
 AGENT = "elche_worker.agent.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
+CHECKED = "checked "
 LISTENING = "elche-coordinator listening on "
 OF_OTHERS = ("ELCHE_TLS", "ELCHE_CLIENT_CERTIFICATES", "ELCHE_STORE", "ELCHE_QUOTAS", "ELCHE_INTERFACE")
 """What the shell may have set for a coordinator of others; that of a run is its own."""
@@ -192,17 +193,24 @@ class LocalRun:
         """Starts the agent, which checks the file before it is told of a coordinator. Raises `InvalidJob`, or
         `JobFailed` with the user's traceback.
         """
-        words = arguments_of(self.path, self.options, self.device)
-        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
-        agent = ChildProcess("agent", AGENT, words, self.notifications, captures_stdout=True, environment=environment)
+        options, environment = self.options, {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
+        agent = ChildProcess(
+            "agent", AGENT, [str(os.getpid())], self.notifications, captures_stdout=True, environment=environment
+        )
         self.processes.add(agent)
-        notification = next_notification(self.notifications)
-        if isinstance(notification, ProcessExited):
-            report = read_report("", notification.code, self.path)
-        else:
-            assert isinstance(notification, ProcessOutput)
-            code, _, line = notification.line.partition(" ")
-            report = read_report(line, int(code), self.path)
+        words = arguments_of(self.path, options, self.device)
+        asked = {"words": words, "environment": dict(options.environment), "num_ranks": options.num_ranks}
+        agent.tell(json.dumps(asked))  # not as arguments, which all users of the machine see
+        while True:
+            notification = next_notification(self.notifications)
+            if isinstance(notification, ProcessExited):
+                report = read_report("", notification.code, self.path)
+            elif isinstance(notification, ProcessOutput) and notification.line.startswith(CHECKED):
+                code, _, line = notification.line.removeprefix(CHECKED).partition(" ")
+                report = read_report(line, int(code), self.path)
+            else:
+                continue  # what something else prints as Python starts
+            break
         for note in report.notes:
             print_notice(note)
         return agent, report
@@ -251,6 +259,7 @@ class LocalRun:
     def _begin_agent(
         self, agent: ChildProcess, folder: Path, address: str, slots: Sequence[Mapping[str, object]]
     ) -> None:
+        self.processes.stop_first(agent)  # while there is a coordinator for what its ranks have made
         agent.log = folder / "agent.log"
         order = {"coordinator": address, "slots": slots, "work_dir": str(folder), "log": str(agent.log)}
         agent.tell(json.dumps(order))

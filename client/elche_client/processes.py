@@ -148,6 +148,11 @@ class ChildProcesses:
     def add(self, child: ChildProcess) -> None:
         self._processes.append(child)
 
+    def stop_first(self, child: ChildProcess) -> None:
+        """It is to be stopped before those that are there now."""
+        self._processes.remove(child)
+        self._processes.append(child)
+
     def stop(self) -> None:
         while self._processes:
             self._processes[-1].stop()
@@ -163,8 +168,9 @@ def exit_error(ended: ProcessExited) -> ProcessError:
     how = f"exited with code {ended.code}" if ended.code >= 0 else f"was killed by {signal_name(-ended.code)}"
     tail = last_lines(ended.log) if ended.log else []
     words = f": {tail[-1]}" if tail else ""
+    where = f" (log: {ended.log})" if ended.log else ""
     who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
-    return ProcessError(f"{who} {how}{words} (log: {ended.log})")
+    return ProcessError(f"{who} {how}{words}{where}")
 
 
 def last_lines(log: Path) -> list[str]:

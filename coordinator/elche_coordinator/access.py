@@ -138,6 +138,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             grant = await self._let_in(context, method)
+            if (call := method.rpartition("/")[2]) in CHANGES:
+                self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
             async with aclosing(inner(request, context)) as responses:
                 if grant is None:
                     async for response in responses:

@@ -107,6 +107,8 @@ class Driver:
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
         self._is_stopped = False
+        self._measuring: set[AgentId] = set()
+        """Agents that can measure links."""
         self.presence = Presence(self._core, self.streams, self._handle_own)
         if recorded is not None:
             self._repeat(recorded)
@@ -237,6 +239,8 @@ class Driver:
             log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
             self.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
         stream = self.streams.agents[agent_id]
+        if hello.measures_links:
+            self._measuring.add(agent_id)
         queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
         welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)
         queue.put(agent_pb2.AttendResponse(welcome=welcome))
@@ -350,11 +354,12 @@ class Driver:
     def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
         """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
         agent_id = self._core.host_of_model(JobId(job_id))
-        if agent_id is None or not self._is_attending(agent_id):
-            return False
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
-        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
-        return True
+        return agent_id is not None and self.ask_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
+
+    def can_measure(self, agent_id: AgentId) -> bool:
+        """Whether the agent can measure links: older ones cannot."""
+        return agent_id in self._measuring
 
     def ask_agent(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
         """Sends an agent an order that nothing depends on. False when it is not connected."""
@@ -373,18 +378,15 @@ class Driver:
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
         """Asks a host to deliver the weights of the checkpoint at `path`."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
-        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_model=send))
+        self.ask_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, **how: bool) -> bool:
         """Asks a rank's host to deliver the end of its log and, with `follow=True`, what is appended; with
         `with_times=True` with the time of each line. False when the host is not connected.
         """
         agent_id = self._core.host_of_rank(JobId(job_id), rank)
-        if agent_id is None or not self._is_attending(agent_id):
-            return False
         send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, **how)
-        self.streams.agents[agent_id].pass_on(agent_pb2.AttendResponse(send_log=send))
-        return True
+        return agent_id is not None and self.ask_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
 
     def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
         """All that the metrics export, as it is now; `past` are the jobs of earlier runs of the coordinator."""

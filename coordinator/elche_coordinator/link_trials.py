@@ -4,6 +4,9 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import combinations
+from math import comb
+
+from google.protobuf.message import DecodeError
 
 from elche.errors import ElcheError, InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
@@ -12,6 +15,13 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.transfers import Transfers
 
 SECRET_BYTES = 32
+MAX_HOSTS = 64
+"""Of one measurement: 2016 links, which take more than an hour."""
+MAX_ANSWER_BYTES = 4096
+
+
+class Unmeasured(ElcheError):
+    """A host cannot be asked, or has answered what is no answer: that says nothing of the link."""
 
 
 class LinkTrials:
@@ -24,39 +34,58 @@ class LinkTrials:
 
     async def measure(self, names: Sequence[str]) -> AsyncGenerator[job_pb2.MeasureLinksResponse]:
         """What each two of these hosts find, or of all that are connected; of hosts with one name, the first. Raises
-        `InvalidJob` where there are no two, and `TooMuch` while others measure.
+        `InvalidJob` where there are no two, and `TooMuch` for too many, and while others measure.
         """
         hosts = {host.host: host.agent_id for host in reversed(self._driver.hosts())}
-        if unknown := [name for name in names if name not in hosts]:
+        wanted = sorted(set(names or hosts))
+        if unknown := [name for name in wanted if name not in hosts]:
             raise InvalidJob(f"no host named {unknown[0]!r} is connected; `elche hosts` lists them")
-        pairs = list(combinations(sorted(names or hosts), 2))
-        if not pairs:
-            raise InvalidJob(f"a link is between two hosts, and {len(names or hosts)} is connected")
+        if len(wanted) < 2:
+            raise InvalidJob(f"a link is between two hosts, and {len(wanted)} is connected")
+        if len(wanted) > MAX_HOSTS:
+            raise TooMuch(f"{len(wanted)} hosts have {comb(len(wanted), 2)} links: name {MAX_HOSTS} of them at most")
         if self._is_busy:
             raise TooMuch("links are being measured for somebody else: try again when that is done")
         self._is_busy = True
         try:
-            for host, other in pairs:
-                answer = job_pb2.MeasureLinksResponse(host=host, other=other, num_links=len(pairs))
+            for host, other in combinations(wanted, 2):
+                answer = job_pb2.MeasureLinksResponse(host=host, other=other, num_links=comb(len(wanted), 2))
                 try:
-                    answer.measured.ParseFromString(await self._measure(hosts[host], hosts[other]))
+                    answer.measured.MergeFrom(await self._try(host, hosts[host], other, hosts[other]))
+                    await self._try(other, hosts[other], host, hosts[host], only_connects=True)
                 except ElcheError as error:
                     answer.error = str(error)
                 yield answer
         finally:
             self._is_busy = False
 
-    async def _measure(self, agent_id: AgentId, other: AgentId) -> bytes:
+    async def _try(
+        self, host: str, agent_id: AgentId, other: str, peer: AgentId, *, only_connects: bool = False
+    ) -> job_pb2.LinkMeasured:
+        """What a host finds of the link to another one. Raises `ElcheError`."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        transfer = self._transfers.begin()
-        opened = agent_pb2.OpenLink(transfer=transfer, secret=secret)
-        address = await self._answer(other, agent_pb2.AttendResponse(open_link=opened), transfer)
-        transfer = self._transfers.begin()
-        tried = agent_pb2.TryLink(transfer=transfer, address=address.decode(), secret=secret)
-        return await self._answer(agent_id, agent_pb2.AttendResponse(try_link=tried), transfer)
+        opened = agent_pb2.OpenLink(transfer=self._transfers.begin(), secret=secret)
+        address = await self._answer(other, peer, agent_pb2.AttendResponse(open_link=opened), opened.transfer)
+        tried = agent_pb2.TryLink(transfer=self._transfers.begin(), secret=secret, only_connects=only_connects)
+        try:
+            tried.address = address.decode()
+            found = await self._answer(host, agent_id, agent_pb2.AttendResponse(try_link=tried), tried.transfer)
+            return job_pb2.LinkMeasured.FromString(found)
+        except (UnicodeDecodeError, DecodeError):
+            raise Unmeasured(f"{host} or {other} has sent what is no measurement") from None
+        except InvalidJob as error:  # what the host says
+            raise Unmeasured(f"{host} cannot connect to {other}: {error}") from None
 
-    async def _answer(self, agent_id: AgentId, order: agent_pb2.AttendResponse, transfer: str) -> bytes:
+    async def _answer(self, host: str, agent_id: AgentId, order: agent_pb2.AttendResponse, transfer: str) -> bytes:
+        """What an agent delivers. Raises `ElcheError`."""
+        problem = "" if self._driver.can_measure(agent_id) else f"the agent of {host} is older and cannot: upgrade it"
+        if problem or not self._driver.ask_agent(agent_id, order):
+            self._transfers.drop(transfer)
+            raise Unmeasured(problem or f"{host} has disconnected")
+        answer = b""
         async with aclosing(self._transfers.chunks(transfer)) as chunks:
-            if not self._driver.ask_agent(agent_id, order):
-                raise InvalidJob("its host has disconnected")
-            return b"".join([chunk async for chunk in chunks])
+            async for chunk in chunks:
+                answer += chunk
+                if len(answer) > MAX_ANSWER_BYTES:
+                    raise Unmeasured(f"{host} has sent what is no measurement")
+        return answer

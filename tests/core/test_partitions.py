@@ -5,7 +5,7 @@ from core.test_lost_ranks import by_policy, succeeds
 from core.test_scaling import joins, submit
 
 from elche_coordinator.core.jobs.links import _apart
-from elche_coordinator.core.messages.commands import SendProbe, StopRank
+from elche_coordinator.core.messages.commands import SendProbe, StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentLost
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import MembershipReport
@@ -133,10 +133,14 @@ def with_late_host(simulation: WatchedSimulation, num_ranks: int) -> None:
 
 
 @by_policy
-def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordinator(simulate, policy, averaging):
+@pytest.mark.parametrize("unreached_s", [0.01, 30.0])
+def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordinator(
+    simulate, policy, averaging, unreached_s
+):
     """The first ranks were on one host: nobody could know. They train on meanwhile, and nobody is lost."""
     simulation = simulate(ranks(25.0, 30.0, 40.0), policy=policy, averaging=averaging, dataset_size=40_000)
     simulation.part((0, 2), (1, 2))
+    simulation.collective.unreached_s = unreached_s
     with_late_host(simulation, 3)
     late_s, rounds = simulation.clock.now_s, len(simulation.rounds)
     simulation.run_until(lambda: len(simulation.generation.members) == 3, limit_s=100.0)
@@ -151,6 +155,20 @@ def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordin
     joins(simulation, "later", 1)
     succeeds(simulation)
     assert simulation.generation.backend.backend == "cpu"
+
+
+def test_a_host_that_comes_later_and_fails_to_meet_once_is_tried_again(simulate):
+    """Its process was killed as the group was built, say: that says nothing of the way to it."""
+    simulation = simulate(ranks(25.0, 30.0, 40.0), dataset_size=80_000)
+    simulation.part((0, 2), (1, 2))
+    simulation.collective.unreached_s = 0.01
+    with_late_host(simulation, 3)
+    simulation.run_until(lambda: simulation.sent(SendProbe))
+    simulation.part()
+    succeeds(simulation)
+    assert simulation.generation.backend.backend == "gloo"
+    assert len(simulation.generation.members) == 3
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 2], "it was started again"
 
 
 def test_hosts_that_have_met_do_not_average_through_the_coordinator_later(simulate):

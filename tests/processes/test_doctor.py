@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elche.errors import Forbidden
+from elche.errors import Forbidden, InvalidJob
 from elche_client import Client
 from elche_client.certificates import Authority
 from elche_client.doctor import Finding, State, of_coordinator
@@ -62,6 +62,11 @@ def test_links_need_two_hosts_and_an_operator(cluster: Cluster, elche: Elche, ma
             _, text = tokens.make("anna", Role.USER, expires=timedelta(minutes=1))
         with Client(one.address, token=text) as client, pytest.raises(Forbidden, match="needs the role operator"):
             next(client.measure_links())
+        with Client(one.address, token=OWN) as client, pytest.raises(InvalidJob, match="0 is connected"):
+            next(client.measure_links())
+        noted = [json.loads(line) for line in (one.data / "audit.jsonl").read_text().splitlines()]
+        outcomes = [line["outcome"] for line in noted if line["call"] == "MeasureLinks"]
+        assert [outcome.partition(":")[0] for outcome in outcomes] == ["refused", "begun"]
 
 
 def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Lab:
 
     def arguments(self, words: str, **names: str) -> list[str]:
         """What follows the program, with a real address, real paths and these names."""
-        names |= {"gpu1:7717": self.coordinator.address, "127.0.0.1:7717": self.coordinator.address}
+        names |= dict.fromkeys(("head:7717", "gpu1:7717", "127.0.0.1:7717"), self.coordinator.address)
         for name, text in {**names, "~/": f"{self.folder}/", "/run/secrets": str(self.folder / "secrets")}.items():
             words = words.replace(name, text)
         return shlex.split(words)[1:]
@@ -244,7 +244,7 @@ def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
     is_worker = words.startswith("elche-worker")
     if not is_worker:
         words = re.sub(r"--\w+ [\d.]+:\d+", "", words) + " --listen 127.0.0.1:0 --http 127.0.0.1:0"
-        words = words.replace("/var/lib/elche", str(tmp_path / "data"))
+        words = re.sub(r"(/var/lib|~)/elche", str(tmp_path / "data"), words)
         words += "" if "--data" in words else f" --data {tmp_path / 'data'}"
     process = lab.started(words)
     assert process.stdout is not None

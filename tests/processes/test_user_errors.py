@@ -281,14 +281,21 @@ def test_a_file_that_ends_its_process(elche: Callable[..., Command], job_file: J
     assert not (path.parent / "runs").exists()
 
 
-def test_a_run_is_interrupted_while_its_file_loads(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    path = job_file("linear.py", "Path(f'{__file__}.loads').touch()", "time.sleep(600)")
-    command = [sys.executable, "-m", "elche_client", "run", str(path)]
-    with subprocess.Popen(command, cwd=tmp_path, env=mark.environment(), stderr=subprocess.PIPE, text=True) as run:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_run_ends_while_its_file_loads(
+    mark: Mark, tmp_path: Path, job_file: JobFile, number: signal.Signals, code: int
+) -> None:
+    """Nothing is left of it; and what it was given in its environment was no argument, which all users can see."""
+    path = job_file("linear.py", "Path(f'{__file__}.loads').write_text(os.environ['KEY'])", "time.sleep(600)")
+    command = [sys.executable, "-m", "elche_client", "run", str(path), "--env", "KEY"]
+    env = mark.environment({"KEY": "of nobody else"})
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
         eventually(Path(f"{path}.loads").exists, "it loads")
-        run.send_signal(signal.SIGINT)
-        assert run.wait(20) == 130
+        assert mark.living("of nobody else") == {}
+        run.send_signal(number)
+        assert run.wait(20) == code
     mark.assert_none_left()
+    assert Path(f"{path}.loads").read_text() == "of nobody else"
 
 
 def test_a_file_that_asks_is_told_that_nobody_answers(cluster: Cluster, job_file: JobFile) -> None:

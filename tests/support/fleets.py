@@ -69,7 +69,7 @@ class Lab:
             held = [slot for host in self.client.hosts() for slot in host.slots if slot.job_id == job.id]
             return len(held) == number
 
-        eventually(is_so, f"{number} ranks", 60)
+        eventually(is_so, f"{number} ranks", 90)
 
     def said(self, text: str) -> int:
         """How often the coordinator has said this."""

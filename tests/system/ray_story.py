@@ -16,8 +16,8 @@ from support.real_processes import Mark
 
 SOON = {
     "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
 

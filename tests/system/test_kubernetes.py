@@ -12,6 +12,7 @@ import pytest
 import yaml
 from client.test_kubeflow import receiver
 
+from support.documented import blocks
 from support.node import Object, rendered
 from support.real_processes import Mark, agent, command, coordinator
 
@@ -94,6 +95,25 @@ def test_names_are_those_of_others(folder: str) -> None:
         assert mounted <= {volume["name"] for volume in spec.get("volumes", ())} | claims
         if account := spec.get("serviceAccountName"):
             assert ("ServiceAccount", account) in named
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_overlays_that_the_page_shows(tmp_path: Path, number: int) -> None:
+    """Each object is one that the API takes; images, and the job's file, are the user's."""
+    for name in ("deploy", "docker", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    mine = tmp_path / "deploy" / "kubernetes" / "mine"
+    mine.mkdir()
+    text = [text for page, text in blocks("yml") if page == "docs/clusters/kubernetes.md"][number]
+    (mine / "kustomization.yaml").write_text(text)
+    (mine / "train.py").write_text("job = 'mine'\n")
+    objects = rendered(mine)
+    for one in objects:
+        check(one)
+    texts = json.dumps(objects)
+    wanted, other = [("REGISTRY/elche-worker:0.1.0", "elche-worker:latest"), ("job = 'mine'", "digits")][number]
+    assert wanted in texts
+    assert other not in texts
 
 
 CLUSTER_WIDE = {"ClusterTrainingRuntime"}

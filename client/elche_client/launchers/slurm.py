@@ -23,8 +23,8 @@ SCRIPT = """\
 {options}
 {environment}
 
-# One agent on each node of the job. When it leaves and nobody has cancelled the job, this goes back to the queue: before
-# its time ends (the signal), in the time that preemption gives it, or on a notice of the machine.
+# One agent on each node of the job. When it has left, and nobody has cancelled the job, that goes back to the
+# queue: before its time ends (the signal), in the time that preemption gives it, or on a notice of the machine.
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 {command} &
 agents=$!
 leave() {{ scancel --signal=TERM "$SLURM_JOB_ID.0"; }} # srun itself would take SIGTERM for an order to kill

@@ -82,8 +82,6 @@ class Member(Protocol):
 
 FROZEN_S = 0.02
 """A collective with a member that is stopped, or over a broken link, looks again after this time."""
-UNREACHED_S = 30.0
-"""How long a group over a broken link is built before that fails."""
 
 
 class Fate(Enum):
@@ -116,6 +114,8 @@ class Collective:
         self._build_s = build_s
         self.broken: set[frozenset[int]] = set()
         """Pairs of ranks that cannot reach each other."""
+        self.unreached_s = 30.0
+        """How long a group over a broken link is built before that fails; at once where there is no way at all."""
         self.mistaken: set[int] = set()
         """Ranks that say that they reach all."""
         self._relayed: set[tuple[Attempt, GenerationId]] = set()
@@ -147,7 +147,7 @@ class Collective:
     def _stand(self, generation: GenerationId, members: "list[Member]") -> None:
         if not self.can_meet(generation, members):
             for member in members:
-                self._clock.after(UNREACHED_S, partial(member.on_apart, generation))
+                self._clock.after(self.unreached_s, partial(member.on_apart, generation))
         elif any(member.is_frozen for member in members):
             self._clock.after(FROZEN_S, lambda: self._stand(generation, members))
         elif all(member.is_alive for member in members):

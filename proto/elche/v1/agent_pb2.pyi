@@ -179,22 +179,26 @@ class TryLink(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    ONLY_CONNECTS_FIELD_NUMBER: _builtins.int
     transfer: _builtins.str
     """The transfer's name."""
     address: _builtins.str
     """Where the other host listens, as HOST:PORT."""
     secret: _builtins.bytes
     """What to show there."""
+    only_connects: _builtins.bool
+    """Whether to find out only whether it can be reached."""
     def __init__(
         self,
         *,
         transfer: _builtins.str = ...,
         address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
+        only_connects: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "secret", b"secret", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "only_connects", b"only_connects", "secret", b"secret", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +268,7 @@ class AgentHello(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    MEASURES_LINKS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -274,6 +279,8 @@ class AgentHello(_message.Message):
     """The number of the last order that it has heard."""
     num_ranks: _builtins.int
     """How many ranks run on it."""
+    measures_links: _builtins.bool
+    """Whether it knows `OpenLink` and `TryLink`."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -297,10 +304,11 @@ class AgentHello(_message.Message):
         num_ranks: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        measures_links: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "labels", b"labels", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

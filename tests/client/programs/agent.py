@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-words = sys.argv[1:]
-ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else 1
+asked = json.loads(sys.stdin.readline())
+words, ranks = asked["words"], asked["num_ranks"] or 1
+print("something that prints as Python starts", flush=True)
 device = words[words.index("--device") + 1].replace("auto", "cpu")
 report = {
     "ok": True,
@@ -18,14 +19,14 @@ report = {
 match os.environ.get("CHECK"):
     case "refuses":
         refusal = {"ok": False, "error": "there is no `job` in it", "traceback": "Traceback ...\nNameError: x"}
-        print(2, json.dumps(refusal), flush=True)
+        print("checked", 2, json.dumps(refusal), flush=True)
     case "crashes":
-        print(-9, "", flush=True)
+        print("checked", -9, "", flush=True)
     case "hangs":
         print("loading", file=sys.stderr, flush=True)
         sys.stdin.read() or time.sleep(600)
     case _:
-        print(0, json.dumps(report), flush=True)
+        print("checked", 0, json.dumps(report), flush=True)
 if not (line := sys.stdin.readline()):
     sys.exit(0)
 order = json.loads(line)

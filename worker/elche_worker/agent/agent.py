@@ -25,7 +25,7 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.link_speed import LinkFault, listen, measure
-from elche_worker.agent.processes import Exit, Key, Processes, Spawner, Start, rank_exited
+from elche_worker.agent.processes import Exit, Key, Processes, SpawnerProcess, Start, rank_exited
 from elche_worker.process.interfaces import listening_address
 from elche_worker.process.log_times import TimesReader
 from elche_worker.session.launch import BEST, MODEL, Launch
@@ -71,7 +71,7 @@ class Agent:
         labels: Mapping[str, str] | None = None,
         secrets_dir: Path | None = None,
         confinement: Confinement | None = None,
-        spawner: Spawner | None = None,
+        spawner: SpawnerProcess | None = None,
     ) -> None:
         """`tls`: folder of certificates for connections to the coordinator; `interface`: where its ranks are reached
         by others; `grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`:
@@ -181,6 +181,7 @@ class Agent:
             store=self._store,
             heard=self._outbound.num_heard,
             num_ranks=self._processes.num_running,
+            measures_links=True,
         )
         outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
@@ -233,6 +234,8 @@ class Agent:
                 stop = response.stop_rank
                 key = (stop.job_id, stop.rank, stop.incarnation)
                 self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
+            case None if not response.seq:
+                log.warning("an order is of a newer version of elche than this agent, and is not followed")
             case "welcome" | None:  # the coordinator waits for an answer: this agent's end tells it that none comes
                 raise UnknownMessage("AttendResponse")
             case unreachable:
@@ -256,7 +259,7 @@ class Agent:
     def _try_link(self, order: agent_pb2.TryLink) -> None:
         """Measures the link to another host, and says what it found."""
         try:
-            measured = measure(order.address, order.secret)
+            measured = measure(order.address, order.secret, only_connects=order.only_connects)
             answer = agent_pb2.DeliverRequest(data=measured.SerializeToString())
         except (LinkFault, BadAddress) as error:
             answer = agent_pb2.DeliverRequest(error=str(error))

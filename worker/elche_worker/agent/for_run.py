@@ -1,9 +1,9 @@
-"""`python -m elche_worker.agent.for_run ARGUMENTS`: the agent of `elche run`, which checks the job's file first.
+"""`python -m elche_worker.agent.for_run PARENT`: the agent of `elche run`, which has the job's file checked first.
 
-The process that ranks are forked from has imported torch, so the file is checked by a fork of it, too. The arguments
-are those of `elche_worker.rank.check`. First a line is printed: the check's exit code, a space, and what it has found.
-Then a line of JSON is read, with what the agent needs; without one, and later when standard input ends, this process
-does, too.
+The process that ranks are forked from has imported torch, so the file is checked by a fork of it, too. Lines of JSON
+come on standard input: what is to be checked (`elche_worker.rank.check.answer`, and `num_ranks`, 0 for unknown), and
+then what the agent needs; without the second one this process ends. In between it prints `checked`, the check's exit
+code, and what it has found. It ends with its parent, and with its standard input.
 """
 
 import json
@@ -18,15 +18,19 @@ from elche.token import read_token
 from elche.v1 import agent_pb2
 from elche_worker.agent.agent import Agent
 from elche_worker.agent.main import serve
-from elche_worker.agent.processes import Spawner
+from elche_worker.agent.processes import SpawnerProcess
+from elche_worker.process.parent import end_with_parent
 
 
 def main() -> None:
     """Returns when nothing is ordered."""
-    words = sys.argv[1:]
-    spawner = Spawner(int(words[words.index("--ranks") + 1]) if "--ranks" in words else 1)
-    code, line = spawner.check(words)
-    print(code, line, flush=True)
+    end_with_parent(int(sys.argv[1]))  # user code that is loaded may take for ever
+    request = sys.stdin.readline()
+    if not request:
+        return
+    spawner = SpawnerProcess(json.loads(request)["num_ranks"] or 1, output=2)
+    code, line = spawner.check(request)
+    print("checked", code, line, flush=True)
     if not (ordered := sys.stdin.readline()):
         spawner.kill()
         return
@@ -34,6 +38,7 @@ def main() -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    spawner.write_to(log)
     os.close(log)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     slots = [agent_pb2.Slot(**slot) for slot in order["slots"]]

@@ -75,7 +75,7 @@ class _Running:
     """The processes of one rank that have not ended."""
 
     logs: list[Path]
-    spawner: "Spawner"
+    spawner: "SpawnerProcess"
     living: dict[int, int] = field(default_factory=dict)
     first: Exit | None = None
     """Exit of the process that ended first."""
@@ -90,7 +90,7 @@ class Processes:
         on_exit: Callable[[Key, Exit], None],
         num_slots: int,
         confinement: Confinement | None = None,
-        spawner: "Spawner | None" = None,
+        spawner: "SpawnerProcess | None" = None,
     ) -> None:
         """`num_slots` ranks share the processors. With a `confinement` each rank has a container of its own, and a
         spawner in it. A `spawner` that runs already is used if it was made for as many.
@@ -102,13 +102,14 @@ class Processes:
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
         self._num_started = 0
-        self._spawner: Spawner | None = None
+        self._spawner: SpawnerProcess | None = None
         """That of all ranks, unless they are confined."""
         self._is_closed = False
         if spawner is not None and spawner.num_slots != num_slots:
             spawner.kill()
         elif spawner is not None:
-            self._use(spawner)
+            with self._changed:  # it may have ended by now
+                self._use(spawner)
 
     def warm_up(self) -> None:
         """Starts the spawner, so that it is ready when ranks are wanted."""
@@ -214,18 +215,18 @@ class Processes:
             if self._spawner is not None:
                 self._spawner.kill()
 
-    def _need_spawner(self) -> "Spawner":
+    def _need_spawner(self) -> "SpawnerProcess":
         if self._spawner is not None:
             return self._spawner
-        return self._use(Spawner(self._num_slots, self._confinement))
+        return self._use(SpawnerProcess(self._num_slots, self._confinement))
 
-    def _use(self, spawner: "Spawner") -> "Spawner":
+    def _use(self, spawner: "SpawnerProcess") -> "SpawnerProcess":
         threading.Thread(target=self._listen, args=(spawner,), name="spawner", daemon=True).start()
         if self._confinement is None:
             self._spawner = spawner
         return spawner
 
-    def _listen(self, spawner: "Spawner") -> None:
+    def _listen(self, spawner: "SpawnerProcess") -> None:
         """Reads the spawner's reports of processes that have ended. When the spawner itself ends, all of them have."""
         for told in spawner.hear():
             if "pid" in told:
@@ -285,11 +286,13 @@ class Processes:
             running.spawner.signal(number, signal.SIGKILL)
 
 
-class Spawner:
+class SpawnerProcess:
     """The process that ranks are forked from, as its agent sees it."""
 
-    def __init__(self, num_slots: int, confinement: Confinement | None = None) -> None:
-        """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS."""
+    def __init__(self, num_slots: int, confinement: Confinement | None = None, *, output: int | None = None) -> None:
+        """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS. What it prints
+        goes to the file descriptor `output`, by default to where this process prints.
+        """
         self.num_slots = num_slots
         self.pids: dict[int, int] = {}
         """Process ids by number."""
@@ -306,6 +309,7 @@ class Spawner:
             self._process = subprocess.Popen(
                 [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", str(other.fileno())],
                 stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
+                stdout=output,
                 pass_fds=[other.fileno()],
                 env=environment,
                 start_new_session=True,
@@ -318,19 +322,25 @@ class Spawner:
             for line in self._reports:
                 yield json.loads(line)
 
-    def check(self, words: Sequence[str]) -> tuple[int, str]:
-        """Has a process of its own check a job's file (`elche_worker.rank.check`), before any rank is forked: its exit
-        code, negative for a signal, and the line that it has written, empty when it has written none.
+    def check(self, request: str) -> tuple[int, str]:
+        """Has a process of its own check a job's file, before any rank is forked. `request` is that of
+        `elche_worker.rank.check.answer`. Its exit code, negative for a signal, and the line that it has written; where
+        it has written none, why it was not started, or nothing.
         """
-        with tempfile.TemporaryFile() as answers:
-            request = json.dumps({"number": CHECK, "check": list(words)}).encode()
+        with tempfile.TemporaryFile() as answers, _sealed(request) as asked:
+            order = json.dumps({"number": CHECK, "check": True}).encode()
             with suppress(OSError):
-                socket.send_fds(self._socket, [request + b"\n"], [answers.fileno()])
+                socket.send_fds(self._socket, [order + b"\n"], [asked.fileno(), answers.fileno()])
             for told in self.hear():
                 if "code" in told:
                     answers.seek(0)
                     return told["code"], answers.read().decode().strip() or told["error"]
         return self.wait() or 1, ""
+
+    def write_to(self, log: int) -> None:
+        """From now on it prints to this file."""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps({"number": CHECK, "log": True}).encode() + b"\n"], [log])
 
     def note(self, number: int, pid: int) -> None:
         """A process has begun, which has this id where the spawner is."""

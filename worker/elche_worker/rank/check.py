@@ -104,6 +104,7 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
 
 def answer(words: Sequence[str], answers: int) -> int:
     """Writes the JSON line for these arguments to a file descriptor; returns the exit code, 2 when the job cannot run.
+    A fork of the spawner gets them as JSON: `words`, and the job's `environment`, which is set before.
 
     This process is not to be used for anything else: it has loaded the user's file.
     """
@@ -114,13 +115,11 @@ def answer(words: Sequence[str], answers: int) -> int:
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
     parser.add_argument("--resume", default="", help="the checkpoint to go on from")
     parser.add_argument("--arguments", default="[]", help="what the file finds in sys.argv: a JSON list")
-    parser.add_argument("--environment", default="{}", help="variables that the job sets: a JSON object")
     parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args(words)
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
-    os.environ |= json.loads(arguments.environment)
     os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))

@@ -52,6 +52,8 @@ class Spawner:
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
+        self._immortal: set[int] = set()
+        """Strays that were killed and have not ended, in a driver that hangs, say: nobody waits for them again."""
         self._running: dict[int, int] = {}
         """The agent's number of each process, by process id. A process stays in it until it is reaped, so that its id
         is not reused by another.
@@ -106,20 +108,28 @@ class Spawner:
             for pid in [pid for pid, known in self._running.items() if known == number]:
                 os.kill(pid, request["signal"])
             return
+        if "log" in request:
+            log = self._launches.popleft()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            return
         launch, parent = self._launches.popleft(), os.getpid()
+        answers = self._launches.popleft() if "check" in request else None
         if request.get("group_size", 1) > 1:
             _import(*FOR_GROUPS)
         try:
             pid = os.fork()
         except OSError as error:
             os.close(launch)
-            self._tell(number=number, code=1, error=f"the rank cannot be started: {error}")
+            self._tell(number=number, code=1, error=f"no process can be started: {error}")
             return
-        if pid == 0 and "check" in request:
-            self._check(request["check"], launch, parent)
+        if pid == 0 and answers is not None:
+            self._check(launch, answers, parent)
         if pid == 0:
             self._become(launch, request["log_path"], parent)
-        os.close(launch)
+        for descriptor in filter(None, (launch, answers)):
+            os.close(descriptor)
         self._running[pid] = number
         if "log_path" in request:
             self._logs[pid] = request["log_path"]
@@ -143,10 +153,13 @@ class Spawner:
         which became children of this process when the rank ended. Running ranks adopt their own orphans.
         """
         deadline_s = time.monotonic() + STRAYS_S
+        self._immortal = {pid for pid in self._immortal if os.waitpid(pid, os.WNOHANG) == (0, 0)}
         if session is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, signal.SIGKILL)
-        while (strays := [pid for pid in children() if pid not in self._running]) and time.monotonic() < deadline_s:
+        while strays := [pid for pid in children() if pid not in self._running and pid not in self._immortal]:
+            if time.monotonic() > deadline_s:
+                self._immortal |= set(strays)
             for pid in strays:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -181,13 +194,16 @@ class Spawner:
         os.close(self._wakeup)
         os.close(self._wake)
 
-    def _check(self, words: list[str], answers: int, parent: int) -> NoReturn:
+    def _check(self, asked: int, answers: int, parent: int) -> NoReturn:
         """Makes the forked process one that checks a job's file, and writes what it finds to a file."""
         try:
             self._leave(parent)
             from elche_worker.rank.check import answer
 
-            code = answer(words, answers)
+            with open(asked, encoding="utf-8") as file:
+                given = json.load(file)
+            os.environ |= given["environment"]
+            code = answer(given["words"], answers)
             sys.stdout.flush()
             os._exit(code)
         except SystemExit as error:

@@ -37,6 +37,10 @@ class LinkWatch:
         """Who is asked now, and all whose answers count."""
         self._answers: dict[Rank, frozenset[Rank]] = {}
 
+    def is_of(self, generation: Generation | None) -> bool:
+        """Whether those that are asked build the group of this generation."""
+        return generation is not None and self._watched == ("group", generation.id)
+
     @property
     def is_of_group(self) -> bool:
         """Whether those that are asked build a group, and have no averaging yet."""
@@ -46,13 +50,14 @@ class LinkWatch:
         self, standing: Generation | None, first: Generation | None, longest_averaging_ms: float, now_s: float
     ) -> None:
         """Asks the members of an averaging that every member has entered a while ago, or those of a `first` group, if
-        one is being built, when it does not stand after a while. Who averages through the coordinator needs no links.
+        one is being built, when it does not stand after a while, or could not be built. Who averages through the
+        coordinator needs no links.
         """
         generation = first or standing
         if generation is None or generation.backend.is_relayed:
             return None
         if first is not None:
-            return self._watch(("group", first.id), first, BUILD_S, now_s)
+            return self._watch(("group", first.id), first, 0.0 if first.failure else BUILD_S, now_s)
         assert standing is not None
         stuck = next((one for one in standing.rounds if len(one.entered) == len(one.targets)), None)
         if stuck is None or standing.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
@@ -74,17 +79,17 @@ class LinkWatch:
             peers = tuple(Peer(rank=one.rank, address=one.links_address) for one in there.values() if one.rank != rank)
             self._outbox.add(SendProbe(**record.address(self._job_id), peers=peers))
 
-    def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str]:
+    def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str] | None:
         """A rank has tried its links. Once all have: whom to leave out, and why; of as well connected ones, the highest
-        ranks. Nobody, when all are connected: then the averaging takes its time.
+        ranks. Nobody, when all are connected: then the averaging takes its time. Before: None.
         """
         if self._asked.get(record.rank) is not record:
             self._outbox.refuse(event, f"rank {record.rank} was not asked", "the averaging has gone on, or ended")
-            return {}
+            return None
         self._answers[record.rank] = frozenset(event.ranks)
         there = present(self._asked)
         if not there.keys() <= self._answers.keys():
-            return {}
+            return None
         self._asked = {}
         links = {
             rank: {other for other in there if other in self._answers[rank] and rank in self._answers[other]}

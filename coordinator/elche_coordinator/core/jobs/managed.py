@@ -103,7 +103,8 @@ class ManagedTraining:
             case LeaveAsked():
                 self.leave([record], now_s)
             case LinksProbed():
-                self._leave_out(self._links.on_probed(record, event), now_s)
+                if (apart := self._links.on_probed(record, event)) is not None:
+                    self._leave_out(apart, now_s)
             case GroupFormed() | GenerationAbandoned():
                 self._on_generation(record, event, now_s)
             case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
@@ -204,6 +205,7 @@ class ManagedTraining:
             membership.on_formed(record, event, now_s)
         else:
             self._go_on_or_fail(membership.on_abandoned(record, event, now_s))
+            self.check_links(now_s)
         self._hold_or_go_on(now_s)
 
     def _go_on_or_fail(self, problem: str | None) -> None:
@@ -364,8 +366,11 @@ class ManagedTraining:
 
     def _leave_out(self, apart: Mapping[Rank, str], now_s: float) -> None:
         """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""
-        if self._links.is_of_group and self.membership is not None and apart:
-            self.membership.relay(next(iter(apart.values())))
+        if self._links.is_of_group and (membership := self.membership) is not None:
+            forming = membership.forming if self._links.is_of(membership.forming) else None
+            has_relayed = bool(apart) and forming is not None and membership.relay(next(iter(apart.values())))
+            if forming is not None and forming.failure and not has_relayed:
+                self._go_on_or_fail(membership.try_others(forming, forming.failure, now_s))
             return
         for rank in filter(lambda rank: self.can_lose(self._job.ranks[rank]), apart):
             self._job.leave_out(self._job.ranks[rank], apart[rank], now_s)

@@ -218,12 +218,26 @@ class Membership:
             self.standing.reopen(now_s)
 
     def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> str | None:
-        """The members could not meet: the first ones do so through the coordinator, if they may; newcomers among others
-        are started again, later; without any it is tried again. When no group has stood yet, the job fails, or, after
-        it has gone back to a checkpoint, does so again.
+        """The members could not meet: the first ones do so through the coordinator, if they may. Where others train
+        meanwhile there is time to find out whether it is the way between hosts, or a rank that has just ended.
         """
-        if self.relay("its hosts cannot reach each other"):
+        if self.standing is None and self.relay("its hosts cannot reach each other"):
             return None
+        is_first = forming is self.first_of_several_hosts and not forming.backend.is_relayed
+        if (
+            is_first
+            and self.standing is not None
+            and sum(bool(one.links_address) for one in forming.members.values()) > 1
+        ):
+            forming.failure = forming.failure or reason or "the ranks could not meet"
+            return None
+        return self.try_others(forming, reason, now_s)
+
+    def try_others(self, forming: Generation, reason: str, now_s: float) -> str | None:
+        """The members could not meet, and are not to do so through the coordinator: newcomers among others are started
+        again, later; without any it is tried again. When no group has stood yet, the job fails, or, after it has gone
+        back to a checkpoint, does so again. Returns why the job cannot go on, if so.
+        """
         if self.standing is None and self._attempt > 1 and self._job.body.goes_back(is_violent=True):
             first = next(iter(forming.members.values()))
             self._job.go_back(first, reason, now_s)

@@ -44,6 +44,8 @@ class Generation:
         """By which its members average."""
         self.formed: dict[Rank, None] = {}
         """Members whose process group is built."""
+        self.failure = ""
+        """Why its members could not meet, while it is found out whether they ever can; empty otherwise."""
         self.abandoned: dict[Rank, None] | None = None
         """Members that have said that nothing of it runs there any more; None unless it is being given up."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
