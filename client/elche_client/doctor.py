@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from elche.errors import ElcheError, Forbidden
 from elche.network import BadAddress, join_address, split_address, split_addresses
@@ -104,7 +105,7 @@ def _devices() -> Iterator[Finding]:
     """Tried by torch in a process of its own, which a broken driver may end or keep for ever."""
     if find_spec("torch") is None or find_spec("elche_worker") is None:
         return
-    command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", "auto"]
+    command = [sys.executable, "-P", "-m", "elche_worker.device.build"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEVICES_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -115,8 +116,9 @@ def _devices() -> Iterator[Finding]:
     for line in lines:
         yield Finding("devices", State.WARNING, line, "see what `nvidia-smi` says of it")
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        told = json.loads(done.stdout.splitlines()[-1])
+        found = told["devices"]
+    except (IndexError, ValueError, KeyError, TypeError):
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield Finding("devices", State.FAULT, f"torch cannot be loaded: {last[0]}", "install torch again")
         return
@@ -128,6 +130,23 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", State.FAULT, text, "install the torch that fits the driver (`nvidia-smi` names both)")
         return
     yield Finding("devices", State.OK, names)
+    yield _averaging(told)
+
+
+def _averaging(told: Mapping[str, Any]) -> Finding:
+    """By what ranks here can average among themselves."""
+    num_gpus = sum(one["device"].startswith("cuda") for one in told["devices"])
+    driver = DRIVER.read_text(encoding="utf-8").splitlines()[0].strip() if DRIVER.exists() else ""
+    means = [f"NCCL {told['nccl']}"] if told["nccl"] else []
+    means += ["gloo"] if told["gloo"] else []
+    cuda = f"CUDA {told['cuda']}; " if told["cuda"] else ""
+    text = f"{cuda}{' and '.join(means) or 'through the coordinator alone'}{f'; {driver}' if driver else ''}"
+    mend = "install PyTorch's own build, which has both NCCL and gloo"
+    if not means:
+        return Finding("averaging", State.WARNING, text, mend)
+    if num_gpus > 1 and not told["nccl"]:
+        return Finding("averaging", State.WARNING, f"{text}: {num_gpus} GPUs average slowly without NCCL", mend)
+    return Finding("averaging", State.OK, text)
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import pytest
 from elche.errors import Forbidden, InvalidJob
 from elche_client import Client
 from elche_client.certificates import Authority
-from elche_client.doctor import Finding, State, of_coordinator
+from elche_client.doctor import Finding, State, _averaging, of_coordinator
 from elche_client.tokens import Role, Tokens
 from support.real_processes import Cluster, Command, Mark, coordinator
 
@@ -49,7 +49,18 @@ def test_nothing_is_wrong(cluster: Cluster, elche: Elche) -> None:
     assert done.code == 0, done.out + done.err
     assert "fault" not in done.out
     lines = {line[9:24].strip(): line for line in done.out.splitlines() if line.startswith("ok")}
-    assert {"Python", "packages", "devices", "disk", "address", "port", "access", "clock", "hosts"} <= lines.keys()
+    assert {
+        "Python",
+        "packages",
+        "devices",
+        "averaging",
+        "disk",
+        "address",
+        "port",
+        "access",
+        "clock",
+        "hosts",
+    } <= lines.keys()
     assert "1 with 3 slots" in lines["hosts"]
 
 
@@ -142,3 +153,16 @@ def test_a_coordinator_of_another_version(mark: Mark, tmp_path: Path, doctor: Do
         mark, tmp_path, env={"ELCHE_TEST_VERSIONS": "7 9", **HERE}, module="support.another_version"
     ) as one:
         assert "upgrade it" in doctor(one.address)["access"].text
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "said"),
+    [
+        ({"cuda": "12.8", "nccl": "2.27.3", "gloo": True}, "ok", "CUDA 12.8; NCCL 2.27.3 and gloo"),
+        ({"cuda": "12.8", "nccl": "", "gloo": True}, "warning", "2 GPUs average slowly without NCCL"),
+        ({"cuda": "", "nccl": "", "gloo": False}, "warning", "through the coordinator alone"),
+    ],
+)
+def test_by_what_ranks_here_can_average(told: dict[str, object], state: str, said: str) -> None:
+    found = _averaging({**told, "devices": [{"device": "cuda:0"}, {"device": "cuda:1"}]})
+    assert (found.state, said in found.text) == (state, True), found

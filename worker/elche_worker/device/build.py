@@ -1,8 +1,14 @@
-"""The versions and the device of a rank, by which the coordinator chooses how ranks average."""
+"""The versions and the device of a rank, by which the coordinator chooses how ranks average; and what of that this
+machine has (`python -m elche_worker.device.build`, for `elche doctor`).
+"""
+
+import json
+from dataclasses import asdict
 
 import torch
 
 from elche.v1 import rank_pb2
+from elche_worker.device.discovery import choose_devices
 
 
 def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
@@ -16,6 +22,23 @@ def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
     return build
 
 
+def main() -> None:
+    """Prints one line of JSON: what this machine's ranks can use, and by what they can average."""
+    distributed = torch.distributed
+    has_nccl = distributed.is_available() and distributed.is_nccl_available()
+    told = {
+        "cuda": torch.version.cuda or "",
+        "nccl": _nccl_version() if has_nccl else "",
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+        "devices": [asdict(one) for one in choose_devices("auto", 0)],
+    }
+    print(json.dumps(told))
+
+
 def _nccl_version() -> str:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version))
+
+
+if __name__ == "__main__":
+    main()
