@@ -31,7 +31,7 @@ def tell(folder: Path, mark: Mark) -> None:
     with lab(mark, folder, {}) as one:
         one.up(*engine, "--agents", "2")
         one.until_attended(2)
-        job = one.train(3, epochs=50)
+        job = one.train(3)
         one.up(*engine, "--agents", "3")
         assert one.states(*engine) == ["running", "running", "waiting"]
         nodes.append(cluster.add_node(num_cpus=1))
@@ -49,7 +49,7 @@ def tell(folder: Path, mark: Mark) -> None:
         cluster.add_node(num_cpus=1)
         one.until_ranks(job, 3)
         print(f"a node that was lost: three ranks again after {time.monotonic() - lost_s:.1f} s")
-        one.ends_exactly(job, epochs=50)
+        one.ends_exactly(job)
 
         one.up(*engine, "--agents", "1")
         one.until_attended(1)

@@ -81,7 +81,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
     with lab(mark, tmp_path, slurm) as one:
         one.up("--on", "slurm", "--agents", "2")
         one.until_attended(2)
-        job = one.train(3, epochs=120)
+        job = one.train(3)
         one.up("--on", "slurm", "--agents", "3")
         one.until_ranks(job, 3)
 
@@ -103,16 +103,16 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (2, 1)
-        one.ends_exactly(job, epochs=120)
+        one.ends_exactly(job)
 
-        job = one.train(3, epochs=60)
+        job = one.train(3)
         urgent = told(slurm, "sbatch", "--parsable", "--partition=urgent", "--wrap=sleep 600").strip()
         one.until_ranks(job, 2)
         eventually(lambda: [urgent] in [[id] for id, *_ in running(slurm)], "it has the node", 60)
         told(slurm, "scancel", urgent)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (3, 1), "one was preempted, and left"
-        one.ends_exactly(job, epochs=60)
+        one.ends_exactly(job)
 
         one.up("--on", "slurm", "--agents", "1")
         one.until_attended(1)
@@ -183,7 +183,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         one.until_attended(2)
         assert {host.host for host in one.client.hosts()} == {"gpu1", "gpu2"}
         assert [host.labels for host in one.client.hosts() if host.host == "gpu2"] == [{"zone": "eu"}]
-        job = one.train(3, epochs=60)
+        job = one.train(3)
         with (tmp_path / "hosts.txt").open("a") as file:
             file.write(hosts[2])
         one.up(*engine, *own)
@@ -194,7 +194,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         os.kill(killed, signal.SIGKILL)
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
-        one.ends_exactly(job, epochs=60)
+        one.ends_exactly(job)
 
         with (tmp_path / "hosts.txt").open("a") as file:
             file.write("\n10.77.9.77")

@@ -46,8 +46,15 @@ def test_a_message_that_the_core_has_no_event_for_is_named() -> None:
 
 
 def test_an_agent_ends_with_words_for_what_it_does_not_know() -> None:
+    order = newer(agent_pb2.AttendResponse)
+    order.seq = 7
     with pytest.raises(UnknownMessage, match="AttendResponse"):
-        object.__new__(Agent)._do(newer(agent_pb2.AttendResponse))
+        object.__new__(Agent)._do(order)
+
+
+def test_an_agent_passes_over_what_the_coordinator_will_not_send_again(caplog: pytest.LogCaptureFixture) -> None:
+    object.__new__(Agent)._do(newer(agent_pb2.AttendResponse))
+    assert "of a newer version of elche than this agent" in caplog.text
 
 
 class Call:
