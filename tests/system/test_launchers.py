@@ -217,7 +217,7 @@ def test_ray(tmp_path: Path, mark: Mark) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=300,
         env=mark.environment({"PYTHONPATH": str(Path(__file__).parents[1])}),
     )
     for pid in mark.living():
