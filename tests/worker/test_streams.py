@@ -265,6 +265,8 @@ def test_two_ranks_average_what_they_bring(device: Device, tmp_path: Path) -> No
 
     def one(position: int) -> list[float]:
         with new_rank(tmp_path / str(position), gloo(store, position, 2), seed=position) as rank:
+            rank.enter()  # nobody has trained: all begin with the source's model
+            rank.hold()
             for _ in range(2):
                 rank.round(meanwhile=position)
             rank.replica.loader.stop()
