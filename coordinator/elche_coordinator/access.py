@@ -1,7 +1,7 @@
 """Who may call what: clients and agents present a token, ranks the secret of their session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from math import isfinite
 from typing import Any
@@ -111,12 +111,27 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """The handler of one response."""
         inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
 
-        async def respond(request: Any, context: Context) -> Any:
-            await self._let_in(context, method)
-            return await (self._audited(inner, method, request, context) if is_change else inner(request, context))
+        async def respond(sent: Any, context: Context) -> Any:
+            grant = await self._let_in(context, method)
+            request = _parsed(handler, sent)
+            answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+            return await (answer if grant is None else self._until_ended(grant, answer, context))
 
         make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
-        return make(respond, handler.request_deserializer, handler.response_serializer)
+        return make(respond, None, handler.response_serializer)
+
+    async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
+        """The answer, unless the token ends before."""
+        answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
+        try:
+            await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
+            return answering.result()
+        finally:
+            ending.cancel()
+            answering.cancel()
+            await asyncio.wait({answering})
 
     async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
         outcome = "failed"
@@ -136,8 +151,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """The handler of a stream of responses, which ends with the caller's token."""
         inner = handler.stream_stream or handler.unary_stream
 
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def stream(sent: Any, context: Context) -> AsyncIterator[Any]:
             grant = await self._let_in(context, method)
+            request = _parsed(handler, sent)
             if (call := method.rpartition("/")[2]) in CHANGES:
                 self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
             async with aclosing(inner(request, context)) as responses:
@@ -162,7 +178,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                     await asyncio.wait({getting})
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
-        return make(stream, handler.request_deserializer, handler.response_serializer)
+        return make(stream, None, handler.response_serializer)
+
+
+def _parsed(handler: Any, sent: Any) -> Any:
+    """The request, or stream of requests. Read only now: to read and validate what just anybody sends takes time."""
+    if not handler.request_streaming:
+        return handler.request_deserializer(sent)
+    return (handler.request_deserializer(one) async for one in sent)
 
 
 def authenticated(driver: Driver, context: Context) -> Address:

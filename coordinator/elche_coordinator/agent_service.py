@@ -48,7 +48,10 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             reading.cancel()
             if stream.disconnect(queue):
                 log.info("agent=%s has disconnected", agent_id)
-                self._driver.presence.on_agent_away(agent_id)
+                if context.code() == grpc.StatusCode.UNAUTHENTICATED:  # its token has ended, so its ranks may not stay
+                    self._driver.presence.lose_agent(agent_id)
+                else:
+                    self._driver.presence.on_agent_away(agent_id)
 
     async def _read(
         self,

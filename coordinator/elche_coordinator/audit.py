@@ -36,7 +36,7 @@ class Audit:
             "who": str(caller),
             "token": caller.token,
             "from": peer,
-            "call": call,
+            "call": call[:MAX_TEXT],
             "what": what[:MAX_TEXT],
             "outcome": outcome[:MAX_TEXT],
         }

@@ -173,6 +173,7 @@ class Driver:
             self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
         elif entry.number and (stream := self._source(event)) is not None:
             stream.num_read = entry.number
+        lost_with_agent = self._core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
         try:
             commands = self._core.handle(event, now_s=entry.at_s)
         except Exception as error:
@@ -187,9 +188,10 @@ class Driver:
         match event:
             case AgentLost():
                 self.streams.drop_agent(event.agent_id)
+                for address in lost_with_agent:  # whoever still speaks for them has no say
+                    self.streams.give_up_rank(address)
             case SessionLost():
-                if (lost := self.streams.of_rank(address_of(event))) is not None:
-                    lost.give_up()
+                self.streams.give_up_rank(address_of(event))
         return visible, commands, fault
 
     def _repeat(self, recorded: Recorded) -> None:

@@ -81,6 +81,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             known = self._driver.submitted_as(request.key) or self._history.submitted_as(request.key)
             if known:
+                self._own_view(known)
                 await self._driver.durable(known)
                 return job_pb2.SubmitJobResponse(job_id=known)
             if request.finds:

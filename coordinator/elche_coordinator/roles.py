@@ -57,7 +57,7 @@ NEEDED = {
 CHANGES = frozenset(
     {
         *("SubmitJob", "CancelJob", "ResumeJob", "CheckpointJob", "PauseJob", "ScaleJob", "DrainHost", "Attach"),
-        *("MakeToken", "RevokeToken", "MeasureLinks"),
+        *("MakeToken", "RevokeToken", "MeasureLinks", "UploadBundle"),
     }
 )
 """Calls that the audit log shows."""

@@ -208,6 +208,11 @@ class Streams:
         self.ranks.setdefault(address["job_id"], {})[address["rank"], address["incarnation"]] = stream
         return stream
 
+    def give_up_rank(self, address: Address) -> None:
+        """A process is lost: it may not come back."""
+        if (stream := self.of_rank(address)) is not None:
+            stream.give_up()
+
     def __iter__(self) -> Iterator[Stream[Any]]:
         yield from self.agents.values()
         for streams in self.ranks.values():

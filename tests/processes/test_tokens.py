@@ -130,6 +130,43 @@ def test_the_page_asks_for_the_same_roles(lab: Lab, job_file: JobFile) -> None:
     ]
 
 
+def test_no_spelling_of_a_path_gets_around_a_role(lab: Lab, job_file: JobFile) -> None:
+    job = lab.client("anna").submit(job_file(), epochs=1, num_ranks=1)
+    job.result()
+    for path in ("model", "journal"):
+        for after in ("", "%0A", "%0D%0A", "/", "%2F", "%00", ";", "?x"):
+            assert lab.http("vera", f"/api/jobs/{job.id}/{path}{after}")[0] in (403, 404, 405), after
+    assert lab.http("anna", f"/api/jobs/{job.id}/journal")[0] == 200
+
+
+def test_who_has_no_token_writes_nothing_into_the_audit_log(lab: Lab) -> None:
+    before = lab.audit()
+    for path in ("/static/jobs/x/cancel", "/download/MakeToken", "/healthz", "/", "/api/jobs/x/cancel"):
+        request = urllib.request.Request(lab.coordinator.page_url + path, b"{}", {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError, match=r"40[15]"):
+            urllib.request.urlopen(request, timeout=10)
+    assert lab.audit() == before
+
+
+def test_a_message_is_read_only_of_who_may_send_it(lab: Lab) -> None:
+    """It is invalid, which somebody without a role does not get to know."""
+    with Client(lab.coordinator.address, token="not this one at all") as stranger, pytest.raises(NotAllowed):
+        stranger.scale("x" * 300, 1)
+    with pytest.raises(Forbidden):
+        lab.client("vera").scale("x" * 300, 1)
+    with pytest.raises(InvalidJob, match="job_id has 300 characters"):
+        lab.client("anna").scale("x" * 300, 1)
+
+
+def test_a_key_finds_no_job_of_somebody_else(lab: Lab, job_file: JobFile) -> None:
+    job = lab.client("anna").submit(job_file(), epochs=1, num_ranks=1, key="nightly")
+    assert lab.client("anna").submit(job_file(), epochs=1, num_ranks=1, key="nightly").id == job.id
+    assert lab.client("ops").submit(job_file(), epochs=1, num_ranks=1, key="nightly").id == job.id
+    with pytest.raises(Forbidden, match=f"job {job.id} is of anna"):
+        lab.client("bob").submit(job_file(), epochs=1, num_ranks=1, key="nightly")
+    job.result()
+
+
 def test_a_users_own_loop_and_its_submitter_are_the_tokens(lab: Lab, job_file: JobFile) -> None:
     job = lab.client("anna").submit(job_file(), epochs=1, num_ranks=1)
     job.result()
@@ -191,6 +228,27 @@ def test_an_agent_whose_token_is_revoked_exits(lab: Lab, mark: Mark, tmp_path: P
     assert spot.returncode == 2
     assert "cannot be attended: the token has ended" in said
     eventually(lambda: len(ops.hosts()) == before, "it is gone")
+
+
+def test_ranks_of_a_revoked_token_are_gone_although_their_agent_does_not_exit(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    """It is stopped, as one of somebody hostile might be told not to exit: its rank is there, and is not heard."""
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path, env={"ELCHE_TOKEN": OWN}))
+        admin = stack.enter_context(Tokens(one.address, token=OWN))
+        token, text = admin.make("spot", Role.AGENT, expires=DAY)
+        spot = stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu", env={"ELCHE_TOKEN": text}))
+        client = stack.enter_context(Client(one.address, token=OWN))
+        job = client.submit(job_file(), epochs=1000, num_ranks=1)
+        eventually(lambda: client.get(job.id).state is JobState.TRAINING, "it trains")
+        os.kill(spot.process.pid, signal.SIGSTOP)
+        before = len(mark.living())
+        admin.revoke(token.id)
+        eventually(lambda: not client.hosts(), "the agent is lost")
+        eventually(lambda: len(mark.living()) < before, "its rank has ended")
+        os.kill(spot.process.pid, signal.SIGCONT)
+        spot.process.wait(30)
 
 
 def test_the_audit_log_says_who_did_what(lab: Lab, job_file: JobFile) -> None:

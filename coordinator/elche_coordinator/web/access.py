@@ -47,8 +47,10 @@ class AccessControl:
             return
         send, grant = _hardened(send), None
         try:
-            grant = self._let_in(scope)
-            refusal = self._refusal(scope)
+            refusal = _no_such_page(scope)
+            if refusal is None:
+                grant = self._let_in(scope)
+                refusal = self._refusal(scope)
         except NotAllowed as error:
             refusal = _answer(401, str(error))
         except Forbidden as error:
@@ -62,7 +64,7 @@ class AccessControl:
     def _let_in(self, scope: Scope) -> Grant | None:
         """The grant of the request, if it has a token that was made. Raises `NotAllowed` or `Forbidden`."""
         path = scope["path"]
-        if path in OPEN_PATHS or path.startswith(OPEN_FOLDERS):
+        if _is_open(path):
             return None
         caller, grant = self._credentials.find(Headers(scope=scope).get("authorization", ""))
         CALLER.set(caller)
@@ -103,6 +105,19 @@ class AccessControl:
         *_, what, call = ("", "", *path.strip("/").split("/"))
         host, _ = scope.get("client") or ("", 0)
         self._audit.note(CALLER.get(), call, what, host, outcome)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+
+
+def _no_such_page(scope: Scope) -> JSONResponse | None:
+    """The answer to what no page is for; routes also match a path with a line feed at its end, which roles do not."""
+    if not scope["path"].isprintable():
+        return _answer(404, "no such page")
+    if _is_open(scope["path"]) and scope["method"] not in ("GET", "HEAD"):
+        return _answer(405, "this page can only be read")
+    return None
 
 
 def _needed(method: str, path: str) -> Role:
