@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import JobState
 from elche_worker.agent.confinement import PROGRAM, CannotConfine, Confinement
@@ -125,6 +126,89 @@ def test_a_rank_in_a_container_is_killed_stopped_and_watched(tmp_path: Path, mar
         eventually(lambda: not mark.living("elche rank") and not mark.living(PROGRAM), "its containers are gone")
         assert host.process.poll() is None
     mark.assert_none_left()
+
+
+TRICKS = """
+import json
+from pathlib import Path
+
+def links_to(token):
+    for one in (*Path.cwd().glob("*.log"), *OUT.glob("rank-*")):
+        one.unlink()
+    (OUT / "rank-0.log").symlink_to(token)
+    (OUT / "rank-0.log.times").symlink_to("/dev/zero")
+    (OUT / "rank-0.log.stacks").symlink_to(token)
+    (OUT / "model.safetensors").symlink_to(token)
+    os.mkfifo(OUT / "rank-1.log")
+
+if os.environ.get("ELCHE_RANK") == "0":
+    links_to(TOKEN)
+    os._exit(3)
+time.sleep(1000)
+"""
+
+
+@needs_containers
+def test_what_a_rank_puts_in_place_of_its_files_leads_the_agent_nowhere(tmp_path: Path, mark: Mark) -> None:
+    """Links to the agent's token and to an endless file, and a pipe."""
+    out, folder = tmp_path / "out", tmp_path / "private"
+    out.mkdir()
+    folder.mkdir()
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(OWN)
+    job = tmp_path / "job" / "linear.py"
+    job.parent.mkdir()
+    job.write_text(f"{JOB.read_text()}OUT, TOKEN = Path({str(out)!r}), {str(token)!r}\n{TRICKS}")
+    again = job.with_name("again.py")
+    again.write_text(JOB.read_text().replace("Path(__file__)", f"Path({str(out / 'notes')!r})"))
+    env = {"ELCHE_TOKEN_FILE": str(token)}
+    more = ("--confine", "--writable", str(out))
+    with (
+        coordinator(mark, tmp_path, env=env) as one,
+        agent(mark, tmp_path, one.address, *more, env=env) as host,
+        Client(one.address, token=OWN) as client,
+    ):
+        told = client.submit(job, num_ranks=2, output_dir=str(out), on_rank_loss="fail")
+        with pytest.raises(JobFailed, match="rank 0") as failed:
+            told.result()
+        assert OWN not in str(failed.value)
+        for rank in (0, 1):
+            with pytest.raises(InvalidJob, match="cannot be read"):
+                list(told.logs(rank=rank))
+        assert token.read_text() == OWN, "its stacks were not written there"
+        shutil.rmtree(out)
+        out.symlink_to(folder)  # as a rank of before might have left it
+        for place in (out / "x", tmp_path / "elsewhere"):
+            with pytest.raises(JobFailed) as failed:
+                client.submit(again, num_ranks=1, output_dir=str(place)).result()
+            assert "the rank cannot be started" in failed.value.traceback
+        assert sorted(one.name for one in folder.iterdir()) == ["token"]
+        assert not (tmp_path / "elsewhere").exists()
+        assert host.process.poll() is None
+
+
+@needs_containers
+def test_a_token_is_hidden_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside certificates, which ranks may read, in a folder that they may change, and where the agent was started."""
+    for name in ("certificates", "writable", "start"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "token").write_text(OWN)
+    monkeypatch.chdir(tmp_path / "start")
+    monkeypatch.syspath_prepend(str(tmp_path / "start"))
+    tokens = [tmp_path / name / "token" for name in ("certificates", "writable")]
+    confined = Confinement(writable=[tmp_path / "writable"], readable=[tmp_path / "certificates"], secrets=tokens)
+    seen = [*tokens, tmp_path / "start" / "token"]
+    script = "; ".join(f"cat {one}; echo x > {one}" for one in seen)
+    done = subprocess.run([*confined.command(), "sh", "-c", script], capture_output=True, text=True, check=False)
+    assert OWN not in done.stdout
+    assert [one.read_text() for one in seen] == [OWN] * 3
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = subprocess.run(
+        [*confined.command(), "sh", "-c", f"ls {tmp_path}"], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert done.stdout.split() == ["certificates", "writable"]
 
 
 def test_where_containers_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from elche_client.rank_output import RankLines
 from elche_worker.process import log_times
 from elche_worker.process.log_times import NO_STAMP, TimesReader, TimesWriter, times_path
+from elche_worker.process.rank_files import RankFiles
 from elche_worker.rank.spawner import open_log, shorten_log
 
 
@@ -42,7 +43,7 @@ def test_each_line_gets_the_time_at_which_it_was_written(tmp_path: Path, monkeyp
         for at_s, text in ((1000.0, "one\ntwo"), (1000.5, " goes on\n"), (2000.0, "10 %\r20 %\n\nlast")):
             now_s[0] = at_s
             stream.write(text)
-    data, reader = path.read_bytes(), TimesReader(path)
+    data, reader = path.read_bytes(), TimesReader(path, RankFiles())
     parts = [reader.stamped(0, data[:15]), reader.stamped(15, data[15:])]
     lines = list(RankLines().add(0, b"".join(parts) + b"\n"))
     assert [line.text for line in lines] == ["before", "one", "two goes on", "20 %", "", "last"]
@@ -55,4 +56,4 @@ def test_each_line_gets_the_time_at_which_it_was_written(tmp_path: Path, monkeyp
 
 def test_times_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     times_path(tmp_path / "rank-0.log").write_text("no number\n")
-    assert TimesReader(tmp_path / "rank-0.log").stamped(0, b"text") == NO_STAMP + b" text"
+    assert TimesReader(tmp_path / "rank-0.log", RankFiles()).stamped(0, b"text") == NO_STAMP + b" text"

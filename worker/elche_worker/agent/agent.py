@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, BinaryIO, assert_never
 
 import grpc
 
@@ -28,6 +28,7 @@ from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, SpawnerProcess, Start, rank_exited
 from elche_worker.process.interfaces import listening_address
 from elche_worker.process.log_times import TimesReader
+from elche_worker.process.rank_files import RankFiles
 from elche_worker.session.launch import BEST, MODEL, Launch
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
@@ -274,14 +275,14 @@ class Agent:
         if order.checkpoint:
             path = Path(order.checkpoint) / WEIGHTS
             problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
-        self._send(path, order.transfer, _refusal(problem) if problem else _file(path))
+        self._send(path, order.transfer, _refusal(problem) if problem else _file(path, self._processes.files))
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written, and nothing else."""
         folder = self._folders.get(order.job_id)
-        path = _log_path(folder, order.rank) if folder else Path("log")
-        chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes)
-        times = TimesReader(path) if order.with_times else None
+        path, files = _log_path(folder, order.rank) if folder else Path("log"), self._processes.files
+        chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes, files)
+        times = TimesReader(path, files) if order.with_times else None
         self._send(path, order.transfer, _log_parts(path, chunks, times))
 
     def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[tuple[int, bytes]]:
@@ -289,11 +290,11 @@ class Agent:
         nothing, as a sign of life.
         """
         said_s = time.monotonic()
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - order.max_bytes))
+        with self._processes.files.read(path) as file:
+            file.seek(max(0, _size(file) - order.max_bytes))
             while True:
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
-                if file.tell() > path.stat().st_size:
+                if file.tell() > _size(file):
                     file.seek(0)  # the log was truncated to its end because it had become too long
                 while data := file.read(CHUNK_BYTES):
                     said_s = time.monotonic()
@@ -392,18 +393,22 @@ def _log_path(folder: Path, rank: int) -> Path:
     return folder.absolute() / f"rank-{rank}.log"
 
 
-def _file(path: Path) -> Iterator[agent_pb2.DeliverRequest]:
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _file(path: Path, files: RankFiles) -> Iterator[agent_pb2.DeliverRequest]:
     """A whole file."""
     try:
-        yield from (agent_pb2.DeliverRequest(data=data) for _, data in _chunks(path, path.stat().st_size))
+        yield from (agent_pb2.DeliverRequest(data=data) for _, data in _chunks(path, path.stat().st_size, files))
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 
 
-def _chunks(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _chunks(path: Path, max_bytes: int, files: RankFiles) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of the end of a file."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - max_bytes))
+    with files.read(path) as file:
+        file.seek(max(0, _size(file) - max_bytes))
         while data := file.read(min(CHUNK_BYTES, max_bytes)):
             max_bytes -= len(data)
             yield file.tell() - len(data), data

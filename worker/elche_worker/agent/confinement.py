@@ -42,14 +42,16 @@ class Confinement:
             arguments += ["--tmpfs", str(one)]
         seen = [*self.readable, *_own_folders(), *([RESOLVER.resolve()] if RESOLVER.is_symlink() else [])]
         for one in seen:
-            if one.exists() and any(one.resolve().is_relative_to(place) for place in hidden):
+            place = one.resolve()
+            is_hidden = any(place.is_relative_to(other) for other in hidden)
+            if one.exists() and is_hidden and not any(other.is_relative_to(place) for other in hidden):
                 arguments += ["--ro-bind", str(one), str(one)]
         for one in self.writable:
             arguments += ["--bind", str(one), str(one)]
         for one in self.secrets:
             if one.is_dir():
                 arguments += ["--tmpfs", str(one)]
-            elif one.exists() and not any(one.resolve().is_relative_to(place) for place in hidden):
+            elif one.exists():
                 arguments += ["--ro-bind", "/dev/null", str(one)]
         return [*arguments, "--"]
 
@@ -73,9 +75,11 @@ class Confinement:
 
 
 def _own_folders() -> list[Path]:
-    """Where Python and its packages are."""
+    """Where Python and its packages are. Not the folder that the agent was started in, which may be anybody's."""
     found = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent]
-    return list(dict.fromkeys([*found, *(Path(one) for one in sys.path if one and os.path.isabs(one))]))
+    packages = (Path(one) for one in sys.path if os.path.isabs(one))
+    own = Path(__file__).resolve().parents[2]
+    return list(dict.fromkeys([*found, *(one for one in packages if one != Path.cwd() or one == own)]))
 
 
 def host_pid(container: int, inner: int) -> int | None:

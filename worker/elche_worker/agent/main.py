@@ -21,6 +21,7 @@ from elche.tls import VARIABLE
 from elche.token import FILE_VARIABLE, read_token
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement
+from elche_worker.agent.identity import FOLDER as AGENTS
 from elche_worker.device.share import SHARE_VARIABLE
 from elche_worker.process.interfaces import interface_address
 
@@ -191,12 +192,13 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
 
 def _confinement(work_dir: Path, writable: Sequence[Path], secrets: Path | None, tls: str) -> Confinement:
     """What ranks see of this host. Raises `CannotConfine`."""
-    work_dir.mkdir(parents=True, exist_ok=True)
+    agents = work_dir / AGENTS
+    agents.mkdir(parents=True, exist_ok=True)
     token = os.environ.get(FILE_VARIABLE, "")
     confinement = Confinement(
         writable=[one.resolve() for one in (work_dir, *writable)],
         readable=[Path(tls).resolve()] if tls else [],
-        secrets=[one.resolve() for one in (secrets, Path(token) if token else None) if one is not None],
+        secrets=[one.resolve() for one in (agents, secrets, Path(token) if token else None) if one is not None],
     )
     confinement.check()
     return confinement

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from elche.folders import keep_out
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
+from elche_worker.process.rank_files import RankFiles
 from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ class Processes:
         self._on_exit = on_exit
         self._num_slots = num_slots
         self._confinement = confinement
+        self.files = RankFiles(None if confinement is None else confinement.writable)
+        """What ranks write is opened by this."""
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
@@ -122,10 +124,8 @@ class Processes:
         after `close`.
         """
         for one in starts:
-            if not one.log_path.parent.exists():
-                one.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                keep_out(one.log_path.parent)
-            os.close(os.open(one.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            self.files.make_folder(one.log_path.parent)
+            self.files.append(one.log_path).close()
         with self._changed:
             if self._is_closed:
                 raise OSError("the agent ends")
@@ -179,8 +179,9 @@ class Processes:
         with self._changed:
             running = self._running.get(key)
         if running is not None:
-            with suppress(OSError), running.logs[0].open("a") as file:
-                file.write(f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n")
+            said = f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n"
+            with suppress(OSError), self.files.append(running.logs[0]) as file:
+                file.write(said.encode(errors="replace"))
 
     def _leader_pid(self, key: Key) -> int | None:
         with self._changed:
@@ -194,7 +195,7 @@ class Processes:
             running, pid = self._running.get(key), self._leader_pid(key)
         if running is None or pid is None:
             return "the process has ended"
-        return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number))
+        return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number), self.files)
 
     def kill_all(self) -> None:
         """Ends every process at once, and waits until they are gone."""
@@ -256,7 +257,7 @@ class Processes:
                 other_path = str(path) if member else ""
                 running.first = Exit(
                     code=code,
-                    log_tail=error or _tail(path),
+                    log_tail=error or _tail(path, self.files),
                     member=member,
                     log_path=other_path,
                     was_stopped=running.was_stopped,
@@ -423,11 +424,11 @@ def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
     return agent_pb2.AttendRequest(rank_exited=exited)
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path, files: RankFiles) -> str:
     """The end of a log; "" if the file has been removed."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+        with files.read(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
+            return file.read(LOG_TAIL_BYTES).decode(errors="replace").strip()
     except OSError:
         return ""

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from elche_worker.process.rank_files import RankFiles
+
 EVERY_S = 1.0
 MAX_BYTES = 4 << 20
+MAX_READ_BYTES = 4 * MAX_BYTES
+"""What is read of it at once: what a rank makes larger is no times."""
 STAMP = "%Y-%m-%dT%H:%M:%SZ"
 NO_STAMP = b" " * 20
 """Of a line that was written before the times that are known."""
@@ -49,8 +53,9 @@ def shorten_times(log_path: str, *, is_cut: bool) -> None:
 class TimesReader:
     """Puts the time before each line of a log that is read from some place on; on the rank's host."""
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, files: RankFiles) -> None:
         self._path = times_path(log_path)
+        self._files = files
         self._sizes: list[int] = []
         self._times: list[float] = []
         self._num_read = 0
@@ -75,11 +80,11 @@ class TimesReader:
 
     def _update(self) -> None:
         """Takes in the entries that have come since."""
-        with suppress(OSError, ValueError), self._path.open("rb") as file:
+        with suppress(OSError, ValueError), self._files.read(self._path) as file:
             if os.fstat(file.fileno()).st_size < self._num_read:
                 self._sizes, self._times, self._num_read, self._begins_line = [], [], 0, True
             file.seek(self._num_read)
-            whole = file.read().rpartition(b"\n")[0]
+            whole = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             for line in whole.splitlines():
                 size, at_s = line.split()
                 self._sizes.append(max(int(size), self._sizes[-1] if self._sizes else 0))

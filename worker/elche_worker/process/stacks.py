@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elche_worker.process.rank_files import RankFiles
+
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A signal that user code is unlikely to use."""
 MAX_BYTES = 64 << 10
@@ -26,16 +28,17 @@ def write_when_asked(log_path: str) -> None:
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 
 
-def ask(pid: int, log_path: Path, send: Callable[[int], object]) -> str:
+def ask(pid: int, log_path: Path, send: Callable[[int], object], files: RankFiles) -> str:
     """Asks a process for its stacks with a signal; returns them, or the reason why there are none."""
     path = _path(str(log_path))
     try:
-        path.write_bytes(b"")
+        files.empty(path)
         if state := STATES.get(_state(pid)):
             return state.format(pid=pid)
         send(SIGNAL)
         return (
-            _read(path) or f"process {pid} does not answer (its state is {_state(pid)}): the kernel may be busy for it"
+            _read(path, files)
+            or f"process {pid} does not answer (its state is {_state(pid)}): the kernel may be busy for it"
         )
     except OSError as error:
         return f"the stacks of process {pid} cannot be read: {error.strerror}"
@@ -49,15 +52,15 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, files: RankFiles) -> str:
     """What was written, once nothing more arrives; empty when nothing does."""
     deadline_s, size, since_s = time.monotonic() + ANSWER_S, 0, time.monotonic()
-    while (now_s := time.monotonic()) < deadline_s:
-        if (now := path.stat().st_size) != size:
-            size, since_s = now, now_s
-        if size and now_s - since_s >= SETTLED_S:
-            break
-        time.sleep(0.02)
-    with path.open("rb") as file:
+    with files.read(path) as file:
+        while (now_s := time.monotonic()) < deadline_s:
+            if (now := os.fstat(file.fileno()).st_size) != size:
+                size, since_s = now, now_s
+            if size and now_s - since_s >= SETTLED_S:
+                break
+            time.sleep(0.02)
         text = file.read(MAX_BYTES).decode(errors="replace").strip()
     return "\n\n".join(reversed(text.split("\n\n")))  # Python writes the main thread last, where training is
