@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOTAL_BYTES = 10 << 30
 """What all bundles may take: when there are more, those that were used the longest time ago are removed."""
+WHOLE, PART = ".tar.gz", ".part"
 UNFINISHED_S = 24 * 3600.0
 """How long the beginning of a bundle is kept for an upload that goes on, in seconds."""
 
@@ -38,16 +39,18 @@ class Bundles:
         self._in_use = in_use
         self._max_total_bytes = max_total_bytes
         self._uploads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._coming: dict[str, int] = {}
+        """Whole sizes of the bundles that are being uploaded."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for part in folder.glob("*.part"):
+        for part in folder.glob(f"*{PART}"):
             if time.time() - part.stat().st_mtime > UNFINISHED_S:
                 part.unlink()
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{check_name(name)}.tar.gz"
+        return self._folder / f"{check_name(name)}{WHOLE}"
 
     def _part(self, name: str) -> Path:
-        return self._folder / f"{check_name(name)}.part"
+        return self._folder / f"{check_name(name)}{PART}"
 
     def find(self, name: str) -> tuple[int, bool]:
         """Bytes of the bundle that are here, and whether these are all. Raises `InvalidJob` for what is no name."""
@@ -81,11 +84,14 @@ class Bundles:
             if found != offset:
                 raise Unreachable("another upload of this folder has gone on: go on where it is")
             try:
-                await asyncio.to_thread(self._make_room, size_bytes - found)
+                self._coming[name] = size_bytes
+                await asyncio.to_thread(self._make_room)
                 await self._append(name, size_bytes - found, chunks)
                 await asyncio.to_thread(self._complete, name)
             except OSError as error:
                 raise TooMuch(f"the coordinator cannot write the folder to its disk: {error.strerror}") from error
+            finally:
+                self._coming.pop(name, None)
 
     async def _append(self, name: str, num_bytes: int, chunks: AsyncIterator[bytes]) -> None:
         part = self._part(name)
@@ -112,25 +118,29 @@ class Bundles:
         part.rename(self._path(name))
         log.info("bundle=%s complete, %d bytes", name[:12], self._path(name).stat().st_size)
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Removes bundles until there is room for so many bytes. Raises `TooMuch`."""
-        in_use = set(self._in_use())
-        known = sorted(self._folder.glob("*.tar.gz"), key=lambda path: path.stat().st_mtime)
-        total = sum(path.stat().st_size for path in self._folder.iterdir())
-        for path in known:
-            if total + num_bytes <= self._max_total_bytes:
-                return
-            if path.name.removesuffix(".tar.gz") not in in_use:
-                total -= path.stat().st_size
-                if self._shared is not None:
-                    self._shared.remove(path.name.removesuffix(".tar.gz"))
-                path.unlink()
-                log.info("bundle=%s removed: there is no room for it any more", path.name[:12])
-        if total + num_bytes > self._max_total_bytes:
+    def _make_room(self) -> None:
+        """Removes what is not in use, uploads that were given up before all, until there is room for all that comes.
+        Raises `TooMuch`, and has then removed nothing.
+        """
+        coming = dict(self._coming)
+        in_use = {*self._in_use(), *coming}
+        kept = [path for path in self._folder.iterdir() if _name(path) not in coming]
+        excess = sum(coming.values()) + sum(_size(path) or 0 for path in kept) - self._max_total_bytes
+        removed = []
+        for path in sorted(kept, key=_need):
+            if excess > 0 and _name(path) not in in_use:
+                removed.append(path)
+                excess -= _size(path) or 0
+        if excess > 0:
             raise TooMuch(
-                f"the folders of the jobs that have not ended take {total >> 20} MiB at the coordinator, of at most "
-                f"{self._max_total_bytes >> 20}: there is no room for {num_bytes >> 20} MiB"
+                f"the folders of the jobs that have not ended, and those that others send now, take all of the "
+                f"{self._max_total_bytes >> 20} MiB that the coordinator has for them: try again later"
             )
+        for path in removed:
+            if self._shared is not None and path.name.endswith(WHOLE):
+                self._shared.remove(_name(path))
+            path.unlink(missing_ok=True)
+            log.info("bundle=%s removed: there is no room for it any more", path.name[:12])
 
     async def chunks(self, name: str, offset: int) -> AsyncIterator[bytes]:
         """The bundle's bytes from a position on. Raises `InvalidJob` when it is not here."""
@@ -145,3 +155,14 @@ def _size(path: Path) -> int | None:
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return None
+
+
+def _name(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def _need(path: Path) -> tuple[bool, float]:
+    """Sorts what is needed least first."""
+    with suppress(FileNotFoundError):
+        return path.name.endswith(WHOLE), path.stat().st_mtime
+    return False, 0.0

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import assert_never
 
@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
 """Largest size of one timeline; later lines are dropped."""
+MAX_TOTAL_BYTES = 2 << 30
+"""What those of ended jobs may take: when there are more, the oldest are removed."""
 CHUNK_BYTES = 1 << 20
 EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
@@ -167,6 +169,7 @@ class Timelines:
         self._anchors.pop(job_id, None)
         self._lines.pop(job_id, None)
         self._sizes.pop(job_id, None)
+        await asyncio.to_thread(self._make_room, set(self._lines))
 
     def _add(self, job_id: str, row: Mapping[str, object]) -> None:
         lines = self._lines.get(job_id)
@@ -199,6 +202,14 @@ class Timelines:
                     file.write("\n".join(lines) + "\n")
             except OSError as error:
                 log.warning("job=%s the timeline cannot be written: %s", job_id, error)
+
+    def _make_room(self, in_use: Collection[str]) -> None:
+        found = [(path.stat(), path) for path in self._folder.glob("*.jsonl") if path.stem not in in_use]
+        left_bytes = MAX_TOTAL_BYTES
+        for stat, path in sorted(found, key=lambda one: -one[0].st_mtime):
+            left_bytes -= stat.st_size
+            if left_bytes < 0:
+                path.unlink(missing_ok=True)
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.jsonl"

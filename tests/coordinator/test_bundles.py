@@ -161,3 +161,41 @@ async def test_beginnings_that_nobody_goes_on_with_are_removed(tmp_path: Path, m
     later_s = time.time() + module.UNFINISHED_S + 1
     monkeypatch.setattr(time, "time", lambda: later_s)
     assert new_bundles(tmp_path).find(NAME) == (0, False)
+
+
+@within_20_s
+async def test_uploads_that_were_given_up_keep_nobody_out(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path, list, max_total_bytes=2500)
+    data = [random.Random(seed).randbytes(1000) for seed in range(4)]
+    names = [hashlib.sha256(one).hexdigest() for one in data]
+    await bundles.write(names[0], 0, 1000, parts(data[0]))
+    with pytest.raises(Unreachable):
+        await bundles.write(names[1], 0, 1000, parts(data[1][:999]))
+    await bundles.write(names[2], 0, 1000, parts(data[2]))
+    assert [bundles.find(name)[1] for name in names[:3]] == [True, False, True]
+    assert bundles.find(names[1])[0] == 0
+
+
+@within_20_s
+async def test_what_others_send_counts_and_who_finds_no_room_removes_nothing(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path, list, max_total_bytes=2500)
+    data = [random.Random(seed).randbytes(1000) for seed in range(4)]
+    names = [hashlib.sha256(one).hexdigest() for one in data]
+    await bundles.write(names[0], 0, 1000, parts(data[0]))
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        begun.set()
+        await goes_on.wait()
+        yield data[1]
+
+    first = asyncio.create_task(bundles.write(names[1], 0, 1000, slowly()))
+    await begun.wait()
+    with pytest.raises(TooMuch):
+        await bundles.write(names[2], 0, 2000, parts(data[2], data[3]))
+    assert bundles.find(names[0])[1]
+    await bundles.write(names[2], 0, 1000, parts(data[2]))
+    assert not bundles.find(names[0])[1], "it was the least needed"
+    goes_on.set()
+    await first
+    assert bundles.find(names[1])[1]
