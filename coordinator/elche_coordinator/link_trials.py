@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from itertools import combinations
 from math import comb
 
@@ -12,7 +11,7 @@ from elche.errors import ElcheError, InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
-from elche_coordinator.transfers import Transfers
+from elche_coordinator.transfers import TooLong, Transfers
 
 SECRET_BYTES = 32
 MAX_HOSTS = 64
@@ -71,7 +70,7 @@ class LinkTrials:
             tried.address = address.decode()
             found = await self._answer(host, agent_id, agent_pb2.AttendResponse(try_link=tried), tried.transfer)
             return job_pb2.LinkMeasured.FromString(found)
-        except (UnicodeDecodeError, DecodeError):
+        except (UnicodeDecodeError, DecodeError, TooLong):
             raise Unmeasured(f"{host} or {other} has sent what is no measurement") from None
         except InvalidJob as error:  # what the host says
             raise Unmeasured(f"{host} cannot connect to {other}: {error}") from None
@@ -82,10 +81,4 @@ class LinkTrials:
         if problem or not self._driver.ask_agent(agent_id, order):
             self._transfers.drop(transfer)
             raise Unmeasured(problem or f"{host} has disconnected")
-        answer = b""
-        async with aclosing(self._transfers.chunks(transfer)) as chunks:
-            async for chunk in chunks:
-                answer += chunk
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise Unmeasured(f"{host} has sent what is no measurement")
-        return answer
+        return await self._transfers.whole(transfer, MAX_ANSWER_BYTES)

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from elche.errors import ElcheError, InvalidJob
 
@@ -11,6 +12,10 @@ DEPTH = 8
 GONE = "the receiver of this file has gone"
 BEGIN_S = 30.0
 """How long an agent may take to deliver the next chunk."""
+
+
+class TooLong(ElcheError):
+    """An agent has sent more than it was asked for."""
 
 
 class Transfer:
@@ -60,6 +65,16 @@ class Transfers:
                     yield item
         finally:
             self.drop(name)
+
+    async def whole(self, name: str, max_bytes: int) -> bytes:
+        """A short file. Raises `ElcheError`, also when the agent sends more."""
+        found = b""
+        async with aclosing(self.chunks(name)) as chunks:
+            async for chunk in chunks:
+                found += chunk
+                if len(found) > max_bytes:
+                    raise TooLong(f"the host has sent more than the {max_bytes} bytes that it was asked for")
+        return found
 
     async def deliver(self, name: str, item: bytes | ElcheError | None) -> None:
         """Adds a chunk, an error, or None at the end; waits while the queue is full. Raises `InvalidJob` when the

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from elche.errors import InvalidJob
-from elche_coordinator.transfers import DEPTH, Transfers
+from elche_coordinator.transfers import DEPTH, TooLong, Transfers
 
 
 def test_an_agent_that_waits_for_room_hears_that_nobody_is_there_any_more() -> None:
@@ -25,5 +25,26 @@ def test_an_agent_that_waits_for_room_hears_that_nobody_is_there_any_more() -> N
             await asyncio.wait_for(waiting, 1)
         with pytest.raises(InvalidJob, match="the receiver of this file has gone"):
             await transfers.deliver(name, b"one more")
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_that_sends_more_than_it_was_asked_for_is_not_listened_to() -> None:
+    async def scenario() -> None:
+        transfers = Transfers()
+        name = transfers.begin()
+        whole = asyncio.ensure_future(transfers.whole(name, 10))
+        await transfers.deliver(name, b"12345")
+        await transfers.deliver(name, b"67890")
+        await transfers.deliver(name, b"1")
+        with pytest.raises(TooLong, match="more than the 10 bytes"):
+            await asyncio.wait_for(whole, 1)
+        with pytest.raises(InvalidJob, match="the receiver of this file has gone"):
+            await transfers.deliver(name, b"one more")
+        name = transfers.begin()
+        whole = asyncio.ensure_future(transfers.whole(name, 10))
+        for one in (b"1234567890", None):
+            await transfers.deliver(name, one)
+        assert await asyncio.wait_for(whole, 1) == b"1234567890"
 
     asyncio.run(scenario())

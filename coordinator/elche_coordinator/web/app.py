@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +261,7 @@ class Web:
         if not self._driver.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
             raise ElcheError("the host of the rank, which has its log, is not connected")
-        text = b""
-        async with aclosing(self._transfers.chunks(transfer)) as chunks:
-            async for chunk in chunks:
-                text += chunk
-                if len(text) > MAX_LOG_BYTES:
-                    raise ElcheError("the host has sent more than was asked for")
+        text = await self._transfers.whole(transfer, MAX_LOG_BYTES)
         return PlainTextResponse(text.decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:

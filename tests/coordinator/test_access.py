@@ -1,0 +1,103 @@
+"""Who may not call is told so before what they have sent is looked at, and whose token ends is not waited for."""
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.audit import Audit
+
+OWN = "correct horse battery"
+
+
+class Context:
+    """A call with this token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self.answer: grpc.StatusCode | None = None
+
+    def invocation_metadata(self) -> Any:
+        return (("authorization", f"Bearer {self._token}"),)
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
+        self.answer = code
+        raise grpc.aio.AbortError(details)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("call", ["JobService/ScaleJob", "AgentService/Deliver", "AccessService/MakeToken"])
+def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: bool) -> None:
+    read: list[bytes] = []
+
+    async def behave(request: Any, context: Any) -> Any:
+        return [one async for one in request] if is_stream else request
+
+    async def stream() -> Any:
+        for one in (b"1", b"2"):
+            yield one
+
+    make = grpc.stream_unary_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+
+    async def scenario() -> None:
+        tokens: Any = SimpleNamespace(find=lambda text: None)
+        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"))
+
+        async def continuation(details: Any) -> Any:
+            return make(behave, lambda data: read.append(data) or data, None)  # type: ignore[func-returns-value]
+
+        details: Any = SimpleNamespace(method=f"/elche.v1.{call}")
+        handler = await access.intercept_service(continuation, details)
+        assert handler.request_deserializer is None
+        respond = handler.stream_unary if is_stream else handler.unary_unary
+        stranger: Any = Context("a guess, and a wrong one")
+        with pytest.raises(grpc.aio.AbortError):
+            await respond(stream() if is_stream else b"1", stranger)
+        assert (stranger.answer, read) == (grpc.StatusCode.UNAUTHENTICATED, [])
+        known: Any = Context(OWN)
+        found = await respond(stream() if is_stream else b"1", known)
+        assert found == ([b"1", b"2"] if is_stream else b"1")
+        assert read
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
+    async def behave(request: Any, context: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        revoked = asyncio.Event()
+        grant = SimpleNamespace(token=SimpleNamespace(caller=SimpleNamespace(require=lambda *what: None)))
+        grant.revoked = revoked
+        tokens: Any = SimpleNamespace(find=lambda text: grant, left_s=lambda grant: timedelta(days=1).total_seconds())
+        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"))
+
+        async def continuation(details: Any) -> Any:
+            return grpc.stream_unary_rpc_method_handler(behave)
+
+        details: Any = SimpleNamespace(method="/elche.v1.AgentService/Deliver")
+        handler = await access.intercept_service(continuation, details)
+        context: Any = Context("of somebody")
+        uploading = asyncio.ensure_future(handler.stream_unary(aiter_of(), context))
+        await asyncio.sleep(0)
+        revoked.set()
+        with pytest.raises(grpc.aio.AbortError):
+            await asyncio.wait_for(uploading, 5)
+        assert context.answer is grpc.StatusCode.UNAUTHENTICATED
+
+    async def aiter_of() -> Any:
+        yield b""
+
+    asyncio.run(scenario())
