@@ -3,15 +3,23 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
+.PHONY: setup lock demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Only what is in the lock, with its hashes. pip installs uv, which is much quicker, and torch: of the two it takes the
+# CPU build where it finds one.
+$(VENV)/.installed: pyproject.toml requirements.lock docker/requirements.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) docker/requirements.py --only torch uv > $(VENV)/first.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --require-hashes -r $(VENV)/first.txt
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip check -q --python $(BIN)/python
 	@touch $@
+
+lock: setup
+	$(BIN)/python tools/lock.py $(UPGRADE)
 
 demo: setup
 	$(BIN)/elche run examples/digits.py --ranks 2 --slow 1=2.3

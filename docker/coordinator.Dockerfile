@@ -7,11 +7,14 @@ WORKDIR /home/elche
 
 # Dependencies in a layer of their own, which a change of elche's source does not rebuild.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
-    --mount=type=bind,source=constraints.txt,target=constraints.txt \
+    --mount=type=bind,source=requirements.lock,target=requirements.lock \
     --mount=type=bind,source=docker/requirements.py,target=requirements.py \
-    python requirements.py coordinator postgresql > /tmp/requirements.txt \
-    && pip install --no-compile -c constraints.txt -r /tmp/requirements.txt
-RUN --mount=type=bind,target=/src,rw PIP_CONSTRAINT=/src/constraints.txt pip install --no-compile --no-deps /src
+    python requirements.py coordinator postgresql > /tmp/locked.txt \
+    && pip install --no-compile --no-deps --require-hashes -r /tmp/locked.txt
+RUN --mount=type=bind,target=/src,rw cd /src \
+    && python docker/requirements.py hatchling > /tmp/locked.txt \
+    && pip install --target /tmp/build --no-compile --no-deps --require-hashes -r /tmp/locked.txt \
+    && PYTHONPATH=/tmp/build pip install --no-compile --no-deps --no-build-isolation . && rm -r /tmp/build
 
 USER elche
 VOLUME /data

@@ -5,18 +5,22 @@ RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home el
     && install -d -o elche -g elche /runs /run/elche
 WORKDIR /home/elche
 
-# TORCH_INDEX: a package index of PyTorch, such as that of its CPU builds (much smaller) or of one CUDA version; by
-# default pip's, whose build runs on a CPU and on NVIDIA GPUs. PIP_FIND_LINKS: a page with wheels.
-ARG TORCH_INDEX= PIP_FIND_LINKS=
-RUN --mount=type=bind,source=constraints.txt,target=constraints.txt \
-    pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 # Dependencies in a layer of their own, which a change of elche's source does not rebuild.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
-    --mount=type=bind,source=constraints.txt,target=constraints.txt \
+    --mount=type=bind,source=requirements.lock,target=requirements.lock \
     --mount=type=bind,source=docker/requirements.py,target=requirements.py \
-    python requirements.py worker > /tmp/requirements.txt \
-    && pip install -c constraints.txt -r /tmp/requirements.txt scikit-learn
-RUN --mount=type=bind,target=/src,rw PIP_CONSTRAINT=/src/constraints.txt pip install --no-deps /src
+    python requirements.py --without torch worker scikit-learn > /tmp/locked.txt \
+    && pip install --no-deps --require-hashes -r /tmp/locked.txt
+# TORCH_INDEX: a package index of PyTorch, such as that of its CPU builds (much smaller) or of one CUDA version; by
+# default pip's, whose build runs on a CPU and on NVIDIA GPUs. PIP_FIND_LINKS: a page with wheels. Of torch only the
+# version is locked: each build has its own hash, and its own CUDA libraries.
+ARG TORCH_INDEX= PIP_FIND_LINKS=
+RUN --mount=type=bind,source=requirements.lock,target=requirements.lock \
+    pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep -o '^torch==[^ ]*' requirements.lock)"
+RUN --mount=type=bind,target=/src,rw cd /src \
+    && python docker/requirements.py hatchling > /tmp/locked.txt \
+    && pip install --target /tmp/build --no-deps --require-hashes -r /tmp/locked.txt \
+    && PYTHONPATH=/tmp/build pip install --no-deps --no-build-isolation . && rm -r /tmp/build
 COPY --chmod=755 docker/is_connected.py /usr/local/bin/is_connected
 
 USER elche

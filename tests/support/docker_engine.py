@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from support.debian import APT, next_release, run
@@ -90,7 +91,7 @@ def wheels() -> Iterator[str]:
     """The URL of a page with the torch that the tests run with: its CPU build."""
     folder = CACHE / "wheels"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
+    subprocess.run([*pip, f"torch=={version('torch').partition('+')[0]}"], check=True)
     host, port = WHEELS.split(":")
     serve = [sys.executable, "-m", "http.server", "--bind", host, "--directory", str(folder), port]
     with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
