@@ -7,12 +7,17 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.installed
 
-# Only what is in the lock, with its hashes. pip installs uv, which is much quicker, and torch: of the two it takes the
-# CPU build where it finds one.
-$(VENV)/.installed: pyproject.toml requirements.lock docker/requirements.py
+# Only what is in the lock, with its hashes. pip installs uv, which is much quicker, and torch, of which it takes the CPU
+# build where it finds one.
+LOCKED := install -q --disable-pip-version-check --no-deps --require-hashes -r
+
+$(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(PYTHON) docker/requirements.py --only torch uv > $(VENV)/first.txt
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --require-hashes -r $(VENV)/first.txt
+	$(PYTHON) docker/requirements.py --only uv > $(VENV)/uv.txt
+	$(PYTHON) docker/requirements.py --only torch > $(VENV)/torch.txt
+	sed -n 's/^# torch/torch/p' requirements.lock > $(VENV)/torch-cpu.txt
+	$(BIN)/pip $(LOCKED) $(VENV)/uv.txt
+	$(BIN)/pip $(LOCKED) $(VENV)/torch-cpu.txt 2>/dev/null || $(BIN)/pip $(LOCKED) $(VENV)/torch.txt
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/uv pip check -q --python $(BIN)/python

@@ -1,9 +1,9 @@
 """Prints a part of requirements.lock, for `pip install --no-deps --require-hashes -r`.
 
-    python requirements.py coordinator postgresql         elche with these extras, and all that it needs
-    python requirements.py --without torch worker         so, but for one package
-    python requirements.py hatchling                      another package, and all that it needs
-    python requirements.py --only uv torch                these packages alone
+python requirements.py coordinator postgresql         elche with these extras, and all that it needs
+python requirements.py --without torch worker         so, but for one package
+python requirements.py hatchling                      another package, and all that it needs
+python requirements.py --only uv torch                these packages alone
 """
 
 import re

@@ -4,8 +4,8 @@
     python tools/lock.py --upgrade    the newest of all
 
 `pyproject.toml` says what users may have; the lock says what is tested. Torch is there without the CUDA libraries that
-its wheel for Linux asks for (`[tool.uv]` in pyproject.toml); its CPU build, which development and CI use where pip
-finds it, has the same version and another hash, which is added here.
+its wheel for Linux asks for (`[tool.uv]` in pyproject.toml). Its CPU build is another wheel with a version of its own,
+which `make` tries first; it stands in a comment.
 """
 
 import argparse
@@ -37,11 +37,12 @@ def main() -> None:
 
 
 def with_cpu_build(lock: str) -> str:
-    """The lock with the hash of torch's CPU build. Exits with a message when that is not known."""
-    found = re.search(r"^torch==(\S+) \\\n", lock, re.MULTILINE)
+    """The lock with a comment on torch's CPU build. Exits with a message when that is not known."""
+    found = re.search(r"^torch==(\S+)", lock, re.MULTILINE)
     if found is None or found[1] not in CPU_BUILDS:
         sys.exit(f"torch {found and found[1]}: add its CPU build's hash to CPU_BUILDS in tools/lock.py")
-    return lock[: found.end()] + f"    --hash=sha256:{CPU_BUILDS[found[1]]} \\\n" + lock[found.end() :]
+    cpu_build = f"# torch=={found[1]}+cpu --hash=sha256:{CPU_BUILDS[found[1]]}\n"
+    return lock[: found.start()] + cpu_build + lock[found.start() :]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -135,7 +136,7 @@ class JobSpec:
     @property
     def group_size(self) -> int:
         """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
-        return int(json.loads(self.settings.get("group_size", "1")))
+        return _group_size(self.settings.get("group_size", "1"))
 
     @property
     def least_ranks(self) -> int:
@@ -147,6 +148,11 @@ class JobSpec:
         """What the submission asks for; None: what the file says."""
         text = self.settings.get("on_rank_loss")
         return None if text is None else str(json.loads(text))
+
+
+@lru_cache(maxsize=256)
+def _group_size(text: str) -> int:
+    return int(json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

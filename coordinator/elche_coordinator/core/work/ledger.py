@@ -51,12 +51,16 @@ class RankLeases:
 
     def parts(self, start: int, end: int) -> Iterator[Lease]:
         """What lies between two positions, lease by lease."""
-        at = self.first
+        after = self.first
         for lease in self.leases:
-            first, last = max(start, at), min(end, at + lease.size)
-            if first < last:
+            at, after = after, after + lease.size
+            if start <= at and after <= end:
+                yield lease
+            elif at >= end:
+                return
+            elif after > start:
+                first, last = max(start, at), min(end, after)
                 yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + first - at, size=last - first)
-            at += lease.size
 
     def cut_off(self, position: int) -> list[Lease]:
         """Takes away what lies after a position; returns it."""
@@ -169,8 +173,9 @@ class Ledger:
         """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
         leases = self.rank_leases.get(rank)
+        size = self._batch_sizes.get(rank, self.extent.batch_size)
         for part in leases.parts(leases.committed, leases.permitted) if leases is not None else ():
-            total += self.num_batches(part.size, rank)
+            total += -(-part.size // size)
             if part.epoch == self.epoch or self.is_stopped:
                 through_epoch = total
         return through_epoch, total
