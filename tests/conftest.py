@@ -7,10 +7,12 @@ import pytest
 
 pytest.register_assert_rewrite("support")
 
-from support.real_processes import Mark  # noqa: E402 - imported after the line above, which changes how
+from support import fork_server  # noqa: E402 - imported after the line above, which changes how
+from support.real_processes import Mark  # noqa: E402
 
 os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their file
 os.environ["ELCHE_CONFIG"] = "/nowhere/elche.toml"  # not that of whoever runs the tests
+fork_server.install()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,379 @@
+"""Processes of tests, forked from one that has imported what they need: imports take most of a short process's time.
+
+`install()` replaces `subprocess.Popen` in this process and, through it, in those that it starts. A command such as
+`python -m elche_coordinator ...` is then not executed: the fork server forks, and the new process takes on the
+environment, folder, arguments, open files and session that it would have had, and runs the module. It is a process as
+any other: /proc shows its own command line and environment, signals and exit codes are its own. Whatever else starts
+is executed as always, and so is all with `TEST_EXECUTES=1` in the environment.
+
+There are two servers: one without torch, of which coordinators, agents and commands are forked, and one with torch, for
+what trains. They are started when one is first needed, and end with the tests.
+"""
+
+import atexit
+import gc
+import inspect
+import io
+import json
+import os
+import resource
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ADDRESSES = "TEST_FORK_SERVERS"
+"""Folder in which the servers listen."""
+ROOT = "TEST_FORKS_FOR"
+"""The process with which the servers end: it starts them."""
+EXECUTES = "TEST_EXECUTES"
+ROOM = "TEST_ROOM"
+"""Makes room where the kernel keeps the first environment, for that of a forked process."""
+ROOM_BYTES = 1 << 16
+TITLE_BYTES = 1 << 13
+LENGTH_BYTES = 8
+START_S = 60.0
+"""For a server to import what it has: a bound for one that never will."""
+HIGH_DESCRIPTOR = 600
+"""Received files are moved beyond those that a process has."""
+
+PLAIN, TORCH = "plain", "torch"
+IMPORTS = {
+    PLAIN: (
+        *("elche_coordinator.daemon", "elche_coordinator.main", "elche_client.cli", "elche_client.local_run"),
+        *("elche_client.doctor", "elche_client.top", "elche_client.journal", "elche_client.sweep_run"),
+        *("elche_worker.agent.main", "elche_worker.agent.agent"),
+    ),
+    TORCH: ("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo"),
+}
+SERVER_OF = {
+    "elche_coordinator": PLAIN,
+    "elche_client": PLAIN,
+    "elche_worker.agent": PLAIN,
+    "elche_worker.agent.for_run": PLAIN,
+    "elche_worker.device.build": TORCH,
+    "elche_worker.rank": TORCH,
+}
+"""By module that is run: its server."""
+ENDS_WITH_PARENT = "elche_worker.agent.for_run"
+"""Is killed by the kernel when its parent ends; here the parent is the server, which sees to it."""
+READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC", "TORCH", "MKL", "KMP", "OPENBLAS", "GRPC", "LC_", "LANG")
+"""Variables that count when Python starts or a library is imported: who has others than the server is executed."""
+OWN = {
+    PLAIN: {"GRPC_VERBOSITY": "NONE"},  # which programs set before they import gRPC
+    TORCH: {"GRPC_ENABLE_FORK_SUPPORT": "false"},  # as an agent starts its spawner
+}
+
+Popen = subprocess.Popen
+
+
+def folder_of_servers() -> Path | None:
+    """Where the servers listen; None where nothing is forked."""
+    folder = os.environ.get(ADDRESSES)
+    return Path(folder) if folder and os.environ.get(EXECUTES) != "1" else None
+
+
+def install() -> None:
+    """From now on this process forks what it starts, where it can."""
+    os.environ[ADDRESSES] = tempfile.mkdtemp(prefix="fork-")
+    os.environ[ROOT] = str(os.getpid())
+    atexit.register(_remove, os.environ[ADDRESSES], os.getpid())
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # and not in a process that has been forked from it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class ForkedPopen(Popen):  # type: ignore[type-arg]
+    """As `subprocess.Popen`, but forks from a server what that can run."""
+
+    _server: socket.socket | None = None
+    """Tells when the process has ended, with its status."""
+
+    def _execute_child(self, *given: Any) -> None:
+        how = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
+        request = _request(how)
+        if request is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        kind, order = request
+        streams = [how[name] if how[name] != -1 else number for number, name in enumerate(("p2cread", "c2pwrite"))]
+        streams.append(how["errwrite"] if how["errwrite"] != -1 else 2)
+        self._server = _connect(kind)
+        _send(self._server, order, [*streams, *how["pass_fds"]])
+        self.pid = int.from_bytes(_receive(self._server, LENGTH_BYTES), "big")
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(how[name] for name in pipes))  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._server is None:
+            found: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
+            return found
+        self._server.setblocking(not wait_flags & os.WNOHANG)
+        try:
+            answer = self._server.recv(LENGTH_BYTES, socket.MSG_WAITALL)
+        except BlockingIOError:
+            return 0, 0
+        self._server.close()
+        return self.pid, int.from_bytes(answer, "big") if answer else signal.SIGKILL
+
+    def _internal_poll(self, _deadstate: int | None = None, **more: Any) -> int | None:
+        if self._server is None:
+            found: int | None = super()._internal_poll(_deadstate, **more)  # type: ignore[misc]
+            return found
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG) if self.returncode is None else (0, 0)
+                if pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def _request(how: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The server that can run the command, and the order; None when it is to be executed."""
+    if folder_of_servers() is None or how["shell"] or how["preexec_fn"] or how["executable"] or how["uid"] is not None:
+        return None
+    words = how["args"]
+    if isinstance(words, str | bytes | os.PathLike) or not words or words[0] != sys.executable:
+        return None
+    words = list(map(os.fspath, words))
+    flags = [word for word in words[1:3] if word in ("-u", "-P")]
+    rest = words[1 + len(flags) :]
+    environment = dict(how["env"]) if how["env"] is not None else dict(os.environ)
+    if rest[:1] == ["-m"] and rest[1] in SERVER_OF:
+        kind = SERVER_OF[rest[1]]
+    elif rest and rest[0].endswith(".py"):
+        kind = TORCH
+    else:
+        return None
+    if environment.get(EXECUTES) == "1" or _early(environment, kind) != _early(os.environ, kind):
+        return None
+    order = {
+        "words": words,
+        "flags": flags,
+        "rest": rest,
+        "environment": environment,
+        "folder": os.fspath(how["cwd"] or os.getcwd()),
+        "pass_fds": list(how["pass_fds"]),
+        "new_session": bool(how["start_new_session"]),
+        "umask": _umask(),
+        "limits": [[number, *resource.getrlimit(number)] for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)],
+    }
+    return kind, order
+
+
+def _early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
+    found = {name: text for name, text in environment.items() if name.startswith(READ_AT_IMPORT)}
+    return found | OWN[kind]
+
+
+def _umask() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("\nUmask:")[2].split()[0], 8)
+
+
+def _connect(kind: str) -> socket.socket:
+    """A connection to the server, once it listens."""
+    folder = folder_of_servers()
+    assert folder is not None
+    if os.environ[ROOT] == str(os.getpid()) and not _started:
+        _started.extend(_start(one, folder / one) for one in IMPORTS)
+    deadline_s = time.monotonic() + START_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(folder / kind))
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            assert time.monotonic() < deadline_s, f"the fork server with {kind} does not listen"
+            time.sleep(0.01)
+
+
+def _start(kind: str, address: Path) -> Any:
+    """Starts a server, which ends when its standard input closes, with this process."""
+    tests = str(Path(__file__).parents[1])
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("ELCHE_", "OMP_"))}
+    environment |= {ROOM: "x" * ROOM_BYTES, **OWN[kind], "SPT_NOENV": "1"}
+    code = f"import sys; sys.path.append({tests!r}); from support.fork_server import main; main()"
+    words = [sys.executable, "-P", "-c", code, kind, str(address), "x" * TITLE_BYTES]
+    return Popen(words, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+_started: list[Any] = []
+"""The servers that this process has started."""
+
+
+def _send(connection: socket.socket, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    data = json.dumps(order).encode()
+    socket.send_fds(connection, [len(data).to_bytes(LENGTH_BYTES, "big")], list(descriptors))
+    connection.sendall(data)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = connection.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise ConnectionError("the fork server has ended")
+    return data
+
+
+# In the server
+
+
+def main() -> None:
+    """Serves until standard input closes. In a forked process it returns when the module has ended."""
+    kind, address, _ = sys.argv[1:]
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    from setproctitle import setproctitle
+
+    setproctitle(f"fork server with {kind}")  # finds its room while everything is in its place
+    del os.environ["SPT_NOENV"], os.environ[ROOM]
+    for module in IMPORTS[kind]:
+        import_module(module)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    order = _serve(listener)
+    if order is not None:
+        _run(order)
+
+
+def _serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Returns the order in a forked process, and None when the server is to end."""
+    wakeup, wake = os.pipe()
+    for end in (wakeup, wake):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    for one in (listener, 0, wakeup):
+        selector.register(one, selectors.EVENT_READ)
+    running: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                return None
+            if key.fileobj == wakeup:
+                os.read(wakeup, 4096)
+                for connection in _reap(running):
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
+                    connection.close()
+                continue
+            if key.data is not None:  # who has asked for the process has ended
+                selector.unregister(key.fileobj)
+                if key.data in running:
+                    os.kill(key.data, signal.SIGKILL)
+                continue
+            connection, _ = listener.accept()
+            length, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 64)
+            data = _receive(connection, int.from_bytes(length, "big"))
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for one in (selector, listener, connection, *running.values()):
+                    one.close()
+                for end in (wakeup, wake):
+                    os.close(end)
+                order: dict[str, Any] = json.loads(data)
+                _take_on(order, descriptors)
+                return order
+            for descriptor in descriptors:
+                os.close(descriptor)
+            running[pid] = connection
+            if ENDS_WITH_PARENT.encode() in data:
+                selector.register(connection, selectors.EVENT_READ, pid)
+            with suppress(OSError):
+                connection.sendall(pid.to_bytes(LENGTH_BYTES, "big"))
+
+
+def _reap(running: dict[int, socket.socket]) -> Iterator[socket.socket]:
+    """Tells of processes that have ended; the connections of which nothing more comes."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            connection = running.pop(ended[0])
+            with suppress(OSError):
+                connection.sendall(ended[1].to_bytes(LENGTH_BYTES, "big"))
+            yield connection
+
+
+# In a forked process
+
+
+def _take_on(order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Makes the process what it would be if it had been executed."""
+    import fcntl
+
+    wanted = [0, 1, 2, *order["pass_fds"]]
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD, HIGH_DESCRIPTOR) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(moved, wanted, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+    if order["new_session"]:
+        os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    os.chdir(order["folder"])
+    os.umask(order["umask"])
+    for number, soft, hard in order["limits"]:
+        resource.setrlimit(number, (soft, hard))
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    _show_environment(order["environment"])
+
+
+def _show_environment(environment: Mapping[str, str]) -> None:
+    """Has /proc show this environment, in the place of the server's."""
+    import ctypes
+
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    assert len(text) <= end - start, "no room for the environment"
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _run(order: Mapping[str, Any]) -> None:
+    from setproctitle import setproctitle
+
+    setproctitle(" ".join(order["words"])[: TITLE_BYTES - 1])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_prompt = stream is sys.stderr or os.isatty(stream.fileno())
+            stream.reconfigure(line_buffering=is_prompt, write_through="-u" in order["flags"])
+    sys.orig_argv = list(order["words"])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules and (num_threads := order["environment"].get("OMP_NUM_THREADS")):
+        sys.modules["torch"].set_num_threads(int(num_threads))
+    rest = order["rest"]
+    if rest[0] == "-m":
+        sys.argv = ["-m", *rest[2:]]
+        if rest[1] == ENDS_WITH_PARENT:
+            import_module("elche_worker.process.parent").end_with_parent = lambda _: None
+        if "-P" not in order["flags"]:
+            sys.path.insert(0, order["folder"])
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(rest)
+        sys.path.insert(0, str(Path(rest[0]).resolve().parent))
+        runpy.run_path(rest[0], run_name="__main__")
