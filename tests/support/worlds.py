@@ -51,12 +51,11 @@ class Process:
 
     def start(self) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
-        paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from support.worlds import serve; serve()"],
+            [sys.executable, str(Path(__file__).parent / "world_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            env={**environment, "OMP_NUM_THREADS": "1"},
         )
         self._answers: queue.Queue[Any] = queue.Queue()
         self._has_started = False

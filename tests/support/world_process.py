@@ -1,0 +1,10 @@
+"""One process of `worlds`."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from support.worlds import serve  # noqa: E402 - found by the line above
+
+serve()
