@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup lock demo test test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -33,9 +33,21 @@ demo: setup
 BY_FILE := --dist loadfile --no-loadscope-reorder
 SYSTEM_WORKERS ?= 2
 
+# Three at a time keep two processors busy: tests of real processes wait now and then.
 test: setup
-	$(BIN)/pytest -n 2 --ignore=tests/processes
-	$(BIN)/pytest -n 2 $(BY_FILE) tests/processes
+	$(BIN)/pytest -n 3 $(BY_FILE) tests
+
+# The tests of one program, in less than a minute, for whoever is working on it: `make quick ROOM=core`.
+ROOMS := core coordinator client worker
+ROOM_core := tests/arithmetic tests/core
+ROOM_coordinator := tests/coordinator
+ROOM_client := tests/client
+ROOM_worker := tests/worker
+
+quick: setup
+	@test -n "$(filter $(ROOM),$(ROOMS))" || { echo "make quick ROOM=core, or one of: $(ROOMS)" >&2; exit 2; }
+	$(BIN)/ruff check .
+	$(BIN)/pytest -n 2 $(ROOM_$(ROOM))
 
 # What the tests marked `system` run against, as COMMAND:PACKAGE of Debian. Needs root to install what is missing.
 SYSTEM := bwrap:bubblewrap promtool:prometheus psql:postgresql ip:iproute2 chromium:chromium node:nodejs npm:npm slurmctld:slurm-wlm \

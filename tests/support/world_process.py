@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from support.worlds import serve  # noqa: E402 - found by the line above
+from support.worlds import serve
 
 serve()
