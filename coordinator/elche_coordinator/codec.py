@@ -171,9 +171,9 @@ WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
 """Messages whose fields are not those of their command."""
 
 
-def start_rank(command: commands.StartRank, secret: str) -> agent_pb2.AttendResponse:
-    """The message that tells an agent to start a process."""
-    start = to_message(command, agent_pb2.StartRank, secret=secret, spec=spec_message(command.spec))
+def start_rank(command: commands.StartRank, secret: str, source: str) -> agent_pb2.AttendResponse:
+    """The message that tells an agent to start a process of a job whose file has this text."""
+    start = to_message(command, agent_pb2.StartRank, secret=secret, spec=spec_message(command.spec, source))
     return agent_pb2.AttendResponse(start_rank=start)
 
 
@@ -197,14 +197,14 @@ def taken(number: int, *, to_agent: bool) -> agent_pb2.AttendResponse | rank_pb2
 # From and to clients
 
 
-def spec(message: job_pb2.JobSpec) -> JobSpec:
-    """The spec of a submission."""
-    return from_message(message, JobSpec)
+def spec(message: job_pb2.JobSpec, source_hash: str) -> JobSpec:
+    """The spec of a submission, whose file has this hash."""
+    return from_message(message, JobSpec, source_hash=source_hash)
 
 
-def spec_message(spec: JobSpec) -> job_pb2.JobSpec:
-    """The spec as a message, as far as ranks need it."""
-    return to_message(spec, job_pb2.JobSpec, replay=(), submitted_by="")
+def spec_message(spec: JobSpec, source: str) -> job_pb2.JobSpec:
+    """The spec as a message, as far as ranks need it, with the text of the job's file."""
+    return to_message(spec, job_pb2.JobSpec, source=source, replay=(), submitted_by="")
 
 
 def view_message(view: JobView) -> job_pb2.JobView:

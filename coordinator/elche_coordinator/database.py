@@ -13,7 +13,7 @@ from elche_coordinator import schema
 
 log = logging.getLogger(__name__)
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest one in `migrations/versions`."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 REFUSALS = (

@@ -11,12 +11,11 @@ from typing import Any, assert_never, cast
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
-from elche_coordinator.core.coordinator import Coordinator, JobFault
+from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobDetails, JobView
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
-    Persist,
     Publish,
     RankCommand,
     SendPing,
@@ -30,6 +29,8 @@ from elche_coordinator.core.messages.events import (
     DeadlinePassed,
     Event,
     JobBroken,
+    JobsForgotten,
+    JobSubmitted,
     LoopAttached,
     PingSent,
     RankEvent,
@@ -41,6 +42,7 @@ from elche_coordinator.core.messages.reports import Checkpoint, JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address, address_of
+from elche_coordinator.job_rows import JobRows
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Extract, Journals
 from elche_coordinator.loop_health import LoopHealth
@@ -48,6 +50,7 @@ from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.presence import Presence
 from elche_coordinator.records import Records, Writer
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.sources import Sources
 from elche_coordinator.streams import Secrets, Stream, Streams, Superseded
 from elche_coordinator.tape import Entry, Recorded, Tape
 from elche_coordinator.watchers import Watchers
@@ -97,11 +100,21 @@ class Driver:
         self._clock_offset_s = 0.0
         """What the core's clock is ahead of the event loop's, which is another one on each machine."""
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
-        self._tape = Tape(self._writer, self._state, first=1 if recorded is None else recorded.last + 1)
+        self._rows = JobRows(self._core)
+        self.sources = Sources(records.load_source)
+        self._tape = Tape(
+            self._writer,
+            self._state,
+            first=1 if recorded is None else recorded.last + 1,
+            rows=self._rows.take_changed,
+            sources=self.sources.take_new,
+        )
+        self._num_written = self._tape.last
+        """The number of the last event that is durable."""
         self._waiting: deque[tuple[int, Visible]] = deque()
         """What waits until an event is durable, with the event's number."""
-        self._unwritten: dict[str, int] = {}
-        """By job whose record is not durable, the number of the event that changed it last."""
+        self._ended: dict[JobId, int] = {}
+        """By job whose end is not durable, the number of the event that ended it."""
         self._timer: asyncio.TimerHandle | None = None
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
@@ -141,9 +154,8 @@ class Driver:
         visible, commands, fault = self._take_in(entry)
         self._journals.note(self._core, entry.at_s, event, commands, fault)
         for command in commands:
-            if isinstance(command, Persist):
-                self._tape.persist(command)
-                self._unwritten[command.job_id] = self._tape.last
+            if isinstance(command, Publish) and isinstance(command.report, JobResult):
+                self._ended[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number)))
@@ -173,19 +185,27 @@ class Driver:
             self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
         elif entry.number and (stream := self._source(event)) is not None:
             stream.num_read = entry.number
+        if isinstance(event, JobSubmitted):
+            self.sources.hold(event.job_id, event.spec.source_hash)
         lost_with_agent = self._core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
         try:
             commands = self._core.handle(event, now_s=entry.at_s)
         except Exception as error:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
-            job_id: str = error.job_id if isinstance(error, JobFault) else getattr(event, "job_id", "")
-            commands, fault = error.commands if isinstance(error, JobFault) else [], (job_id, fault_text(error))
+            job_id: str = getattr(event, "job_id", "")
+            commands, fault = [], (job_id, fault_text(error))
             if job_id and not isinstance(event, JobBroken):
                 self._fail_later(
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
         visible = [one for command in commands if (one := self._prepare(command)) is not None]
+        self._rows.touch(self._core.last_touched)
+        for job_id in self._core.last_touched:
+            if self._core.result(job_id) is not None:
+                self.sources.release(job_id)
         match event:
+            case JobsForgotten():
+                self._rows.forget(event.job_ids)
             case AgentLost():
                 self.streams.drop_agent(event.agent_id)
                 for address in lost_with_agent:  # whoever still speaks for them has no say
@@ -196,6 +216,9 @@ class Driver:
 
     def _repeat(self, recorded: Recorded) -> None:
         """Takes in what the coordinator before this one has; it was all durable, and may have been done."""
+        for job_id in self._core.job_ids():
+            if (spec := self._core.spec(job_id)) is not None:
+                self.sources.hold(job_id, spec.source_hash)
         for entry in recorded.entries:
             for visible in self._take_in(entry)[0]:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
@@ -327,16 +350,14 @@ class Driver:
 
     def result(self, job_id: str) -> JobResult | None:
         """How the job ended; None before that is durable."""
-        return None if job_id in self._unwritten else self._core.result(JobId(job_id))
+        return None if job_id in self._ended else self._core.result(JobId(job_id))
 
     def num_wanted(self, job_id: str) -> int | None:
         """How many ranks the job is to have; None when that cannot be changed."""
         return self._core.num_wanted(JobId(job_id))
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """The spec of an ended job, without its source, and its checkpoints; None for a job that is not known or whose
-        end is not durable.
-        """
+        """The spec of an ended job, and its checkpoints; None while its end is not durable."""
         result, spec = self.result(job_id), self._core.spec(JobId(job_id))
         return (spec, result.checkpoints) if result and spec else None
 
@@ -420,9 +441,9 @@ class Driver:
         self._tape.close()
         self._writer.stop()
 
-    async def durable(self, job_id: str) -> None:
-        """Waits until all records of the job so far are durable."""
-        if job_id in self._unwritten:
+    async def durable(self) -> None:
+        """Waits until all events so far are durable."""
+        if self._tape.last > self._num_written:
             written = self._loop.create_future()
             self._waiting.append((self._tape.last, Visible(written=written)))
             self._tape.flush(is_awaited=True)
@@ -436,12 +457,11 @@ class Driver:
         """
         try:
             match command:
-                case Persist():
-                    return None
                 case Publish() | SendPing():
                     return Visible(command=command)
                 case StartRank():
-                    message: Any = codec.start_rank(command, self._secrets.new(address_of(command)))
+                    source = self.sources.text(command.spec.source_hash)
+                    message: Any = codec.start_rank(command, self._secrets.new(address_of(command)), source)
                 case StopRank():
                     message = codec.stop_rank(command)
                 case AskStacks():
@@ -475,7 +495,8 @@ class Driver:
 
     def _on_written(self, last: int) -> None:
         """Events up to the number are durable."""
-        self._unwritten = {job_id: number for job_id, number in self._unwritten.items() if number > last}
+        self._num_written = last
+        self._ended = {job_id: number for job_id, number in self._ended.items() if number > last}
         while self._waiting and self._waiting[0][0] <= last:
             _, visible = self._waiting.popleft()
             try:

@@ -9,12 +9,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from elche_coordinator.core.describe import JobDetails, JobView, from_json
-from elche_coordinator.core.jobs.job import RECORD_FORMAT
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.records import Record, Records
+from elche_coordinator.job_rows import FORMAT
+from elche_coordinator.records import EncodedRow, Record, Records
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ class PastJob:
     """One job of an earlier run."""
 
     spec: JobSpec
-    """Without the source."""
     view: JobView
     result: JobResult
 
@@ -57,19 +56,19 @@ class History:
 
     def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
         version = record.get("format", 0)
-        if not isinstance(version, int) or version > RECORD_FORMAT:
+        if not isinstance(version, int) or version > FORMAT:
             log.warning(
                 "job=%s the record has format %s and is ignored: this coordinator reads up to %d; start a newer one",
                 job_id,
                 version,
-                RECORD_FORMAT,
+                FORMAT,
             )
             return
-        rows = _table(record, "ranks").values()
-        used: Any = record.get("incarnation", 0)  # records of an older version have that of their ranks only
-        self.last_incarnation = max(self.last_incarnation, used, *(row[0] for row in rows))
+        used: Any = record.get("incarnation", 0)
+        older: Any = record.get("ranks", {})  # records of an older version have that of their ranks only
+        self.last_incarnation = max(self.last_incarnation, used, *(row[0] for row in older.values()))
         was_running = record.get("result") is None
-        if was_running and record.get("decided") is None and record.get("goes_back"):
+        if was_running and record.get("decided") is None and record.get("goes_back", True):
             self.unfinished.append(self._again(job_id, record))
             return
         if was_running:
@@ -91,9 +90,7 @@ class History:
             raise TypeError("its attempt, or number of ranks, is no number")
         return JobSubmitted(
             job_id=JobId(job_id),
-            spec=replace(
-                _spec(self._records.load_spec(job_id)), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks
-            ),
+            spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks),
             submitted_at=submitted_at,
             key=str(record.get("key", "")),
             past_attempts=attempt,
@@ -101,11 +98,11 @@ class History:
         )
 
     def _close(self, lost: dict[str, Record]) -> None:
-        """Records the jobs that were running as failed, each with its spec."""
-        rows: dict[str, tuple[str, str | None]] = {}
+        """Records the jobs that were running as failed."""
+        rows = []
         for job_id, record in lost.items():
             rest = {name: value for name, value in record.items() if name != "spec"}
-            rows[job_id] = json.dumps(rest), json.dumps(self._records.load_spec(job_id))
+            rows.append(EncodedRow(id=job_id, record=json.dumps(rest)))
         try:
             if rows:
                 self._records.write(rows)
@@ -135,12 +132,12 @@ class History:
         return job.view if job else None
 
     def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """The job's spec, with its source, and its checkpoints; None when it is not known."""
+        """The job's spec and its checkpoints; None when it is not known."""
         job = self._jobs.get(job_id)
         return (self.spec(job_id), job.result.checkpoints) if job else None
 
     def spec(self, job_id: str) -> JobSpec:
-        """The spec, with its source, of any job with a durable record. Raises `KeyError` without one."""
+        """The spec of any job with a durable record. Raises `KeyError` without one."""
         return _spec(self._records.load_spec(job_id))
 
     def details(self, job_id: str) -> JobDetails | None:

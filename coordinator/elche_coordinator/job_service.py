@@ -82,14 +82,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             known = self._driver.submitted_as(request.key) or self._history.submitted_as(request.key)
             if known:
                 self._own_view(known)
-                await self._driver.durable(known)
+                await self._driver.durable()
                 return job_pb2.SubmitJobResponse(job_id=known)
             if request.finds:
                 raise UnknownJob(request.key)
             check_spec(request.spec)
             if request.spec.bundle:
                 self._bundles.require(request.spec.bundle)
-            spec = codec.spec(request.spec)
+            spec = codec.spec(request.spec, self._driver.sources.add(request.spec.source))
             spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
             job_id = await submit(self._driver, spec, request.key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
@@ -126,7 +126,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             before = self._own_view(request.job_id).state
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
-            await self._driver.durable(request.job_id)
+            await self._driver.durable()
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
@@ -155,7 +155,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
         async with answering(context):
             before = scale(self._driver, self._own_view(request.job_id), request.num_ranks)
-            await self._driver.durable(request.job_id)
+            await self._driver.durable()
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
     async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802

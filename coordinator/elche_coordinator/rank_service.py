@@ -43,7 +43,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             job_id = new_job_id(request.name)
             spec = JobSpec(
                 name=request.name,
-                source="",
+                source_hash="",
                 file_name=request.name,
                 num_ranks=len(request.ranks),
                 output_dir=request.checkpoint_dir,
@@ -60,7 +60,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 can_regroup=request.can_regroup,
             )
             secrets = self._driver.attach(attached)
-            await self._driver.durable(job_id)
+            await self._driver.durable()
         return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 
     async def Converse(  # noqa: N802

@@ -1,4 +1,4 @@
-"""Durable records of jobs, and the tape of events since a saved state, in a SQL database that one thread writes."""
+"""The tape of events since a saved state, and a row of each job, in a SQL database that one thread writes."""
 
 import json
 import logging
@@ -7,15 +7,18 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.database import Database, Replaced, reason_of
 from elche_coordinator.schema import jobs as _jobs
+from elche_coordinator.schema import sources as _sources
 from elche_coordinator.schema import states as _states
 from elche_coordinator.schema import store as _store
 from elche_coordinator.schema import tape as _tape
@@ -55,6 +58,25 @@ class LoadedState(NamedTuple):
     """How long ago it wrote the last of it, by the database's clock, in seconds."""
 
 
+class EncodedRow(NamedTuple):
+    """A job's row as it is written."""
+
+    id: str
+    record: str
+    spec: str | None = None
+    """Of a new job; None: it stays what it is."""
+    source: str | None = None
+    """Hash of its file."""
+
+
+PUT_JOB = sa.text(
+    "INSERT INTO jobs (id, record, spec, source) VALUES (:id, :record, :spec, :source) "
+    "ON CONFLICT (id) DO UPDATE SET record = excluded.record, spec = coalesce(excluded.spec, jobs.spec), "
+    "source = coalesce(excluded.source, jobs.source)"
+)
+ADD_SOURCE = sa.text("INSERT INTO sources (hash, text) VALUES (:hash, :text) ON CONFLICT (hash) DO NOTHING")
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """What becomes durable together: all or nothing of it."""
@@ -63,19 +85,21 @@ class Batch:
     """The number of its last event."""
     entries: list[Any] = field(default_factory=list)
     """The events, with what is needed to repeat them; pickled on the writer's thread."""
-    records: dict[str, Record] = field(default_factory=dict)
-    """The newest record of each job that has changed."""
-    specs: dict[str, Record] = field(default_factory=dict)
+    rows: dict[str, Record] = field(default_factory=dict)
+    """The newest row of each job that has changed."""
+    specs: dict[str, JobSpec] = field(default_factory=dict)
     """The specs of new jobs."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """The texts of new files, by their hash."""
     forgotten: set[str] = field(default_factory=set)
-    """Jobs whose records are removed."""
+    """Jobs whose rows are removed."""
     saved: SavedState | None = None
 
     def forget(self, job_ids: Iterable[str]) -> None:
         """Nothing of these jobs is kept."""
         self.forgotten |= set(job_ids)
         for job_id in job_ids:
-            self.records.pop(job_id, None)
+            self.rows.pop(job_id, None)
             self.specs.pop(job_id, None)
 
     def add(self, later: "Batch") -> None:
@@ -83,15 +107,16 @@ class Batch:
         self.last = later.last
         self.entries = [] if later.saved else self.entries + later.entries
         self.forget(later.forgotten)
-        self.records |= later.records
+        self.rows |= later.rows
         self.specs |= later.specs
+        self.sources |= later.sources
         self.saved = later.saved or self.saved
 
 
 class Records:
-    """The database: each job's spec, written once, and its newest record; the tape of events, and a saved state.
+    """The database: the tape of events, and a saved state; of each job its spec and its newest row; users' files.
 
-    Only `load_spec` may run beside another method on another thread.
+    Only `load_spec` and `load_source` may run beside another method on another thread.
     """
 
     def __init__(self, database: Database) -> None:
@@ -100,31 +125,34 @@ class Records:
         """The writer's."""
 
     def load(self) -> dict[str, Record]:
-        """All records by job id, oldest first, each with its `spec` without the source, which may be long.
-
-        A record that cannot be read is logged and left where it is.
-        """
+        """All rows by job id, oldest first, each with its `spec`. What cannot be read is logged and left alone."""
         with self._database.connect() as connection:
             query = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec).order_by(_jobs.c.id)
             rows = [(row.id, row.record, row.spec) for row in connection.execute(query)]
         loaded: dict[str, Record] = {}
         for job_id, record, spec in rows:
             try:
-                whole = _with_spec(record, spec)
-                whole["spec"] = {**whole["spec"], "source": ""}  # type: ignore[dict-item]  # checked by whoever reads it
-                loaded[job_id] = whole
+                loaded[job_id] = _with_spec(record, spec)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 log.warning("job=%s the record is damaged and is ignored: %r", job_id, error)
         return dict(sorted(loaded.items(), key=lambda item: _when(item[1])))
 
     def load_spec(self, job_id: str) -> Record:
-        """A job's spec, with the source. Raises `KeyError` for an unknown job."""
+        """A job's spec. Raises `KeyError` for an unknown job."""
         with self._database.connect() as connection:
             row = connection.execute(sa.select(_jobs.c.record, _jobs.c.spec).where(_jobs.c.id == job_id)).first()
         if row is None:
             raise KeyError(job_id)
         spec: Record = _with_spec(row.record, row.spec)["spec"]  # type: ignore[assignment]
         return spec
+
+    def load_source(self, name: str) -> str:
+        """The text of the file with this hash. Raises `KeyError` when it is not there."""
+        with self._database.connect() as connection:
+            text = connection.execute(sa.select(_sources.c.text).where(_sources.c.hash == name)).scalar()
+        if text is None:
+            raise KeyError(name)
+        return str(text)
 
     def identity(self) -> Identity:
         """The store's own, made when it is first asked for."""
@@ -154,29 +182,30 @@ class Records:
 
     def write(
         self,
-        records: dict[str, tuple[str, str | None]],
+        rows: Sequence[EncodedRow],
         *,
         last: int = 0,
         entries: bytes = b"",
         saved: SavedState | None = None,
         forgotten: Iterable[str] = (),
+        sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Writes, in one transaction, records, each as JSON with its spec if that is new, and a piece of the tape. A
-        saved state replaces the tape up to it. The records of `forgotten` jobs are removed. Raises `SQLAlchemyError`
-        and `Replaced`.
+        """Writes, in one transaction, rows of jobs, each with its spec if that is new, files and a piece of the tape. A
+        saved state replaces the tape up to it. Nothing of `forgotten` jobs is left. Raises `SQLAlchemyError` and
+        `Replaced`.
         """
-        rows = [{"id": job_id, "record": record, "spec": spec} for job_id, (record, spec) in records.items()]
-        upsert = sa.text(
-            "INSERT INTO jobs (id, record, spec) VALUES (:id, :record, :spec) "
-            "ON CONFLICT (id) DO UPDATE SET record = excluded.record, spec = coalesce(excluded.spec, jobs.spec)"
-        )
         connection = self._connected()
         try:
             with self._database.writing(connection):
+                if sources:
+                    connection.execute(ADD_SOURCE, [{"hash": name, "text": text} for name, text in sources.items()])
                 if rows:
-                    connection.execute(upsert, rows)
+                    connection.execute(PUT_JOB, [row._asdict() for row in rows])
                 for job_id in forgotten:
                     connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
+                if forgotten:
+                    used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
+                    connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
                 if saved is not None:
                     connection.execute(_states.delete())
                     connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
@@ -272,24 +301,36 @@ class Writer:
             if self._stopped.is_set() and self._queue.empty():
                 return
 
-    def _encode(self, batch: Batch) -> dict[str, tuple[str, str | None]]:
-        """The newest record of each job as JSON, and its spec if the batch has one."""
-        encoded = {}
-        for job_id, record in batch.records.items():
+    def _encode(self, batch: Batch) -> list[EncodedRow]:
+        """The newest row of each job as JSON, and its spec if the batch has one."""
+        encoded = []
+        for job_id, row in batch.rows.items():
             spec = batch.specs.get(job_id)
             try:
-                encoded[job_id] = json.dumps(record), None if spec is None else json.dumps(spec)
+                encoded.append(
+                    EncodedRow(
+                        id=job_id,
+                        record=json.dumps(row),
+                        spec=None if spec is None else json.dumps(asdict(replace(spec, replay=()))),
+                        source=None if spec is None else spec.source_hash or None,
+                    )
+                )
             except (TypeError, ValueError, RecursionError) as error:
                 self._on_refused(job_id, f"its record cannot be written: {error}")
         return encoded
 
     def _write_until_done(self, batch: Batch) -> bool:
-        records, entries = self._encode(batch), pickle.dumps(batch.entries) if batch.entries else b""
+        rows, entries = self._encode(batch), pickle.dumps(batch.entries) if batch.entries else b""
         while True:
             started_s = time.perf_counter()
             try:
                 self._records.write(
-                    records, last=batch.last, entries=entries, saved=batch.saved, forgotten=batch.forgotten
+                    rows,
+                    last=batch.last,
+                    entries=entries,
+                    saved=batch.saved,
+                    forgotten=batch.forgotten,
+                    sources=batch.sources,
                 )
                 self.durations.extend([time.perf_counter() - started_s])
                 self.failing = ""

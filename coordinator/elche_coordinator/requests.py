@@ -42,7 +42,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
     try:
         async with asyncio.timeout(WRITE_S):
-            await driver.durable(job_id)
+            await driver.durable()
     except TimeoutError:
         driver.handle(JobCancelled(job_id=job_id))
         why = driver.failing or f"the disk has not responded for {WRITE_S:.0f} s"
@@ -74,6 +74,10 @@ async def resume(
         settings={**spec.settings, **settings},
         submitted_by=submitted_by or spec.submitted_by,
     )
+    try:
+        driver.sources.load(spec.source_hash)
+    except KeyError:
+        raise InvalidJob(f"the file of job {view.job_id} is not in the database any more; submit it again") from None
     return await submit(driver, spec), path
 
 

@@ -9,7 +9,15 @@ jobs = sa.Table(
     sa.Column("id", sa.String, primary_key=True),
     sa.Column("record", sa.Text, nullable=False),
     sa.Column("spec", sa.Text),
+    sa.Column("source", sa.String),
 )
+sources = sa.Table(
+    "sources",
+    metadata,
+    sa.Column("hash", sa.String, primary_key=True),
+    sa.Column("text", sa.Text, nullable=False),
+)
+"""The texts of users' files, each once; `jobs.source` names them."""
 store = sa.Table(
     "store",
     metadata,

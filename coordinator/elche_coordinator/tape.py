@@ -18,9 +18,8 @@ import elche
 import elche_coordinator.core
 from elche_coordinator import streams
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.commands import Persist
-from elche_coordinator.core.messages.events import Event, JobsForgotten
-from elche_coordinator.records import Batch, Records, SavedState, Writer
+from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
+from elche_coordinator.records import Batch, Record, Records, SavedState, Writer
 from elche_coordinator.unpickling import loads
 
 log = logging.getLogger(__name__)
@@ -49,10 +48,22 @@ class Entry(NamedTuple):
 class Tape:
     """Collects what is to become durable, and hands it to the writer when somebody waits for it."""
 
-    def __init__(self, writer: Writer, dump_state: Callable[[], bytes], first: int) -> None:
-        """`first` is the number of the first event; `dump_state` returns the state after the last one."""
+    def __init__(
+        self,
+        writer: Writer,
+        dump_state: Callable[[], bytes],
+        first: int,
+        *,
+        rows: Callable[[], dict[str, Record]] = dict,
+        sources: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        """`first` is the number of the first event; `dump_state` returns the state after the last one, `rows` and
+        `sources` what has become durable with the events since their last call.
+        """
         self._writer = writer
         self._dump_state = dump_state
+        self._rows = rows
+        self._sources = sources
         self._batch = Batch(last=first - 1)
         self._num_since = SAVE_EVERY
         """Events since the last saved state. The first one is made with the first event."""
@@ -68,15 +79,12 @@ class Tape:
         """One more event, which the core has handled."""
         self._batch.last += 1
         self._batch.entries.append(entry)
-        if isinstance(entry.event, JobsForgotten):
-            self._batch.forget(entry.event.job_ids)
+        match entry.event:
+            case JobsForgotten(job_ids=job_ids):
+                self._batch.forget(job_ids)
+            case JobSubmitted(job_id=job_id, spec=spec) | LoopAttached(job_id=job_id, spec=spec):
+                self._batch.specs.setdefault(job_id, spec)
         self._num_since += 1
-
-    def persist(self, command: Persist) -> None:
-        """The newest event has changed a job's record."""
-        self._batch.records[command.job_id] = command.record
-        if command.spec is not None:
-            self._batch.specs[command.job_id] = command.spec
 
     def flush(self, *, is_awaited: bool) -> None:
         """Has all written so far; soon, where nobody waits for it."""
@@ -91,6 +99,8 @@ class Tape:
             self._save_state()
         batch, self._batch = self._batch, Batch(last=self._batch.last)
         if batch.entries or batch.saved:
+            batch.rows |= {job_id: row for job_id, row in self._rows().items() if job_id not in batch.forgotten}
+            batch.sources |= self._sources()
             self._writer.write(batch)
 
     def _save_state(self) -> None:

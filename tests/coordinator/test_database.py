@@ -47,10 +47,12 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     assert columns(path) == new | {"alembic_version": {"version_num"}}
     records = Records(database)
     assert records.load()["job"]["submitted_at"] == 3.0
-    assert records.load_spec("job") == RECORD["spec"]
-    records.write({}, last=7, entries=b"a piece")
+    found = records.load_spec("job")
+    assert records.load_source(str(found.pop("source_hash"))) == RECORD["spec"]["source"]
+    assert found == {name: value for name, value in RECORD["spec"].items() if name != "source"}
+    records.write([], last=7, entries=b"a piece")
     assert records.load_state().pieces == [b"a piece"]
-    if dump.stem == "0001":
+    if dump.stem != "before_numbers":
         assert records.identity().id == "the-store"
         assert [one.name for one in Tokens(database).all()] == ["ada"]
     Database.in_file(path)  # once more changes nothing
@@ -93,7 +95,7 @@ def test_how_long_nobody_has_written(tmp_path: Path) -> None:
     """That time counts for the jobs; a clock that went back does not make it negative."""
     path = tmp_path / "elche.sqlite"
     records = Records(Database.in_file(path))
-    records.write({}, last=1, entries=b"one", saved=SavedState(1, "code", b"state"))
+    records.write([], last=1, entries=b"one", saved=SavedState(1, "code", b"state"))
     assert records.load_state().age_s < 5
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tape SET written_at = written_at - 100")

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.database import Database
 from elche_coordinator.driver import AgentQueue, Driver, Visible
 from elche_coordinator.history import History
-from elche_coordinator.records import Records
+from elche_coordinator.records import EncodedRow, Records
 from support.real_processes import eventually
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 4)
@@ -35,10 +35,10 @@ class SlowDisk(Records):
         self.may_write = threading.Semaphore(0)
         self.num_begun = self.num_writes = 0
 
-    def write(self, records: dict[str, tuple[str, str | None]], **tape: Any) -> None:
+    def write(self, rows: Sequence[EncodedRow], **tape: Any) -> None:
         self.num_begun += 1
         self.may_write.acquire()
-        super().write(records, **tape)
+        super().write(rows, **tape)
         self.num_writes += 1
 
 
@@ -63,7 +63,7 @@ async def said(queue: AgentQueue) -> agent_pb2.AttendResponse:
 
 
 def submitted(name: str, **spec: object) -> JobSubmitted:
-    job = JobSpec(name=name, source="job = 1", file_name="job.py", num_ranks=1)
+    job = JobSpec(name=name, source_hash="", file_name="job.py", num_ranks=1)
     return JobSubmitted(job_id=JobId(name), spec=replace(job, **spec), submitted_at=1.0)  # type: ignore[arg-type]
 
 
@@ -77,7 +77,7 @@ def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
     async def story() -> None:
         async with driving(tmp_path) as (driver, disk, queue):
             driver.handle(submitted("job"))
-            durable = asyncio.ensure_future(driver.durable("job"))
+            durable = asyncio.ensure_future(driver.durable())
             getting = asyncio.ensure_future(queue.get())
             for _ in range(20):  # whatever is ready to run, runs
                 await asyncio.sleep(0)
@@ -129,7 +129,7 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
             driver.handle(submitted("good"))
             disk.may_write.release(100)
             assert (await said(queue)).start_rank.job_id == "good"
-            await asyncio.wait_for(driver.durable("good"), 10)
+            await asyncio.wait_for(driver.durable(), 10)
             assert (await said(queue)).stop_rank.job_id == "bad"
             view = driver.view("bad")
             assert view is not None
@@ -147,7 +147,7 @@ def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
             driver.handle(submitted("good"))
             disk.may_write.release(100)
             started = {(await said(queue)).start_rank.job_id}
-            await asyncio.wait_for(driver.durable("good"), 10)
+            await asyncio.wait_for(driver.durable(), 10)
             assert "good" in started or (await said(queue)).start_rank.job_id == "good"
             view = driver.view("bad")
             assert view is not None
@@ -162,7 +162,7 @@ def test_a_report_that_cannot_be_told_does_not_keep_the_others_from_being_told(t
             watch = driver.watchers.watch("job")
             driver.handle(submitted("job"))
             disk.may_write.release(100)
-            await asyncio.wait_for(driver.durable("job"), 10)
+            await asyncio.wait_for(driver.durable(), 10)
             for metrics in ({"\ud800": 1.0}, {"accuracy": 1.0}):
                 report = EvaluationReport(epoch=0, metrics=metrics, duration_s=1.0)
                 driver._waiting.append((0, Visible(command=Publish(job_id=JobId("job"), report=report))))

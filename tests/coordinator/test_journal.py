@@ -12,7 +12,7 @@ import pytest
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.commands import Persist, Publish, StartRank
+from elche_coordinator.core.messages.commands import Publish, StartRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     BatchesTrained,
@@ -91,12 +91,11 @@ def test_what_is_no_message_is_refused(tagged: Any) -> None:
 
 
 def submitted(name: str = "job", **spec: Any) -> JobSubmitted:
-    whole = {"name": name, "source": "", "file_name": "a.py", "num_ranks": 1, **spec}
+    whole = {"name": name, "source_hash": "", "file_name": "a.py", "num_ranks": 1, **spec}
     return JobSubmitted(job_id=JobId(name), spec=JobSpec(**whole), submitted_at=0.0)
 
 
 SECRETS = {
-    "source": "password = 'hunter-source'",
     "arguments": ("--key", "hunter-argument"),
     "environment": {"TOKEN": "hunter-environment"},
 }
@@ -111,7 +110,7 @@ def test_nothing_that_was_submitted_in_confidence_is_in_it() -> None:
     extract = journals.extract("job", 1.0)
     assert extract is not None
     text = "\n".join(extract.lines())
-    assert {"JobSubmitted", "Persist", "StartRank", "TOKEN"} <= {word for word in text.split('"') if word}
+    assert {"JobSubmitted", "StartRank", "TOKEN"} <= {word for word in text.split('"') if word}
     assert "hunter" not in text
     assert "hunter" not in repr(extract)
 
@@ -129,19 +128,6 @@ def test_long_texts_are_cut_in_the_middle_and_stay_as_they_are() -> None:
     result = JobResult(outcome=Outcome.FAILED, error="no", traceback=text)
     kept = kept_command(Publish(job_id=JobId("job"), report=result))
     assert kept == Publish(job_id=JobId("job"), report=replace(result, traceback=short))
-
-
-def test_a_record_is_kept_as_its_checksum() -> None:
-    record = {"phase": "training", "reason": "trains", "result": None, "rows": [1, 2.5, None, {"a": True}]}
-    first = kept_command(Persist(job_id=JobId("job"), record=record, spec={"source": "secret"}))
-    same = kept_command(Persist(job_id=JobId("job"), record=dict(record), spec={"source": "other"}))
-    other = kept_command(Persist(job_id=JobId("job"), record={**record, "rows": [1, 2.5, None, {"a": False}]}))
-    assert first == same
-    assert isinstance(first, Persist)
-    assert first.spec == {}
-    assert isinstance(other, Persist)
-    assert other.record != first.record
-    assert list(other.record) == ["crc32"]
 
 
 def test_what_the_core_reads_stays_whole() -> None:

@@ -65,7 +65,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
         {"metrics", "samples"},
     ),
     # From and to clients.
-    (spec.JobSpec, job_pb2.JobSpec): ({"is_loop"}, set()),
+    (spec.JobSpec, job_pb2.JobSpec): ({"is_loop", "source_hash"}, {"source"}),
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
     (spec.RankPart, job_pb2.RankPart): (set(), set()),
     (spec.Slice, job_pb2.Slice): (set(), set()),

@@ -166,7 +166,7 @@ def test_numbers_that_json_has_not_reach_no_page(bad: float) -> None:
     recording.add(view, 1.0)
     recording.take_epoch(epoch_report(0, x=bad), 1.0)
     result = JobResult(outcome=Outcome.SUCCEEDED, metrics={"loss": bad}, duration_s=bad, checkpoints=(checkpoint,))
-    known = JobDetails(spec=JobSpec(name="x", source="", file_name="x"), result=result, ran_s=bad)
+    known = JobDetails(spec=JobSpec(name="x", source_hash="", file_name="x"), result=result, ran_s=bad)
     telling = PageStream()
     text = telling.message(
         {"job": payloads.detail(view), "about": payloads.about(view, known), **telling.figures(view, recording)}
@@ -232,7 +232,7 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
     )
     settings = {f"{long}{index}": long for index in range(200)}
     result = JobResult(outcome=Outcome.FAILED, error=long, traceback=long, model=long)
-    spec = JobSpec(name=long, source="", file_name=long, settings=settings, resume=long)
+    spec = JobSpec(name=long, source_hash="", file_name=long, settings=settings, resume=long)
     parts = {
         "jobs": payloads.jobs([view] * 500, ListQuery()),
         "hosts": payloads.hosts(hosts, ListQuery()),
@@ -249,7 +249,7 @@ def test_a_large_cluster_with_long_names_does_not_flood_the_page() -> None:
 def test_the_command_asks_for_the_same_again() -> None:
     spec = JobSpec(
         name="x",
-        source="",
+        source_hash="",
         file_name="my job.py",
         num_ranks=2,
         slow_factors={1: 3.0},

@@ -126,9 +126,9 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         agent_id, stream, queue = one.attend(HELLO)
         (welcome,) = said(queue)
         assert (welcome.welcome.is_new, welcome.welcome.taken) == (True, 0)
-        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=2)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
         one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        await asyncio.wait_for(one.durable("job"), 10)
+        await asyncio.wait_for(one.durable(), 10)
         started = said(queue)
         assert [message.seq for message in started] == [1, 2]
         one.handle(RankStarted(**RANK, agent_id=agent_id, log_path="/log"), number=1)
@@ -166,7 +166,7 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
     async def story() -> None:
         driver = start(tmp_path)
         driver.attend(HELLO)
-        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=1)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
         assert driver.open_session(RANK, 0) is not None
         stream = driver.streams.of_rank(RANK)
@@ -211,9 +211,11 @@ def test_a_saved_state_that_is_damaged_is_left_with_a_word(
     async def story() -> None:
         driver = start(tmp_path)
         driver.handle(
-            JobSubmitted(job_id=JobId("job"), spec=JobSpec(name="job", source="", file_name="job.py"), submitted_at=1.0)
+            JobSubmitted(
+                job_id=JobId("job"), spec=JobSpec(name="job", source_hash="", file_name="job.py"), submitted_at=1.0
+            )
         )
-        await asyncio.wait_for(driver.durable("job"), 10)
+        await asyncio.wait_for(driver.durable(), 10)
         driver.stop()
         with sqlite3.connect(tmp_path / "elche.sqlite") as database:
             assert database.execute("UPDATE states SET state = ?", (damage,)).rowcount == 1
@@ -231,10 +233,10 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
     async def story() -> None:
         driver = start(tmp_path)
         driver.attend(HELLO)
-        spec = JobSpec(name="job", source="", file_name="job.py", num_ranks=9)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=9)
         for number in range(100):
             driver.handle(JobSubmitted(job_id=JobId(f"job-{number}"), spec=spec, submitted_at=1.0))
-            await asyncio.wait_for(driver.durable(f"job-{number}"), 10)
+            await asyncio.wait_for(driver.durable(), 10)
         driver.stop()
         recorded = tape.read(Records(Database.in_file(tmp_path / "elche.sqlite")))
         assert recorded is not None

@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import every_way
-from support.watched import ranks
+from support.watched import ranks, state_of
 
 
 def written(simulation) -> list[Checkpoint]:
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_training_is_refused(simulate, changes, message)
     if "epochs" in changes:
         simulation.start()
         simulation.core.jobs[JobId("job")].spec = simulation.job.spec.__class__(
-            name="simulated", source="", file_name="", num_ranks=2, resume="runs/a/1"
+            name="simulated", source_hash="", file_name="", num_ranks=2, resume="runs/a/1"
         )
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
@@ -397,11 +397,11 @@ def test_old_news_of_checkpoints_and_evaluations_changes_nothing(simulate):
     simulation = simulate(ranks(5, 12), epochs=2, has_evaluation=True, checkpoint_every_epochs=1)
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     record = simulation.job.ranks[Rank(1)]
-    before = simulation.job.to_json()
+    before = state_of(simulation.job)
     address = record.address(JobId("job"))
     simulation.handle(CheckpointFailed(**address, version=3, reason="?"))
     simulation.handle(EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0))
-    assert simulation.job.to_json() == before
+    assert state_of(simulation.job) == before
     assert isinstance(simulation.rounds[0], RoundReport)
     assert simulation.sent(SendSyncNow)
 

@@ -67,7 +67,7 @@ def test_a_queued_job_starts_when_the_one_before_it_ends(simulate):
 def test_only_jobs_that_have_ended_are_forgotten() -> None:
     """And a submission with the key of a forgotten one is a new job."""
     core = Coordinator()
-    spec = JobSpec(name="job", source="", file_name="")
+    spec = JobSpec(name="job", source_hash="", file_name="")
     for name in ("ended", "waits"):
         core.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0, key=name), now_s=0)
     core.handle(JobCancelled(job_id=JobId("ended")), now_s=1)

@@ -1,7 +1,5 @@
 """Jobs of which nobody is left that has the model: they begin anew, from their newest checkpoint or their start."""
 
-import json
-
 import pytest
 from core.test_lost_ranks import THREE, by_policy
 
@@ -179,11 +177,11 @@ def test_a_job_that_waits_can_be_cancelled(simulate):
     assert simulation.run().outcome is Outcome.CANCELLED
 
 
-def test_the_record_says_where_it_would_go_on(simulate):
-    """A coordinator that is started again reads it there."""
+def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):
+    """A coordinator of another version reads it."""
     simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
     simulation.run_until(lambda: has_saved(simulation))
-    record = json.loads(simulation.core.on_disk[JOB])
-    assert record["resume"] == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
-    assert (record["goes_back"], record["decided"], record["attempt"]) == (True, None, 1)
-    assert record["incarnation"] == 3
+    kept = simulation.core.continuation(JOB)
+    assert kept is not None
+    assert kept.resume == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
+    assert (kept.end, kept.attempt, kept.last_incarnation) == (None, 1, 3)

@@ -20,7 +20,7 @@ def joined(name: str, num_slots: int, device: str = "cpu") -> AgentJoined:
 
 def submitted(name: str, num_ranks: int, group_size: int) -> JobSubmitted:
     settings = {"group_size": str(group_size)}
-    spec = JobSpec(name=name, source="", file_name="", num_ranks=num_ranks, settings=settings)
+    spec = JobSpec(name=name, source_hash="", file_name="", num_ranks=num_ranks, settings=settings)
     return JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0)
 
 

@@ -14,7 +14,6 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
-from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.simulator.collective import Parameters
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
@@ -205,9 +204,3 @@ def test_a_synthetic_model_refuses_a_sample_that_it_has():
     piece = Lease(id=LeaseId(1), epoch=Epoch(0), offset=0, size=10)
     with pytest.raises(ValueError, match="overlaps"):
         Parameters().with_pieces([piece, replace(piece, offset=9)])
-
-
-def test_what_is_shown_before_it_is_durable_is_seen(healthy, monkeypatch):
-    monkeypatch.setattr(Outbox, "change", lambda self: None)
-    with pytest.raises(AssertionError, match="shows too early"):
-        healthy.run()

@@ -148,7 +148,7 @@ def test_a_stall_is_replayed():
 
 def test_a_loop_of_the_users_own_is_replayed():
     core, now_s = JournalledCoordinator(), 100.0
-    spec = JobSpec(name="job", source="", file_name="loop.py", num_ranks=2, is_loop=True)
+    spec = JobSpec(name="job", source_hash="", file_name="loop.py", num_ranks=2, is_loop=True)
     places = (("here", "cpu"), ("there", "cpu"))
     core.handle(LoopAttached(job_id=JOB, spec=spec, ranks=places, policy="El Che", submitted_at=1.0), now_s=now_s)
     of = [record.address(JOB) for record in core.jobs[JOB].ranks.values()]
@@ -169,7 +169,7 @@ def test_a_loop_of_the_users_own_is_replayed():
 
 
 def submitted(name: str, num_ranks: int, **more: object) -> JobSubmitted:
-    spec = JobSpec(name=name, source="import torch", file_name="a.py", num_ranks=num_ranks, **more)  # type: ignore[arg-type]
+    spec = JobSpec(name=name, source_hash="import torch", file_name="a.py", num_ranks=num_ranks, **more)  # type: ignore[arg-type]
     return JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0)
 
 
@@ -212,10 +212,10 @@ def test_a_job_that_gives_slots_to_another_is_replayed_alone(min_ranks):
     """With fewer ranks, or from the checkpoint that is made as all of them leave."""
     one = simulation(5, 12, dataset_size=4000, build_ms=10.0)
     one.handle(joined("host", 2))
-    spec = JobSpec(name="job", source="", file_name="", num_ranks=2, min_ranks=min_ranks)
+    spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=2, min_ranks=min_ranks)
     one.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
     one.run_until(lambda: len(one.rounds) == 5)
-    other = JobSpec(name="other", source="", file_name="", num_ranks=min_ranks, priority=1)
+    other = JobSpec(name="other", source_hash="", file_name="", num_ranks=min_ranks, priority=1)
     one.handle(JobSubmitted(job_id=JobId("other"), spec=other, submitted_at=1.0))
     one.run_until(lambda: bool(one.core.jobs[JobId("other")].ranks))
     for event in exits(one.core, "other") if min_ranks == 2 else ():
@@ -254,8 +254,8 @@ def test_what_is_no_journal_is_refused(text):
 
 
 def test_a_journal_of_a_newer_format_is_refused():
-    with pytest.raises(CannotReplay, match="has format 2, and this is 1"):
-        replay(['{"journal": 2, "job": "a", "num_dropped": 0}'])
+    with pytest.raises(CannotReplay, match="has format 3, and this is 2"):
+        replay(['{"journal": 3, "job": "a", "num_dropped": 0}'])
 
 
 def test_refusals_are_in_it_and_replayed():

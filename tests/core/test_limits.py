@@ -343,9 +343,10 @@ def test_a_rank_whose_peers_have_no_work_is_not_limited(simulate, averaging):
     assert simulation.clock.now_s < 6 * 0.15
 
 
-def test_one_rank_alone_is_never_limited(simulate):
+def test_one_rank_alone_is_limited_by_its_own_reports_only(simulate):
+    """Each of its limits comes a way there and back, and a write of the disk, after the batch that raises it."""
     bounded, free = (simulate(ranks(5), dataset_size=2_000, max_batch_diff=diff) for diff in (10, None))
-    assert bounded.run().duration_s == pytest.approx(free.run().duration_s, rel=0.02)
+    assert bounded.run().duration_s == pytest.approx(free.run().duration_s, rel=0.05)
 
 
 @pytest.mark.parametrize("policy", LONG_ROUNDS)

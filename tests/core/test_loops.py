@@ -11,7 +11,6 @@ from elche_coordinator.core.jobs.attached import JOIN_GRACE_S
 from elche_coordinator.core.jobs.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import (
     Command,
-    Persist,
     Publish,
     SendAbandon,
     SendFormGroup,
@@ -57,7 +56,7 @@ class Attached:
     def __init__(self, num_ranks: int = 2, *, can_regroup: bool = False) -> None:
         self.core = Coordinator()
         self.now_s = 100.0
-        spec = JobSpec(name="loop", source="", file_name="loop.py", num_ranks=num_ranks, is_loop=True)
+        spec = JobSpec(name="loop", source_hash="", file_name="loop.py", num_ranks=num_ranks, is_loop=True)
         ranks = tuple((f"host{rank}", "cpu") for rank in range(num_ranks))
         event = LoopAttached(
             job_id=JOB, spec=spec, ranks=ranks, policy="El Che", submitted_at=0.0, can_regroup=can_regroup
@@ -127,7 +126,6 @@ def test_a_loss_that_a_rank_does_not_tell_is_no_zero() -> None:
 
 def test_a_loop_trains_from_its_first_moment_and_takes_no_slot() -> None:
     loop = Attached()
-    assert isinstance(loop.first[0], Persist)
     assert loop.view.state == "training"
     assert [rank.state for rank in loop.view.ranks] == ["training", "training"]
     assert [rank.host for rank in loop.view.ranks] == ["host0", "host1"]
@@ -191,7 +189,6 @@ def test_an_epoch_is_told_once_when_all_ranks_have_ended_it() -> None:
     assert reports(loop.ended_epoch(0, 0, 60), EpochReport) == []
     told = loop.ended_epoch(1, 0, 40)
     (report,) = reports(told, EpochReport)
-    assert isinstance(told[0], Persist)
     assert (report.epoch, report.committed, report.loss, report.rank_batches) == (0, 100, 0.5, (5, 5))
     assert report.scalars == {"a": 0.5}
     assert reports(loop.ended_epoch(1, 0, 40), EpochReport) == []

@@ -140,7 +140,7 @@ def test_a_drained_host_gets_no_more_ranks(simulate):
     fleet = Fleet()
     for name in "ab":
         fleet.join(AgentId(name), name, (Slot(device="cpu"),) * 2)
-    assert len(fleet.take(JOB, JobSpec(name="job", source="", file_name="", num_ranks=1), 1)) == 1
+    assert len(fleet.take(JOB, JobSpec(name="job", source_hash="", file_name="", num_ranks=1), 1)) == 1
     fleet.drain(AgentId("a"), is_drained=True)
     assert {place.agent_id for place in fleet.free_places()} == {"b"}
     assert len(fleet.taken) == 1

@@ -89,7 +89,7 @@ def test_nobody_gives_what_is_too_little():
 
 
 def submit_other(simulation: WatchedSimulation, num_ranks: int, priority: int) -> None:
-    spec = JobSpec(name="other", source="", file_name="", num_ranks=num_ranks, priority=priority)
+    spec = JobSpec(name="other", source_hash="", file_name="", num_ranks=num_ranks, priority=priority)
     simulation.handle(JobSubmitted(job_id=OTHER, spec=spec, submitted_at=1.0))
 
 
@@ -103,7 +103,7 @@ def submit_this(simulation: WatchedSimulation, num_slots: int, **spec: int) -> N
     slots = (Slot(device="cpu"),) * num_slots
     simulation.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=slots))
     simulation.handle(
-        JobSubmitted(job_id=JOB, spec=JobSpec(name="job", source="", file_name="", **spec), submitted_at=0.0)
+        JobSubmitted(job_id=JOB, spec=JobSpec(name="job", source_hash="", file_name="", **spec), submitted_at=0.0)
     )
 
 

@@ -125,7 +125,7 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ),
     (
         "the same job",
-        lambda _: JobSubmitted(job_id=JOB, spec=JobSpec(name="job", source="", file_name=""), submitted_at=0.0),
+        lambda _: JobSubmitted(job_id=JOB, spec=JobSpec(name="job", source_hash="", file_name=""), submitted_at=0.0),
         "job is training",
         "JobSubmitted",
     ),
@@ -201,7 +201,7 @@ def test_a_process_that_ends_twice_is_refused(simulate):
 
 def test_what_is_told_while_a_job_waits_is_refused(simulate):
     simulation = simulate(ranks(25), dataset_size=3_000)
-    spec = JobSpec(name="job", source="", file_name="", num_ranks=1)
+    spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=1)
     simulation.core.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0), now_s=0.0)
     assert simulation.core.jobs[JOB].phase is JobPhase.QUEUED
     simulation.core.handle(PauseRequested(job_id=JOB, is_paused=True), now_s=0.0)

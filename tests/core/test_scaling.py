@@ -17,7 +17,7 @@ FOUR = (25.0, 30.0, 57.5, 40.0)
 
 def submit(simulation: WatchedSimulation, *, num_ranks: int, min_ranks: int = 0, num_slots: int) -> None:
     simulation.handle(AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),) * num_slots))
-    spec = JobSpec(name="job", source="", file_name="", num_ranks=num_ranks, min_ranks=min_ranks)
+    spec = JobSpec(name="job", source_hash="", file_name="", num_ranks=num_ranks, min_ranks=min_ranks)
     simulation.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 
 
@@ -85,7 +85,7 @@ def test_who_waits_comes_before_who_wants_more(simulate):
     simulation = simulate(ranks(*FOUR), dataset_size=20_000)
     submit(simulation, num_ranks=4, min_ranks=1, num_slots=2)
     in_mid_training(simulation)
-    other = JobSpec(name="other", source="", file_name="", num_ranks=1)
+    other = JobSpec(name="other", source_hash="", file_name="", num_ranks=1)
     simulation.handle(JobSubmitted(job_id=JobId("other"), spec=other, submitted_at=1.0))
     joins(simulation, "b", 1)
     assert simulation.core.jobs[JobId("other")].phase is JobPhase.STARTING

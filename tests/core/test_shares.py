@@ -87,7 +87,7 @@ def submit_richer(simulation: WatchedSimulation, num_ranks: int, **fields: objec
     """Ada has four slots, and ben asks for some."""
     submit_this(simulation, 4, num_ranks=4, min_ranks=1, submitted_by="ada@a")
     in_mid_training(simulation)
-    spec = JobSpec(name="other", source="", file_name="", num_ranks=num_ranks, submitted_by="ben@b", **fields)  # type: ignore[arg-type]
+    spec = JobSpec(name="other", source_hash="", file_name="", num_ranks=num_ranks, submitted_by="ben@b", **fields)  # type: ignore[arg-type]
     simulation.handle(JobSubmitted(job_id=OTHER, spec=spec, submitted_at=1.0))
 
 

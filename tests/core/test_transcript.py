@@ -7,7 +7,6 @@ import pytest
 from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import (
     Command,
-    Persist,
     Publish,
     SendFormGroup,
     SendLease,
@@ -56,8 +55,6 @@ def of_command(command: Command) -> str:
             chores = f", evaluate epoch {command.evaluate.epoch}" if command.evaluate is not None else ""
             chores += ", save the final state" if command.save_final else ""
             return f"SendOutcome {command.rank}: version {command.version}, step {command.global_step}{chores}"
-        case Persist():
-            return f"Persist: {command.record['phase']}, {command.record['reason']}"
         case Publish():
             return f"Publish {of_report(command.report)}"
         case SendFormGroup():

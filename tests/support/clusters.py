@@ -44,7 +44,7 @@ class Cluster:
 
     def submit(self, name: str, num_ranks: int, by: str = "", **fields: Any) -> None:
         """`by` is its submitter."""
-        spec = JobSpec(name=name, source="", file_name="", num_ranks=num_ranks, submitted_by=by, **fields)
+        spec = JobSpec(name=name, source_hash="", file_name="", num_ranks=num_ranks, submitted_by=by, **fields)
         at_s = float(len(self.core.jobs))
         self.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=at_s))
 

@@ -23,5 +23,5 @@ def in_mid_training(simulation: WatchedSimulation, num_rounds: int = 4) -> None:
 
 
 def submitted(name: str, num_ranks: int) -> JobSubmitted:
-    spec = JobSpec(name=name, source="", file_name="", num_ranks=num_ranks)
+    spec = JobSpec(name=name, source_hash="", file_name="", num_ranks=num_ranks)
     return JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0)

@@ -1,29 +1,26 @@
 """A simulation that is watched: every event is checked for what must hold before, during and after it."""
 
-import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elche_coordinator.core.continuation import continuation
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.commands import (
     Command,
-    Persist,
     RankCommand,
-    SendLease,
-    SendOutcome,
-    SendSyncNow,
     StartRank,
     StopRank,
 )
 from elche_coordinator.core.messages.events import Event
-from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 
 LONG_ROUNDS: dict[str, Any] = {"anchor": 10, "overhead_target": 0.1}
 """Rounds of ten batches, as many tests are told with: longer than by default, so that much happens within each."""
-SHOWS_THE_RECORD = (SendOutcome, SendLease, SendSyncNow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,37 +33,34 @@ class Step:
 
 
 class WatchedCoordinator(Coordinator):
-    """The core, with every step written down and the order of durable records checked."""
+    """The core, with every step written down."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.is_watching = True
-        self.on_disk: dict[JobId, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a coordinator that starts again goes on with: not what was written down for tests."""
         return {**self.__dict__, "steps": []}
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """As the core does; then checks."""
+        """As the core does, and writes it down."""
         commands = super().handle(event, now_s=now_s)
         self.steps.append(Step(at_s=now_s, event=event, commands=tuple(commands)))
-        if self.is_watching:
-            self._check_durable_before_visible(event, commands)
         return commands
 
-    def _check_durable_before_visible(self, event: Event, commands: list[Command]) -> None:
-        """What is on disk when a command leaves is the record as the event left it."""
-        now = {command.job_id: self._record(command.job_id) for command in commands}
-        for command in commands:
-            if isinstance(command, Persist):
-                self.on_disk[command.job_id] = json.dumps(command.record, sort_keys=True)
-            elif isinstance(command, SHOWS_THE_RECORD):
-                assert self.on_disk.get(command.job_id) == now[command.job_id], f"{event} shows too early: {command}"
 
-    def _record(self, job_id: JobId) -> str:
-        return json.dumps(self.jobs[job_id].to_json(), sort_keys=True)
+def state_of(job: Job) -> object:
+    """What of a job old news must not change, as plain values."""
+    body = job.body
+    training = body.training if isinstance(body, ManagedTraining) else None
+    generation = body.generation if isinstance(body, ManagedTraining) else None
+    ranks = [(one.rank, one.incarnation, one.phase, one.local_step, one.base_step) for one in job.ranks.values()]
+    open_rounds = (
+        [(opened.id, dict(opened.targets), list(opened.results)) for opened in generation.rounds] if generation else []
+    )
+    snapshot = deepcopy(training.snapshot()) if training is not None else None
+    return continuation(job), job.phase, job.reason, ranks, open_rounds, snapshot
 
 
 @dataclass(kw_only=True)
@@ -123,10 +117,10 @@ class WatchedSimulation(Simulation):
 
     def says_nothing(self, event: Event) -> None:
         """The event is old news: it leads to no command and leaves the job's record as it was."""
-        before = [(job.to_json(), job.phase) for job in self.core.jobs.values()]
+        before = list(map(state_of, self.core.jobs.values()))
         commands = self.core.handle(event, now_s=self.clock.now_s)
         assert commands == [], f"{event} -> {commands}"
-        assert [(job.to_json(), job.phase) for job in self.core.jobs.values()] == before, event
+        assert list(map(state_of, self.core.jobs.values())) == before, event
 
     def assert_ended_cleanly(self) -> None:
         """Nothing is left of a job that has ended: no slot, no process, no deadline that leads to anything."""

@@ -92,7 +92,9 @@ class Crowd:
         return next((view for view in self.views() if view.job_id == job_id), None)
 
     def details(self, job_id: str) -> JobDetails | None:
-        return JobDetails(spec=JobSpec(name="crowd", source="", file_name="crowd.py")) if self.view(job_id) else None
+        return (
+            JobDetails(spec=JobSpec(name="crowd", source_hash="", file_name="crowd.py")) if self.view(job_id) else None
+        )
 
     def hosts(self) -> list[HostView]:
         slots = tuple(Slot(device=f"cuda:{index}", model="NVIDIA H200") for index in range(8))
@@ -141,7 +143,7 @@ class Past:
         if view is None:
             return None
         result = JobResult(outcome=Outcome(view.state), error="x" * 3000, traceback="y" * 3000)
-        return JobDetails(spec=JobSpec(name="x" * 300, source="", file_name="/" + "z" * 300), result=result)
+        return JobDetails(spec=JobSpec(name="x" * 300, source_hash="", file_name="/" + "z" * 300), result=result)
 
 
 async def main() -> None:

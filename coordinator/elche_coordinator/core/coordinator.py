@@ -5,7 +5,8 @@ from functools import partial
 from typing import assert_never
 
 from elche.errors import LEFT_ALONE
-from elche_coordinator.core.describe import JobDetails, JobView, describe, details, to_json
+from elche_coordinator.core.continuation import Continuation, continuation
+from elche_coordinator.core.describe import JobDetails, JobView, describe, details
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.job import Job
@@ -45,15 +46,6 @@ from elche_coordinator.core.records.fleet import Fleet, HostView
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord
-
-
-class JobFault(Exception):
-    """One job's commands could not be made, which is a bug; `commands` are those of the other jobs."""
-
-    def __init__(self, job_id: JobId, commands: list[Command]) -> None:
-        super().__init__(f"job {job_id}")
-        self.job_id = job_id
-        self.commands = commands
 
 
 class Coordinator:
@@ -104,17 +96,7 @@ class Coordinator:
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
-        commands: list[Command] = []
-        at_fault: JobId | None = None
-        cause: Exception | None = None
-        for job in touched.values():
-            try:
-                commands += job.take_commands(partial(self._durable_record, job))
-            except Exception as error:  # a bug, which must not cost the other jobs what they have to do
-                at_fault, cause = job.id, error
-        if at_fault is not None:
-            raise JobFault(at_fault, commands) from cause
-        return commands
+        return [command for job in touched.values() for command in job.take_commands()]
 
     def __getstate__(self) -> dict[str, object]:
         """What a coordinator that starts again goes on with: not jobs that have ended, which are in the records."""
@@ -129,11 +111,6 @@ class Coordinator:
     def begin_incarnations_at(self, number: int) -> None:
         """Processes get numbers from this on, or above what they have come to."""
         self._next_incarnation = max(self._next_incarnation, number)
-
-    def _durable_record(self, job: Job) -> dict[str, object]:
-        """The job's durable record; of one that has ended, with how it looked at its end."""
-        record = job.to_json()
-        return {**record, "view": to_json(describe(job, self._now_s))} if job.result else record
 
     def next_deadline_s(self) -> float | None:
         """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
@@ -179,6 +156,11 @@ class Coordinator:
         """What was asked for; None when the job is not known."""
         job = self.jobs.get(job_id)
         return job.spec if job else None
+
+    def continuation(self, job_id: JobId) -> Continuation | None:
+        """What a coordinator of another version needs of the job; None when it is not known."""
+        job = self.jobs.get(job_id)
+        return continuation(job) if job else None
 
     def num_wanted(self, job_id: JobId) -> int | None:
         """How many ranks the job is to have; None when that cannot be changed."""

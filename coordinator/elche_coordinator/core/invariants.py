@@ -3,7 +3,8 @@
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.managed import ManagedTraining
-from elche_coordinator.core.messages.ids import Epoch, Rank
+from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
+from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -111,7 +112,7 @@ def _check_progress(job: Job, training: Training, generation: Generation) -> Non
 
 
 def _check_slots(coordinator: Coordinator) -> None:
-    taken = {}
+    taken: dict[Place, tuple[JobId, Rank]] = {}
     for job in coordinator.jobs.values():
         if not isinstance(job.body, ManagedTraining):
             continue

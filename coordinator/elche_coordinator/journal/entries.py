@@ -4,8 +4,6 @@ The user's source, arguments and the values of environment variables are left ou
 core passes these on and never reads them, so that a replay gives the same commands, shortened in the same way.
 """
 
-import json
-import marshal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -14,9 +12,9 @@ from types import UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 from zlib import crc32
 
-from elche_coordinator.core.coordinator import Coordinator, JobFault
+from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.messages.commands import Command, Persist, StartRank
+from elche_coordinator.core.messages.commands import Command, StartRank
 from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import AgentId, Incarnation
 from elche_coordinator.core.messages.spec import JobSpec
@@ -132,47 +130,24 @@ def kept_command(command: Command) -> Command:
     """The command as a journal keeps it and a replay compares it."""
     if type(command) in AS_THEY_ARE:
         return command
-    if isinstance(command, Persist):
-        spec: dict[str, object] | None = None if command.spec is None else {}
-        return Persist(job_id=command.job_id, record={"crc32": _checksum(command.record)}, spec=spec)
     if isinstance(command, StartRank):
-        named = JobSpec(name=command.spec.name, source="", file_name=command.spec.file_name)
+        named = JobSpec(name=command.spec.name, source_hash="", file_name=command.spec.file_name)
         return replace(command, spec=named)
     return cut(command)
 
 
 def fault_text(error: BaseException) -> str:
     """The exception that the core has raised, as text."""
-    cause = error.__cause__ if isinstance(error, JobFault) and error.__cause__ else error
-    return cut_text(f"{type(cause).__name__}: {cause}")
+    return cut_text(f"{type(error).__name__}: {error}")
 
 
 def _kept_spec(spec: JobSpec) -> JobSpec:
     return replace(
         spec,
-        source=f"({len(spec.source)} characters)" if spec.source else "",
         arguments=("",) * len(spec.arguments),
         requirements=("",) * len(spec.requirements),
         environment=dict.fromkeys(spec.environment, ""),
     )
-
-
-def _checksum(record: Mapping[str, Any]) -> int:
-    """Checksum of a durable record; with its texts shortened, if it may contain a traceback."""
-    if record.get("result") is None and len(str(record.get("reason"))) <= MAX_TEXT:
-        try:
-            return crc32(marshal.dumps({**record, "phase": str(record["phase"])}, 2))
-        except (ValueError, KeyError):
-            pass  # marshal does not support a value in it; JSON does
-    return crc32(json.dumps(_cut_all(record), default=repr).encode())
-
-
-def _cut_all(value: Any) -> Any:
-    if isinstance(value, str):
-        return cut_text(str(value))
-    if isinstance(value, Mapping):
-        return {name: _cut_all(one) for name, one in value.items()}
-    return [_cut_all(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def cut_text(text: str) -> str:
@@ -219,6 +194,6 @@ def _getter(name: str) -> Callable[[Any], Any]:
 AS_THEY_ARE = frozenset(
     kind
     for kind in (*EVENTS.values(), *COMMANDS.values())
-    if not _texts(kind) and kind not in (JobSubmitted, LoopAttached, Persist, StartRank)
+    if not _texts(kind) and kind not in (JobSubmitted, LoopAttached, StartRank)
 )
 """Message classes without long texts or secrets, which are kept as they are: among them the most frequent ones."""

@@ -16,7 +16,7 @@ from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import encode, plain
 from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

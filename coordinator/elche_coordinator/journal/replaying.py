@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from elche_coordinator.core.coordinator import Coordinator, JobFault
+from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import DrainRequested, Event
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -125,8 +125,6 @@ def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
     error = ""
     try:
         commands = core.handle(event, now_s=entry.at_s)
-    except JobFault as fault:
-        commands, error = fault.commands, fault_text(fault)
     except Exception as raised:
         error = fault_text(raised)
     said = {

@@ -16,7 +16,6 @@ from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
-    Persist,
     Publish,
     RankCommand,
     SendPing,
@@ -109,7 +108,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
-        self._disk_free_s = 0.0
+        self._durable_s = 0.0
+        """When the last event that has led to something is on disk."""
+        self._write_ends_s, self._is_more_to_write = 0.0, False
         self._asleep: list[Event] | None = None
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """Of ranks whose sessions are broken, what waits to be said, either way."""
@@ -161,7 +162,7 @@ class Simulation:
             self.handle(AgentJoined(agent_id=AgentId(host), host=host, slots=slots))
         spec = JobSpec(
             name="simulated",
-            source="",
+            source_hash="",
             file_name="",
             num_ranks=len(self.ranks),
             settings={"group_size": str(self.group_size), "on_rank_loss": json.dumps(self.settings.on_rank_loss)},
@@ -262,11 +263,24 @@ class Simulation:
             self._record(event, commands)
         if self.check:
             check_invariants(self.core)
+        if commands:
+            self._durable_s = self._write()
         for command in commands:
             self._perform(command)
         for asked in self.core.asked:
             self.handle(asked)
         self._arm()
+
+    def _write(self) -> float:
+        """When the event of this moment is on disk: events that come during a write are written together after it."""
+        now_s, write_s = self.clock.now_s, self.persist_ms / 1000
+        if self._is_more_to_write and now_s >= self._write_ends_s:
+            self._write_ends_s, self._is_more_to_write = self._write_ends_s + write_s, False
+        if now_s >= self._write_ends_s:
+            self._write_ends_s = now_s + write_s
+            return self._write_ends_s
+        self._is_more_to_write = True
+        return self._write_ends_s + write_s
 
     def assert_exactly_once(self) -> None:
         """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
@@ -300,14 +314,12 @@ class Simulation:
             self.handle(DeadlinePassed())
 
     def _perform(self, command: Command) -> None:
-        """Persisting takes disk time; what follows waits for it, and messages stay in order. Of other jobs than the one
-        that is simulated nothing more happens.
+        """What an event leads to waits until the event is on disk, and messages stay in order. Of other jobs than the
+        one that is simulated nothing happens.
         """
-        if command.job_id != JOB and not isinstance(command, Persist):
+        if command.job_id != JOB:
             return
         match command:
-            case Persist():
-                self._disk_free_s = max(self._disk_free_s, self.clock.now_s) + self.persist_ms / 1000
             case Publish():
                 self.reports.append(command.report)
                 self.report_times_s.append(self.clock.now_s)
@@ -319,7 +331,7 @@ class Simulation:
                 self._send(f"rank {command.rank}", lambda: None)  # its agent tells them when a test wants it
             case SendPing():
                 sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
-                self.clock.at(self._disk_free_s, lambda: self.handle(sent))
+                self.clock.at(self._durable_s, lambda: self.handle(sent))
                 self._send(f"rank {command.rank}", lambda: self._ping(command))
             case RankCommand():
                 deliver = partial(self._unless_cut_off, command.rank, lambda: self._deliver(command))
@@ -329,7 +341,7 @@ class Simulation:
 
     def _send(self, receiver: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
-        arrival_s = max(self._disk_free_s, self.clock.now_s, self._arrivals_s.get(receiver, 0.0)) + delay_s
+        arrival_s = max(self._durable_s, self.clock.now_s, self._arrivals_s.get(receiver, 0.0)) + delay_s
         self._arrivals_s[receiver] = arrival_s
         self.clock.at(arrival_s, action)
 

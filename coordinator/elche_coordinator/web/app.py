@@ -315,7 +315,7 @@ class Web:
                 return JSONResponse({"link": self._downloads.link(await self._begin_journal(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
-        await self._driver.durable(view.job_id)
+        await self._driver.durable()
         return JSONResponse({})
 
     async def _change_agent(self, request: Request) -> Response:

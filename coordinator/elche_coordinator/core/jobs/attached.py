@@ -1,7 +1,7 @@
 """A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import assert_never
 
 from elche_coordinator.core.jobs.deaths import Deaths
@@ -99,7 +99,6 @@ class AttachedLoop:
         job = self._job
         for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
             job.advance(trigger, "trains, in a loop of its own")
-        job.outbox.change()
         for index, (host, device) in enumerate(event.ranks):
             record = RankRecord(
                 rank=Rank(index),
@@ -231,14 +230,12 @@ class AttachedLoop:
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self._job.ranks), committed=num_samples, dropped=0)
-        self._job.outbox.change()
         self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
     def _on_evaluated(self, event: EvaluationDone) -> None:
         """The loop has evaluated, its own way."""
         self.metrics = {name: total / count for name, (total, count) in event.sums.items() if count}
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
-        self._job.outbox.change()
         self._job.outbox.add(Publish(job_id=self._job.id, report=report))
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
@@ -255,7 +252,6 @@ class AttachedLoop:
         )
         self.checkpoints = [*(one for one in self.checkpoints if one.path != saved.path), saved][-MAX_CHECKPOINTS:]
         self.saved_at_s = now_s
-        self._job.outbox.change()
         self._job.outbox.add(Publish(job_id=self._job.id, report=saved))
 
     def request_checkpoint(self) -> None:
@@ -370,10 +366,6 @@ class AttachedLoop:
             duration_s=self.duration_s,
             checkpoints=tuple(self.checkpoints),
         )
-
-    def to_json(self) -> dict[str, object]:
-        """The durable record's part: what a later run of the coordinator shows of it."""
-        return {"checkpoints": [asdict(one) for one in self.checkpoints]}
 
 
 def _rank_result(record: RankRecord) -> RankResult:

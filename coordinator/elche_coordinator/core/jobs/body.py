@@ -107,7 +107,3 @@ class Body(Protocol):
     def complete(self, result: JobResult) -> JobResult:
         """The result with what has come of the body."""
         ...
-
-    def to_json(self) -> dict[str, object] | None:
-        """The durable record's part, as plain values; None before there is any."""
-        ...

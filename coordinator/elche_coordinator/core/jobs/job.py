@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 
 from elche_coordinator.core.jobs.body import Body
@@ -22,7 +22,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome, UserEvent
-from elche_coordinator.core.messages.spec import JobSpec, plain
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import (
     JOB_PHASES,
@@ -36,8 +36,6 @@ from elche_coordinator.core.records.machine import (
 from elche_coordinator.core.records.outbox import Outbox, Refusal
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, highest_staying, present, staying
 
-RECORD_FORMAT = 1
-"""Of durable records. A coordinator sets those of newer ones aside."""
 STOP_GRACE_S = 5.0
 """Between asking a rank to leave and having its process ended."""
 KILL_GRACE_S = 2.0
@@ -92,8 +90,7 @@ class Job:
         """Attempts in a row without a checkpoint."""
         self._deaths = Deaths()
         self.result: JobResult | None = None
-        self.outbox = Outbox(job_id, asdict(replace(spec, replay=())))
-        self.outbox.change()
+        self.outbox = Outbox(job_id)
         self.set_deadline = set_deadline
         """Asks for `on_deadline` in so many seconds; None: not any more."""
         self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=set_check)
@@ -125,9 +122,9 @@ class Job:
         """The life of a new rank of this job."""
         return Machine("rank", RANK_PHASES, RankPhase.STARTING, self._census)
 
-    def take_commands(self, record: Callable[[], dict[str, object]]) -> list[Command]:
-        """What is to be done since the last call; a change of the durable record comes first."""
-        return self.outbox.take(record)
+    def take_commands(self) -> list[Command]:
+        """What is to be done since the last call."""
+        return self.outbox.take()
 
     def take_refusals(self) -> list[Refusal]:
         """What was refused since the last call."""
@@ -153,7 +150,6 @@ class Job:
     def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
         """Starts one rank in each place, or group of places of one host."""
         self.advance(JobTrigger.PLACED, "its ranks load the file")
-        self.outbox.change()
         self.ranks.clear()  # of an attempt before this one
         self._census.clear()
         self.num_wanted = self.spec.num_ranks or len(groups)
@@ -165,7 +161,6 @@ class Job:
     ) -> None:
         """Starts a rank anew that is gone. It gets the model of the others, whatever the job was resumed from."""
         self.missing.pop(rank, None)
-        self.outbox.change()
         before = self.ranks.get(rank)
         record = self._start(rank, places, fleet, next_incarnation(), replace(self.spec, resume=""))
         if before is not None:
@@ -201,7 +196,6 @@ class Job:
             return
         self.num_wanted = num_ranks
         self.spec = replace(self.spec, num_ranks=num_ranks, min_ranks=min(self.spec.min_ranks, num_ranks))
-        self.outbox.change()
         for rank in sorted(self.missing, reverse=True)[: max(0, self.num_held - num_ranks)]:
             del self.missing[rank]
         num_too_many = max(0, len(staying(self.ranks)) + len(self.missing) - num_ranks)
@@ -212,7 +206,6 @@ class Job:
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
         self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
-        self.outbox.change()
         self.body.leave(leaving, now_s)
 
     def _start(
@@ -382,7 +375,6 @@ class Job:
                 other.is_left_out = True
                 self.stop(other)
         self.silence.forgive()
-        self.outbox.change()
         where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
         report = MembershipReport(rank=record.rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
         self.outbox.add(Publish(job_id=self.id, report=report))
@@ -399,7 +391,6 @@ class Job:
         delay_s = self._deaths.restart_delay_s(record)
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING) and self.num_held < self.num_wanted:
             self.missing[record.rank] = now_s + delay_s
-        self.outbox.change()
 
     def tell_lost(self, record: RankRecord, notice: str) -> None:
         """Tells watchers that the others go on without a rank."""
@@ -425,7 +416,6 @@ class Job:
         self.advance(JobTrigger.OUTCOME_DECIDED, reason)
         self._decided = (outcome, failure)
         self.missing.clear()
-        self.outbox.change()
         for record in self.ranks.values():
             if record.is_left_out:
                 self.stop(record)
@@ -463,37 +453,18 @@ class Job:
         if self.phase is JobPhase.STOPPING and self._census[RankPhase.EXITED] == len(self.ranks):
             self.life.advance(JobTrigger.RANKS_GONE)
             self.set_deadline(None)
-            self.outbox.change()
-            self.result = self._make_result()
-            self.spec = replace(self.spec, source="", replay=())  # whoever resumes the job reads it from the record
+            self.result = self.decided_result()
+            self.spec = replace(self.spec, replay=())  # whoever resumes the job goes on after it
+            assert self.result is not None
             self.outbox.add(Publish(job_id=self.id, report=self.result))
 
-    def _make_result(self) -> JobResult:
-        assert self._decided is not None
-        outcome, failure = self._decided
+    def decided_result(self) -> JobResult | None:
+        """How it ends; None while that is not decided."""
+        return self._make_result(*self._decided) if self._decided is not None else None
+
+    def _make_result(self, outcome: Outcome, failure: RankFailed | None) -> JobResult:
         result = JobResult(outcome=outcome, error="" if outcome is Outcome.SUCCEEDED else self.reason)
         if failure is not None:
             rank = failure.rank if failure.incarnation else None
             result = replace(result, traceback=failure.traceback, invalid=failure.invalid, failed_rank=rank)
         return self.body.complete(result)
-
-    def to_json(self) -> dict[str, object]:
-        """The durable record, as plain values."""
-        return {
-            "format": RECORD_FORMAT,
-            "key": self.key,
-            "phase": self.phase,
-            "reason": self.reason,
-            "incarnation": self.last_incarnation,
-            "num_ranks": self.num_wanted,
-            "min_ranks": self.spec.min_ranks if self.spec.num_ranks else 1,
-            "resume": self.body.resume_point,
-            "goes_back": self.body.goes_back(is_violent=True),
-            "decided": plain(self._make_result()) if self._decided is not None and self.result is None else None,
-            "submitted_at": self.submitted_at,
-            "attempt": self.body.attempt,
-            "generation": self.body.generation_id,
-            "ranks": {str(rank): [record.incarnation, record.base_step] for rank, record in self.ranks.items()},
-            "training": self.body.to_json(),
-            "result": plain(self.result) if self.result else None,
-        }

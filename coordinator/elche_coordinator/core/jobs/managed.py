@@ -496,9 +496,3 @@ class ManagedTraining:
     def complete(self, result: JobResult) -> JobResult:
         """The result with what training came to."""
         return with_training(result, self.training, self.model, self._job.ranks) if self.training else result
-
-    def to_json(self) -> dict[str, object] | None:
-        """The durable record's part, as plain values."""
-        if self.training is None:
-            return None
-        return {**self.training.to_json(), **(self.generation.to_json() if self.generation else {})}

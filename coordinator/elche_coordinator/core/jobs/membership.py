@@ -47,7 +47,6 @@ class Membership:
         members = dict(sorted(members.items()))
         backend = self._relay if self._relay is not None and num_hosts(members) > 1 else self._choose(members)
         self.forming = Generation(job.id, self.newest, members, backend, self._training, job.outbox)
-        job.outbox.change()
         for position, record in enumerate(members.values()):
             job.outbox.add(
                 SendFormGroup(
@@ -111,7 +110,6 @@ class Membership:
         for record in list(standing.members.values()) if standing is not None else ():
             if record.is_present and record.rank not in forming.members:
                 self._let_go(record)
-        self._job.outbox.change()
         if not self._job.is_open:
             return
         if self._job.phase is JobPhase.GROUPING:

@@ -205,17 +205,6 @@ class AskStacks(RankCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Persist:
-    """Make the job's record durable. What follows it, for this job, waits until it is."""
-
-    job_id: JobId
-    record: dict[str, object]
-    """Plain values: what JSON can hold."""
-    spec: dict[str, object] | None = None
-    """What was asked for, once: it never changes, and the user's source in it may be long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
     """Tell the job's watchers."""
 
@@ -243,4 +232,4 @@ SessionCommand = (
 """What a rank is sent in its session."""
 AgentCommand = StartRank | StopRank | AskStacks
 """What the agent of a rank is sent."""
-Command = SessionCommand | AgentCommand | Persist | Publish
+Command = SessionCommand | AgentCommand | Publish

@@ -90,7 +90,8 @@ class JobSpec:
     """What a client asked for."""
 
     name: str
-    source: str
+    source_hash: str
+    """Names the text of the user's file, which the core does without; empty: there is none."""
     file_name: str
     num_ranks: int = 0
     """Ranks, or replica groups; 0: as many as fit the slots that are free when the job is placed."""

@@ -177,7 +177,6 @@ class Training:
     def _judge(self, complete: list[Evaluation]) -> str | None:
         """Takes in what evaluations gave. Returns why the job cannot go on, if so."""
         for done in complete:
-            self._outbox.change()
             problem = self.evaluations.judge(done)
             if problem is not None:
                 return problem
@@ -200,16 +199,13 @@ class Training:
         """A checkpoint is complete."""
         saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
-            self._outbox.change()
             self._outbox.add(Publish(job_id=self._job_id, report=saved))
         else:
             self._refuse_checkpoint(event)
 
     def on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
         """A checkpoint cannot be written; training goes on."""
-        if self.checkpoints.take_failed(record.rank, event):
-            self._outbox.change()
-        else:
+        if not self.checkpoints.take_failed(record.rank, event):
             self._refuse_checkpoint(event)
 
     def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
@@ -236,7 +232,6 @@ class Training:
     def commit(self, received: Round, now_s: float) -> None:
         """Commits a round whose result every member has, and tells them what comes of it."""
         self.version, self.last_round = Version(self.version + 1), received.id
-        self._outbox.change()
         before = self.committed
         elapsed_s = now_s - before.at_s if before else 0.0
         self.last_round_s, self.averaging_ms = elapsed_s, received.sync_ms
@@ -371,7 +366,6 @@ class Training:
 
         Its own work is given back by `Ledger.release`, once it is decided which rounds have its work.
         """
-        self._outbox.change()
         self.checkpoints.lose_writer(lost.rank)
         self.epochs.lose(lost.rank, present(self.members))
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
@@ -441,14 +435,6 @@ class Training:
             bound_samples_per_s(self.started, self.committed, sizes),
             samples_per_s(late, self.committed) / late_bound if late_bound else 0.0,
         )
-
-    def to_json(self) -> dict[str, object]:
-        """The durable record, as plain values."""
-        return {
-            **self.snapshot(),
-            "next_round": self.next_round,
-            "checkpoints": [asdict(one) for one in self.checkpoints.shown(self.evaluations.best_version)],
-        }
 
     def snapshot(self) -> dict[str, object]:
         """What a checkpoint keeps of the training, as plain values."""

@@ -99,7 +99,6 @@ class Generation:
             if problem is not None:
                 return problem
         self.rounds.clear()
-        self._outbox.change()
         return None
 
     def split(self) -> tuple[int, list[RankRecord]]:
@@ -246,7 +245,6 @@ class Generation:
         if self._given_up_in_a_row >= MAX_GIVEN_UP:
             return f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}"
         self.rounds.remove(opened)
-        self._outbox.change()
         if self.scheduler.has_committed:
             self.scheduler.plan_next(now_s)
             self.scheduler.reason = f"again, because the last averaging was given up: {event.reason}"
@@ -266,7 +264,6 @@ class Generation:
         if not self._training.ledger.take_back(record.rank, event.num_samples):
             self._outbox.refuse(event, f"rank {record.rank} was not asked", "or it names what it has never had")
             return
-        self._outbox.change()
         if self.abandoned is None and not self.is_closing:
             self.scheduler.on_recalled(now_s)
 
@@ -277,7 +274,6 @@ class Generation:
         was_paused = self._training.is_paused
         self._training.holds.add(hold)
         if not was_paused:
-            self._outbox.change()
             self.scheduler.pause()
 
     def unpause(self, hold: Hold, now_s: float) -> None:
@@ -287,13 +283,8 @@ class Generation:
         was_paused = self._training.is_paused
         self._training.holds.discard(hold)
         if was_paused and not self._training.is_paused:
-            self._outbox.change()
             self.scheduler.unpause(now_s, may_plan=self.abandoned is None and not self.is_closing)
         self._training.stop_if_decided()
-
-    def to_json(self) -> dict[str, object]:
-        """The durable record's part, as plain values."""
-        return {"generation": self.id, "open_rounds": [opened.id for opened in self.rounds]}
 
     def target(self, rank: Rank) -> int:
         """The step after which the rank joins the first open round; 0 without one."""

@@ -113,12 +113,10 @@ class Reserve:
             return 0  # what is granted before it answers would be dropped, or not, depending on when it hears of which
         if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
-                self._outbox.change()
                 self._outbox.add(SendLease(**record.address(self._job_id), lease=lease, is_reserve=True))
         has = ledger.reserve_of(record.rank)
         return max(0, min(num_rounds, (has // record.batch_size + permitted - count) // every))
 
     def _recall(self, record: RankRecord) -> None:
         if self._training.ledger.recall(record.rank):
-            self._outbox.change()
             self._outbox.add(SendRecall(**record.address(self._job_id)))

@@ -98,7 +98,6 @@ class RoundScheduler:
                 self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
         if self._training.is_paused:
             self.pause()  # a round later than was said
-        self._outbox.change()
         return True
 
     def on_recalled(self, now_s: float) -> None:
@@ -217,7 +216,6 @@ class RoundScheduler:
         self._training.next_round = RoundId(first + count)
         if self.has_committed:
             self.reserve.grant(self.rounds[-1])
-        self._outbox.change()
         for rank, step in after_steps.items():
             newer = newer_batches[rank] if newer_batches and self._overlaps else None
             self._send_sync_now(rank, first, step, count, checkpoint_round if rank == writer else None, newer)
@@ -265,14 +263,12 @@ class RoundScheduler:
             return
         permitted = self._ledger.permit(rank, num_samples)
         if permitted:
-            self._outbox.change()
             position = self._ledger.rank_leases[rank].permitted
             self._outbox.add(SendPermit(**self._members[rank].address(self._job_id), num_samples=position))
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:
-            self._outbox.change()
             self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
 
     def _paces(self, now_s: float) -> list[Pace]:

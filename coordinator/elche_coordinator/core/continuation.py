@@ -1,0 +1,49 @@
+"""What is kept of a job for a coordinator of another version, which cannot read the state of this one."""
+
+from dataclasses import dataclass, replace
+
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.ids import Attempt, Incarnation
+from elche_coordinator.core.messages.reports import JobResult, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """With what a job that has not ended is submitted again, or else how it ends."""
+
+    key: str
+    """With which it was submitted."""
+    submitted_at: float
+    attempt: Attempt
+    last_incarnation: Incarnation
+    num_ranks: int
+    min_ranks: int
+    resume: str
+    """The checkpoint, or the folder of checkpoints, from which it goes on; empty: from its start."""
+    end: JobResult | None
+    """How it ends: the outcome that is decided, or that it cannot go on without its processes. None: it goes on."""
+
+
+def continuation(job: Job) -> Continuation:
+    """Of the job as it is now."""
+    return Continuation(
+        key=job.key,
+        submitted_at=job.submitted_at,
+        attempt=job.body.attempt,
+        last_incarnation=job.last_incarnation,
+        num_ranks=job.num_wanted,
+        min_ranks=job.spec.min_ranks if job.spec.num_ranks else 1,
+        resume=job.body.resume_point,
+        end=job.result or job.decided_result() or _end_with_coordinator(job),
+    )
+
+
+def _end_with_coordinator(job: Job) -> JobResult | None:
+    """The end of a job that cannot begin anew; its figures are those of the last checkpoint, evaluation and epoch."""
+    if job.body.goes_back(is_violent=True):
+        return None
+    whole = job.body.complete(JobResult(outcome=Outcome.FAILED))
+    what = "resume it" if whole.checkpoints else "submit it again"
+    error = f"the coordinator stopped while the job ran; {what}"
+    kept = JobResult(outcome=Outcome.FAILED, error=error, checkpoints=whole.checkpoints, metrics=whole.metrics)
+    return replace(kept, epochs=whole.epochs, dataset_size=whole.dataset_size)

@@ -1,0 +1,79 @@
+"""What the database has of each job beside the tape: for coordinators of other versions, and for history.
+
+A row is a view of the core's state. It is written when it differs from the one before, in the transaction of the events
+that led to it; that of a job which has ended, with all that history shows of it, once.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from elche_coordinator.core.continuation import Continuation
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.describe import to_json
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import plain
+from elche_coordinator.records import Record
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""A coordinator sets rows of newer formats aside."""
+
+
+class JobRows:
+    """Finds the rows that have changed."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+        self._written: dict[JobId, Continuation] = {}
+        """What the jobs' rows have."""
+        self._touched: dict[JobId, None] = {}
+
+    def touch(self, job_ids: Iterable[JobId]) -> None:
+        """An event may have changed these jobs."""
+        self._touched |= dict.fromkeys(job_ids)
+
+    def take_changed(self) -> dict[str, Record]:
+        """The rows that have changed since the last call."""
+        touched, self._touched = self._touched, {}
+        changed: dict[str, Record] = {}
+        for job_id in touched:
+            try:
+                row = self._changed_row(job_id)
+            except Exception:
+                log.exception("job=%s what is to be kept of it cannot be said; this is a bug", job_id)
+                continue
+            if row is not None:
+                changed[job_id] = row
+        return changed
+
+    def _changed_row(self, job_id: JobId) -> Record | None:
+        now = self._core.continuation(job_id)
+        if now is None or self._written.get(job_id) == now:
+            return None
+        view = self._core.view(job_id, self._core.now_s) if self._core.result(job_id) is not None else None
+        self._written[job_id] = now
+        return _row(now, None if view is None else to_json(view))
+
+    def forget(self, job_ids: Iterable[JobId]) -> None:
+        """Nothing more is written of these jobs."""
+        for job_id in job_ids:
+            self._written.pop(job_id, None)
+
+
+def _row(kept: Continuation, view: dict[str, object] | None) -> Record:
+    """As a table of plain values. One with a `result` has ended; one with `decided` is to end so."""
+    end: Any = None if kept.end is None else plain(kept.end)
+    return {
+        "format": FORMAT,
+        "key": kept.key,
+        "submitted_at": kept.submitted_at,
+        "attempt": kept.attempt,
+        "incarnation": kept.last_incarnation,
+        "num_ranks": kept.num_ranks,
+        "min_ranks": kept.min_ranks,
+        "resume": kept.resume,
+        "reason": "" if kept.end is None else kept.end.error,
+        **({"decided": end} if view is None else {"result": end, "view": view}),
+    }
