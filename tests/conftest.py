@@ -11,7 +11,7 @@ from support import fork_server  # noqa: E402 - imported after the line above, w
 from support.real_processes import Mark  # noqa: E402
 
 os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their file
-os.environ["ELCHE_CONFIG"] = "/nowhere/elche.toml"  # not that of whoever runs the tests
+os.environ["ELCHE_CONFIG"] = "/proc/none/elche.toml"  # not that of whoever runs the tests; nobody can write it
 fork_server.install()
 
 

@@ -98,7 +98,10 @@ def test_a_host_is_lost_and_the_job_waits_for_another(simulate):
         process.is_alive = False
     simulation.handle(AgentLost(agent_id=AgentId("host")))
     assert simulation.job.phase is JobPhase.QUEUED
-    assert simulation.job.reason == "waits for 3 free slots: no host offers any; start more workers"
+    assert (
+        simulation.core.explanation(simulation.job.id)
+        == "waits for 3 free slots: no host offers any; start more workers"
+    )
     simulation.handle(AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),) * 3))
     goes_on(simulation)
 

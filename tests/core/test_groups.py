@@ -41,7 +41,7 @@ def test_a_group_lies_on_one_host():
     hosts = joined("a", 3), joined("b", 3)
     assert placed(core, *hosts, submitted("three", 3, 2)) == []
     assert core.jobs[JobId("three")].phase is JobPhase.QUEUED
-    assert core.jobs[JobId("three")].reason == "waits for 3 groups of 2 free slots on one host: 6 of 6 slots are free"
+    assert core.explanation(JobId("three")) == "waits for 3 groups of 2 free slots on one host: 6 of 6 slots are free"
     assert placed(core, submitted("two", 2, 2)) == [("a", (0, 1)), ("b", (0, 1))]
     assert placed(core, joined("c", 6)) == [("c", (0, 1)), ("c", (2, 3)), ("c", (4, 5))]
 

@@ -138,7 +138,7 @@ def test_a_job_goes_back_to_the_queue_with_a_checkpoint_for_one_of_higher_priori
     simulation.run_until(lambda: other.phase is JobPhase.STARTING)
     assert simulation.job.phase is JobPhase.QUEUED
     assert simulation.job.spec.resume, "from the checkpoint that was made for it"
-    assert simulation.job.reason == "waits for 2 free slots: 0 of 2 slots are free"
+    assert simulation.core.explanation(simulation.job.id) == "waits for 2 free slots: 0 of 2 slots are free"
     assert max(simulation.saved) > 0
     end_other(simulation)
     assert simulation.run().outcome is Outcome.SUCCEEDED

@@ -51,7 +51,10 @@ def test_fewer_than_suffice_wait(simulate):
     simulation = simulate(ranks(*FOUR))
     submit(simulation, num_ranks=4, min_ranks=3, num_slots=2)
     assert simulation.job.phase is JobPhase.QUEUED
-    assert simulation.job.reason == "waits for 3 free slots: 2 of 2 slots are free; start more workers"
+    assert (
+        simulation.core.explanation(simulation.job.id)
+        == "waits for 3 free slots: 2 of 2 slots are free; start more workers"
+    )
     joins(simulation, "b", 1)
     succeeds(simulation)
 

@@ -400,9 +400,10 @@ def test_the_source_is_written_once(
     job.cancel()
     result_of(client, job.id)
     with closing(sqlite3.connect(alone.data / "elche.sqlite")) as database:
-        ((record, spec),) = database.execute("SELECT record, spec FROM jobs WHERE id = ?", (job.id,)).fetchall()
-    assert "xylophone" not in record
-    assert "xylophone" in spec
+        ((record, spec, name),) = database.execute("SELECT record, spec, source FROM jobs WHERE id = ?", (job.id,))
+        ((text,),) = database.execute("SELECT text FROM sources WHERE hash = ?", (name,))
+    assert "xylophone" not in record + spec
+    assert "xylophone" in text
 
 
 # Messages

@@ -91,10 +91,11 @@ def test_tokens_go_over_tls_and_the_page_is_encrypted(
         assert host == "127.0.0.1"
         with Client(f"127.0.0.2:{port}", token=OWN, tls=str(tmp_path / "ours")) as lost, pytest.raises(Unreachable):
             lost.jobs()  # nothing listens there
-        elche("context", "add", "lab", "--coordinator", one.address, "--tls", str(tmp_path / "ours"))
+        own = {"ELCHE_CONFIG": str(tmp_path / "contexts.toml")}
+        elche("context", "add", "lab", "--coordinator", one.address, "--tls", str(tmp_path / "ours"), env=own)
         (tmp_path / "token").touch(mode=0o600)
         (tmp_path / "token").write_text(OWN)
-        done = elche("jobs", env={"ELCHE_CONTEXT": "lab", "ELCHE_TOKEN": OWN})
+        done = elche("jobs", env={**own, "ELCHE_CONTEXT": "lab", "ELCHE_TOKEN": OWN})
         assert job.id in done.out, done.err
     with coordinator(mark, tmp_path, data=tmp_path / "plain") as one:
         refused = elche("jobs", "--coordinator", one.address, env=known)

@@ -1,7 +1,6 @@
 """The one door of the core: events go in, commands come out."""
 
 from dataclasses import replace
-from functools import partial
 from typing import assert_never
 
 from elche.errors import LEFT_ALONE
@@ -9,7 +8,7 @@ from elche_coordinator.core.continuation import Continuation, continuation
 from elche_coordinator.core.describe import JobDetails, JobView, describe, details
 from elche_coordinator.core.jobs.attached import AttachedLoop
 from elche_coordinator.core.jobs.deaths import Death
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.jobs.job import Job, Timer
 from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.jobs.placing import Placing
@@ -96,6 +95,7 @@ class Coordinator:
         self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
+            self._set_timers(job)
         return [command for job in touched.values() for command in job.take_commands()]
 
     def __getstate__(self) -> dict[str, object]:
@@ -133,10 +133,7 @@ class Coordinator:
         if job is None:
             return None
         view = describe(job, now_s)
-        ahead = self._placing.behind.get(job_id)
-        if ahead is not None and job.phase is JobPhase.QUEUED:
-            return replace(view, reason=f"waits behind job {ahead.id}: {ahead.reason}")
-        return view
+        return replace(view, reason=self._placing.reason(job)) if job.phase is JobPhase.QUEUED else view
 
     def is_behind(self, job_id: JobId) -> bool:
         """Whether a queued job finds no slots because another, before it, waits for them."""
@@ -175,7 +172,8 @@ class Coordinator:
     def explanation(self, job_id: JobId) -> str:
         """How the job's next round was decided, or else why it is in its state. Raises `KeyError`."""
         job = self.jobs[job_id]
-        return (job.body.explanation if isinstance(job.body, ManagedTraining) else "") or job.reason
+        explanation = job.body.explanation if isinstance(job.body, ManagedTraining) else ""
+        return explanation or (self._placing.reason(job) if job.phase is JobPhase.QUEUED else job.reason)
 
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError`."""
@@ -359,17 +357,18 @@ class Coordinator:
             submitted_at=event.submitted_at,
             key=event.key if isinstance(event, JobSubmitted) else "",
             last_incarnation=event.last_incarnation if isinstance(event, JobSubmitted) else Incarnation(0),
-            set_deadline=partial(self._set, self._deadlines, event.job_id),  # partial: the core can be pickled
-            set_check=partial(self._set, self._checks, event.job_id),
         )
         self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
         return self._touch(event.job_id)
 
-    def _set(self, deadlines: Deadlines[JobId], job_id: JobId, delay_s: float | None) -> None:
-        if delay_s is None:
-            deadlines.clear(job_id)
-        else:
-            deadlines.set(job_id, self._now_s + delay_s)
+    def _set_timers(self, job: Job) -> None:
+        for timer, delay_s in job.timers.items():
+            deadlines = self._deadlines if timer is Timer.DEADLINE else self._checks
+            if delay_s is None:
+                deadlines.clear(job.id)
+            else:
+                deadlines.set(job.id, self._now_s + delay_s)
+        job.timers.clear()
 
     def _try_again(self, job_id: JobId, rank: Rank, at_s: float) -> None:
         self._restarts.set((job_id, rank), at_s)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from itertools import count
 
 from elche_coordinator.core.jobs.body import Body
@@ -46,6 +47,15 @@ MAX_FRUITLESS = 3
 """Attempts in a row that may come to no checkpoint."""
 
 
+class Timer(Enum):
+    """For what a job is called at a time."""
+
+    DEADLINE = auto()
+    """Ranks must have come, or left."""
+    CHECK = auto()
+    """Ranks may be silent."""
+
+
 class Job:
     """The record of one job. Its methods take in what happened and add to `outbox` what is to be done.
 
@@ -60,8 +70,6 @@ class Job:
         spec: JobSpec,
         *,
         submitted_at: float,
-        set_deadline: Callable[[float | None], None],
-        set_check: Callable[[float | None], None],
         key: str = "",
         last_incarnation: Incarnation = Incarnation(0),  # noqa: B008
     ):
@@ -91,13 +99,20 @@ class Job:
         self._deaths = Deaths()
         self.result: JobResult | None = None
         self.outbox = Outbox(job_id)
-        self.set_deadline = set_deadline
-        """Asks for `on_deadline` in so many seconds; None: not any more."""
-        self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=set_check)
+        self.timers: dict[Timer, float | None] = {}
+        """In how many seconds the job is to be called, since `Coordinator` took them last; None: not any more."""
+        self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=self._set_check)
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self._census: Counter[RankPhase] = Counter()
         """How many ranks are in each phase."""
         self._decided: tuple[Outcome, RankFailed | None] | None = None
+
+    def set_deadline(self, delay_s: float | None) -> None:
+        """Asks for `on_deadline` in so many seconds; None: not any more."""
+        self.timers[Timer.DEADLINE] = delay_s
+
+    def _set_check(self, delay_s: float | None) -> None:
+        self.timers[Timer.CHECK] = delay_s
 
     @property
     def phase(self) -> JobPhase:

@@ -69,21 +69,29 @@ class Placing:
         self._touch = touch
         self._try_again = try_again
         self._new_incarnation = new_incarnation
-        self._queued: dict[JobId, Job] = {}
-        self.behind: dict[JobId, Job] = {}
+        self._queued: dict[JobId, None] = {}
+        self.behind: dict[JobId, JobId] = {}
         """Queued jobs that find no slots, and the job before each that waits for the same."""
+        self._reasons: dict[JobId, str] = {}
+        """Why queued jobs wait."""
         self.asked: list[SlotsAsked] = []
         """What jobs are asked to give for others."""
 
     def queue(self, job: Job) -> None:
         """The job waits for slots."""
-        self._queued[job.id] = job
+        self._queued[job.id] = None
+
+    def reason(self, job: Job) -> str:
+        """Why a queued job waits, in words for people."""
+        if (ahead := self.behind.get(job.id)) is not None:
+            return f"waits behind job {ahead}: {self._reasons.get(ahead, '')}"
+        return self._reasons.get(job.id, job.reason)
 
     def place(self, jobs: Mapping[JobId, Job], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
         """Gives slots to all who can have some. What others are to give is in `asked`."""
         self._place_missing(jobs.values(), fleet, now_s)
         shares = Shares(jobs, fleet, quotas)
-        waiting = self._place_queued(fleet, shares, now_s)
+        waiting = self._place_queued(jobs, fleet, shares, now_s)
         kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
         self._place_more(jobs.values(), fleet, shares, kept)
         self.asked = []
@@ -104,22 +112,25 @@ class Placing:
                     self._touch(job.id)
                     job.place_again(rank, places, fleet, self._new_incarnation)
 
-    def _place_queued(self, fleet: Fleet, shares: Shares, now_s: float) -> list[Job]:
+    def _place_queued(self, jobs: Mapping[JobId, Job], fleet: Fleet, shares: Shares, now_s: float) -> list[Job]:
         """Gives free slots to queued jobs, in their order. Returns those that wait and could be placed some time."""
         self.behind.clear()
-        self._queued = {job_id: job for job_id, job in self._queued.items() if job.phase is JobPhase.QUEUED}
-        if not self._queued:
+        self._reasons.clear()
+        queued = [jobs[job_id] for job_id in self._queued if job_id in jobs]
+        queued = [job for job in queued if job.phase is JobPhase.QUEUED]
+        self._queued = dict.fromkeys(job.id for job in queued)
+        if not queued:
             return []
         waiting: list[Job] = []
         offers = _Offers(fleet)
-        for job in shares.in_turn(self._queued.values()):
+        for job in shares.in_turn(queued):
             spec = job.spec
             if job.retry_at_s > now_s:
                 self._try_again(job.id, Rank(0), job.retry_at_s)
             elif job.num_in(RankPhase.EXITED) < len(job.ranks):
                 pass  # it has gone back, and not all processes of the attempt before have ended
             elif shares.room(job) < spec.least_ranks:
-                job.reason = quota_notice(spec, shares.held(job), shares.quota(job))
+                self._reasons[job.id] = quota_notice(spec, shares.held(job), shares.quota(job))
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
             ):
@@ -127,9 +138,9 @@ class Placing:
             else:
                 ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
                 num_free = 0 if ahead is not None else offers.num_free(spec)  # what is kept for others is in no journal
-                job.reason = slots_notice(spec, num_free, offers.num_slots(spec))
+                self._reasons[job.id] = slots_notice(spec, num_free, offers.num_slots(spec))
                 if ahead is not None:
-                    self.behind[job.id] = ahead
+                    self.behind[job.id] = ahead.id
                 elif holds_back(job, fleet):
                     waiting.append(job)
                     offers.keep(spec)
