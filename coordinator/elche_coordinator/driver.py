@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import pickle
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.presence import Presence
 from elche_coordinator.records import Records, Writer
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.snapshots import Snapshots
 from elche_coordinator.sources import Sources
 from elche_coordinator.streams import Secrets, Stream, Streams, Superseded
 from elche_coordinator.tape import Entry, Recorded, Tape
@@ -101,10 +101,11 @@ class Driver:
         """What the core's clock is ahead of the event loop's, which is another one on each machine."""
         self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
         self._rows = JobRows(self._core)
+        self._snapshots = Snapshots(self._core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(records.load_source)
         self._tape = Tape(
             self._writer,
-            self._state,
+            self._snapshots,
             first=1 if recorded is None else recorded.last + 1,
             rows=self._rows.take_changed,
             sources=self.sources.take_new,
@@ -200,6 +201,7 @@ class Driver:
                 )
         visible = [one for command in commands if (one := self._prepare(command)) is not None]
         self._rows.touch(self._core.last_touched)
+        self._snapshots.touch(self._core.last_touched)
         for job_id in self._core.last_touched:
             if self._core.result(job_id) is not None:
                 self.sources.release(job_id)
@@ -232,9 +234,6 @@ class Driver:
         log.info("goes on where the coordinator before this one was: %d jobs, after event %d", len(jobs), recorded.last)
         self.presence.await_all()
         self._arm()
-
-    def _state(self) -> bytes:
-        return pickle.dumps((self._core, self.streams))
 
     def _source(self, event: Event) -> AnyStream | None:
         """The stream of whoever has told of the event."""

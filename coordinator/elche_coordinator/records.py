@@ -7,7 +7,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.database import Database, Replaced, reason_of
 from elche_coordinator.schema import jobs as _jobs
+from elche_coordinator.schema import parts as _parts
 from elche_coordinator.schema import sources as _sources
 from elche_coordinator.schema import states as _states
 from elche_coordinator.schema import store as _store
@@ -46,6 +47,19 @@ class SavedState:
     last: int
     code: str
     state: bytes
+    """What the jobs have in common."""
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+    """By job, its own; when it is written, of those alone that have changed."""
+    gone: Collection[str] = ()
+    """Jobs that have a part in the database, and have none any more."""
+
+    def after(self, before: "SavedState | None") -> "SavedState":
+        """This state, and what was to be written of the one before it."""
+        if before is None:
+            return self
+        gone = set(before.gone) | set(self.gone)
+        parts = {job_id: part for job_id, part in before.parts.items() if job_id not in gone} | dict(self.parts)
+        return replace(self, parts=parts, gone=gone - parts.keys())
 
 
 class LoadedState(NamedTuple):
@@ -110,7 +124,7 @@ class Batch:
         self.rows |= later.rows
         self.specs |= later.specs
         self.sources |= later.sources
-        self.saved = later.saved or self.saved
+        self.saved = self.saved if later.saved is None else later.saved.after(self.saved)
 
 
 class Records:
@@ -168,16 +182,18 @@ class Records:
         """The newest saved state, and the tape since, in pieces."""
         with self._database.connect() as connection:
             row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
+            parts = connection.execute(sa.select(_parts)).all()
             pieces = connection.execute(sa.select(_tape.c.entries, _tape.c.written_at).order_by(_tape.c.last)).all()
             now = connection.execute(sa.select(self._database.now)).scalar_one()
         times = [one.written_at for one in (*pieces, *([row] if row else [])) if one.written_at is not None]
-        saved = SavedState(row.last, row.code, row.state) if row else None
+        saved = SavedState(row.last, row.code, row.state, {part.job: part.state for part in parts}) if row else None
         return LoadedState(saved, [piece.entries for piece in pieces], max(0.0, now - max(times, default=now)))
 
     def drop_tape(self) -> None:
         """Removes the saved state and the tape, of which nothing can be made."""
         with self._database.writing() as connection:
             connection.execute(_states.delete())
+            connection.execute(_parts.delete())
             connection.execute(_tape.delete())
 
     def write(
@@ -207,6 +223,11 @@ class Records:
                     used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
                     connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
                 if saved is not None:
+                    for job_id in {*saved.parts, *saved.gone}:
+                        connection.execute(_parts.delete().where(_parts.c.job == job_id))
+                    if saved.parts:
+                        parts = [{"job": job_id, "state": part} for job_id, part in saved.parts.items()]
+                        connection.execute(_parts.insert(), parts)
                     connection.execute(_states.delete())
                     connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
                     connection.execute(

@@ -39,6 +39,13 @@ states = sa.Table(
     sa.Column("state", sa.LargeBinary, nullable=False),
     sa.Column("written_at", sa.Float),
 )
+parts = sa.Table(
+    "parts",
+    metadata,
+    sa.Column("job", sa.String, primary_key=True),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+)
+"""Of the saved state, what each job has to itself."""
 tokens = sa.Table(
     "tokens",
     metadata,

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,8 @@ import elche_coordinator.core
 from elche_coordinator import streams
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
-from elche_coordinator.records import Batch, Record, Records, SavedState, Writer
+from elche_coordinator.records import Batch, Record, Records, Writer
+from elche_coordinator.snapshots import Snapshots, join
 from elche_coordinator.unpickling import loads
 
 log = logging.getLogger(__name__)
@@ -51,17 +52,17 @@ class Tape:
     def __init__(
         self,
         writer: Writer,
-        dump_state: Callable[[], bytes],
+        snapshots: Snapshots,
         first: int,
         *,
         rows: Callable[[], dict[str, Record]] = dict,
         sources: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """`first` is the number of the first event; `dump_state` returns the state after the last one, `rows` and
-        `sources` what has become durable with the events since their last call.
+        """`first` is the number of the first event; `rows` and `sources` return what becomes durable with the events
+        since their last call.
         """
         self._writer = writer
-        self._dump_state = dump_state
+        self._snapshots = snapshots
         self._rows = rows
         self._sources = sources
         self._batch = Batch(last=first - 1)
@@ -95,7 +96,8 @@ class Tape:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s:
+        may_save = self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s
+        if may_save or self._snapshots.is_due:
             self._save_state()
         batch, self._batch = self._batch, Batch(last=self._batch.last)
         if batch.entries or batch.saved:
@@ -106,11 +108,11 @@ class Tape:
     def _save_state(self) -> None:
         started_s = time.monotonic()
         try:
-            state = self._dump_state()
+            saved = self._snapshots.take(self._batch.last, code_version())
         except Exception:
             log.exception("the state cannot be saved; this is a bug. The tape goes on")
         else:
-            self._batch.saved = SavedState(self._batch.last, code_version(), state)
+            self._batch.saved = saved
             self._batch.entries = []
         self._num_since = 0
         self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
@@ -131,6 +133,8 @@ class Recorded(NamedTuple):
     """The number of the last event."""
     age_s: float = 0.0
     """How long ago that was written, in seconds."""
+    saved: Collection[str] = ()
+    """The jobs that are in the saved state."""
 
 
 def read(records: Records) -> Recorded | None:
@@ -140,7 +144,8 @@ def read(records: Records) -> Recorded | None:
     if saved is not None and not why:
         try:
             entries = list(_unpickled(pieces))
-            return Recorded(loads(saved.state), entries, saved.last + len(entries), age_s)
+            state = join(saved.state, saved.parts)
+            return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts))
         except Exception as error:
             why = f"has left what cannot be read ({error!r})"
     if why:

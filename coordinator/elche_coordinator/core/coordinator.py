@@ -75,7 +75,8 @@ class Coordinator:
         """What the last event asks of other jobs: events of their own, to be handled next."""
         self._may_place = False
         """Whether slots, or what waits for them, have changed since jobs were last given any."""
-        self._keys: dict[str, JobId] = {}
+        self.keys: dict[str, JobId] = {}
+        """With which jobs were submitted."""
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
@@ -101,8 +102,12 @@ class Coordinator:
     def __getstate__(self) -> dict[str, object]:
         """What a coordinator that starts again goes on with: not jobs that have ended, which are in the records."""
         jobs = {job_id: job for job_id, job in self.jobs.items() if job.result is None}
-        keys = {key: job_id for key, job_id in self._keys.items() if job_id in jobs}
-        return {**self.__dict__, "jobs": jobs, "_keys": keys}
+        return {**self.__dict__, "jobs": jobs, "keys": self.living_keys() if self.jobs else self.keys}
+
+    def living_keys(self) -> dict[str, JobId]:
+        """The keys of jobs that have not ended."""
+        jobs = self.jobs
+        return {key: job_id for key, job_id in self.keys.items() if job_id in jobs and jobs[job_id].result is None}
 
     def forget_ended(self) -> None:
         """Jobs that have ended are found in the records from now on."""
@@ -121,7 +126,7 @@ class Coordinator:
 
     def submitted_as(self, key: str) -> JobId | None:
         """The job that was submitted with the key; None when none was."""
-        return self._keys.get(key)
+        return self.keys.get(key)
 
     def job_ids(self) -> list[JobId]:
         """All jobs, oldest first."""
@@ -273,7 +278,7 @@ class Coordinator:
             case JobsForgotten():
                 gone = {job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result}
                 self.jobs = {job_id: job for job_id, job in self.jobs.items() if job_id not in gone}
-                self._keys = {key: job_id for key, job_id in self._keys.items() if job_id not in gone}
+                self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots, event.labels)
                 self._may_place = True
@@ -326,13 +331,13 @@ class Coordinator:
         return job
 
     def _submit(self, event: JobSubmitted) -> None:
-        if event.key in self._keys:
+        if event.key in self.keys:
             return
         if (job := self._new_job(event)) is not None:
             job.body = ManagedTraining(job, event.past_attempts)
             self._queue(job)
             if event.key:
-                self._keys[event.key] = job.id
+                self.keys[event.key] = job.id
 
     def _queue(self, job: Job) -> None:
         """The job waits for slots."""

@@ -1,4 +1,6 @@
-"""The texts of users' files go into a table of their own, each once; jobs name theirs by its hash."""
+"""The texts of users' files go into a table of their own, each once; jobs name theirs by its hash. Saved states are in
+parts.
+"""
 
 import hashlib
 import json
@@ -17,6 +19,11 @@ def upgrade() -> None:
         "sources",
         sa.Column("hash", sa.String, primary_key=True),
         sa.Column("text", sa.Text, nullable=False),
+    )
+    op.create_table(
+        "parts",
+        sa.Column("job", sa.String, primary_key=True),
+        sa.Column("state", sa.LargeBinary, nullable=False),
     )
     connection = op.get_bind()
     update = sa.text("UPDATE jobs SET record = :record, spec = :spec, source = :source WHERE id = :id")

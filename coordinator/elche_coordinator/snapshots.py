@@ -1,0 +1,86 @@
+"""The state that a coordinator goes on with, saved in parts: each job by itself, and what they have in common.
+
+A job's part is made anew only when an event has touched the job since. So a save costs what has changed, however many
+jobs wait or train meanwhile, and the event loop never stops for all of them.
+"""
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.records import SavedState
+from elche_coordinator.streams import Process, Stream, Streams
+from elche_coordinator.unpickling import loads
+
+MAX_QUEUED = 100
+"""Queued jobs without a part of their own at which a save is due: there may be thousands, and they come all at once."""
+
+Part = tuple[Job, dict[Process, Stream[object]]]
+"""A job, with the streams of its ranks."""
+
+
+class Snapshots:
+    """Saves a core and its streams; `core` must have been saved as the parts say which are in the database."""
+
+    def __init__(self, core: Coordinator, streams: Streams, saved: Iterable[str] = ()) -> None:
+        """`saved` are the jobs that have a part in the database."""
+        self._core = core
+        self._streams = streams
+        self._saved = {JobId(job_id) for job_id in saved}
+        self._touched: dict[JobId, None] = {}
+        self._num_queued = 0
+
+    def touch(self, job_ids: Iterable[JobId]) -> None:
+        """An event may have changed these jobs."""
+        for job_id in job_ids:
+            job = self._core.jobs.get(job_id)
+            if job is not None and job_id not in self._touched:
+                self._touched[job_id] = None
+                self._num_queued += job.phase is JobPhase.QUEUED
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many jobs have no part that a later save would take long."""
+        return self._num_queued >= MAX_QUEUED
+
+    def take(self, last: int, code: str) -> SavedState:
+        """The state after event number `last`, made by this code: what has changed since the last call."""
+        living = [job_id for job_id, job in self._core.jobs.items() if job.result is None]
+        changed = [job_id for job_id in self._touched if (job := self._core.jobs.get(job_id)) and job.result is None]
+        parts = {str(job_id): self._part(job_id) for job_id in changed}
+        with _without_jobs(self._core, self._streams):
+            common = pickle.dumps((self._core, self._streams, living))
+        gone = self._saved - set(living)
+        self._saved = set(living)
+        self._touched, self._num_queued = {}, 0
+        return SavedState(last=last, code=code, state=common, parts=parts, gone=gone)
+
+    def _part(self, job_id: JobId) -> bytes:
+        part: Part = (self._core.jobs[job_id], self._streams.ranks.get(job_id, {}))
+        return pickle.dumps(part)
+
+
+def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Streams]:
+    """What was saved. Raises `KeyError` when a part is missing, and whatever damaged ones lead to."""
+    core, streams, living = loads(common)
+    for job_id in living:
+        job, of_ranks = loads(parts[job_id])
+        core.jobs[job_id] = job
+        if of_ranks:
+            streams.ranks[job_id] = of_ranks
+    return core, streams
+
+
+@contextmanager
+def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
+    """Within the context they have what all jobs have in common."""
+    jobs, keys, ranks = core.jobs, core.keys, streams.ranks
+    core.jobs, core.keys, streams.ranks = {}, core.living_keys(), {}
+    try:
+        yield
+    finally:
+        core.jobs, core.keys, streams.ranks = jobs, keys, ranks
