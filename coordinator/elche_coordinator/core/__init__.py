@@ -25,20 +25,23 @@ makes, a module for each policy), `results` (what is committed, learned and owed
 `invariants` are the rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
-result, equal on every member; it commits when all members have received it; what shows a change leaves only after the
-change is durable (`Persist` comes first); old news changes nothing; targets lie within leased work; a job that trains
-has an open round, so that it always goes on.
+result, equal on every member; it commits when all members have received it; old news changes nothing; targets lie
+within leased work; a job that trains has an open round, so that it always goes on.
+
+**Durability** is not the core's concern. The driver writes each event to the tape, and shows what it leads to only when
+it is on disk. A coordinator that starts again repeats the events, so the core must be deterministic: it has no clock,
+no I/O and no randomness of its own.
 
 **One worked trace** (two ranks, the second 2.3 times slower, 3,000 samples in batches of 10):
 
-    JobSubmitted                    -> Persist, StartRank 0, StartRank 1
-    RankReady 0, 1                  -> Persist, SendFormGroup 0, 1
-    GroupFormed 0, 1                -> Persist, SendSyncNow round 1 after step 0 (spreads the start state)
-    RoundEntered, ResultReceived    -> Persist, SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
-    BatchesTrained 0, 1             -> Persist, a lease, SendSyncNow round 2 after steps 20, 10 (rank 0 is faster)
-    ResultReceived 0, 1             -> Persist, SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
+    JobSubmitted                    -> StartRank 0, StartRank 1
+    RankReady 0, 1                  -> SendFormGroup 0, 1
+    GroupFormed 0, 1                -> SendSyncNow round 1 after step 0 (spreads the start state)
+    RoundEntered, ResultReceived    -> SendOutcome version 1, leases, SendSyncNow round 2 after steps 10, 10
+    BatchesTrained 0, 1             -> a lease, SendSyncNow round 2 after steps 20, 10 (rank 0 is faster)
+    ResultReceived 0, 1             -> SendOutcome version 2, leases, SendSyncNow round 3 after 43, 20
     ...
-    ResultReceived (the last)       -> Persist, SendOutcome (evaluate, save the final state)
-    EvaluationDone, FinalStateSaved -> Persist, SendShutdown 0, 1
-    RankExited 0, 1                 -> Persist, Publish result
+    ResultReceived (the last)       -> SendOutcome (evaluate, save the final state)
+    EvaluationDone, FinalStateSaved -> SendShutdown 0, 1
+    RankExited 0, 1                 -> Publish result
 """
