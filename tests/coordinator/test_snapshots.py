@@ -97,11 +97,11 @@ def test_states_that_are_written_together_are_written_as_the_last_with_the_parts
     records = Records(Database.in_file(tmp_path / "elche.sqlite"))
     records.write([], saved=SavedState(1, "code", b"1", parts={"old": b"old", "kept": b"kept"}))
     first, then = Batch(last=2), Batch(last=3)
-    first.saved = SavedState(2, "code", b"2", parts={"a": b"a2", "b": b"b2"}, gone={"old"})
+    first.saved = SavedState(2, "code", b"2", parts={"a": b"a2", "b": b"b2", "c": b"c2"}, gone={"old"})
     then.saved = SavedState(3, "code", b"3", parts={"a": b"a3", "old": b"again"}, gone={"b"})
     first.add(then)
     records.write([], last=first.last, saved=first.saved)
     saved = records.load_state().saved
     assert saved is not None
     assert (saved.last, saved.state) == (3, b"3")
-    assert saved.parts == {"kept": b"kept", "a": b"a3", "old": b"again"}
+    assert saved.parts == {"kept": b"kept", "a": b"a3", "c": b"c2", "old": b"again"}
