@@ -1,6 +1,7 @@
 """What once hung, crashed, slowed or grew the coordinator for others: each attack, against a real one."""
 
 import json
+import os
 import sqlite3
 import stat
 import threading
@@ -8,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from socket import create_connection
 from typing import Any
@@ -209,6 +210,12 @@ def test_jobs_beyond_one_message_come_page_by_page(client: Client, channel: grpc
         client.cancel(job_id)
 
 
+def processor_s(pid: int) -> float:
+    """Time that a process has worked."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mark, tmp_path: Path) -> None:
     """A loop of 10,000 ranks that was cancelled once kept `/healthz` waiting for 21 s."""
     with (
@@ -216,12 +223,16 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         Client(one.address, token="") as client,
         grpc.insecure_channel(one.address) as channel,
     ):
-        times_s: list[float] = []
+        used_s: list[float] = []
         done = threading.Event()
 
         def watch() -> None:
+            before_s = processor_s(one.process.pid)
             while not done.is_set():
-                times_s.append(health_s(one))
+                health_s(one)
+                now_s = processor_s(one.process.pid)
+                used_s.append(now_s - before_s)
+                before_s = now_s
                 time.sleep(0.005)  # so that the page is asked, not flooded
 
         watcher = threading.Thread(target=watch)
@@ -232,12 +243,11 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
                 stack.callback(FakeRank(channel, secret).leave)
             client.cancel(attached.job_id)
             assert result_of(client, attached.job_id).state is JobState.CANCELLED
-        eventually(lambda: len(times_s) >= 400, "enough answers")
+        eventually(lambda: len(used_s) >= 400, "enough answers", 120)
         done.set()
         watcher.join()
-        # A bound of liveness and no measurement: who asks `/healthz` gives up after some seconds, and a coordinator
-        # that does it all at once answers after ten times that. What an idle machine takes is hundredths of a second.
-        assert max(times_s) < 2.0, sorted(times_s)[-20:]
+        # Between two answers, of its processor's time: one that does it all at once uses ten times that.
+        assert max(used_s) < 2.0, sorted(used_s)[-20:]
 
 
 # Connections, memory, disk
@@ -461,7 +471,11 @@ def test_no_line_of_the_log_can_be_forged(
 
 
 def test_what_users_have_written_is_theirs_alone(alone: Coordinator) -> None:
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (alone.data, *alone.data.rglob("*"))}
+    modes = {}
+    for path in (alone.data, *alone.data.rglob("*")):
+        with suppress(FileNotFoundError):  # the database has such for a moment
+            modes[path] = stat.S_IMODE(path.stat().st_mode)
+    assert alone.data / "elche.sqlite" in modes
     assert {path: mode for path, mode in modes.items() if mode & 0o077} == {}
 
 

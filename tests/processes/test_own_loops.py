@@ -194,16 +194,16 @@ def test_a_checkpoint_on_request_goes_on_exactly(mark: Mark, cluster: Cluster, t
     for path in (tmp_path / "loop").glob("rank-*"):  # what came after the checkpoint was never made, for the model
         lines = path.read_text().splitlines()[: position["num_steps"]]
         path.write_text("\n".join(lines) + "\n")
-    with running(
-        mark, tmp_path / "loop", *TWO_RANKS, ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0"
-    ) as run:
+    epochs = position["epoch"] + 3
+    more = {"ELCHE_RESUME": str(place), "LOOP_EPOCHS": str(epochs), "LOOP_SLEEP_S": "0"}
+    with running(mark, tmp_path / "loop", *TWO_RANKS, **more) as run:
         first, second = run.ended()
-        assert run.counted() == every_sample_once(8)
+        assert run.counted() == every_sample_once(epochs)
     assert first["digest"] == second["digest"]
-    with running(mark, tmp_path / "one", ELCHE_RESUME=str(place), LOOP_EPOCHS="8", LOOP_SLEEP_S="0") as run:
+    with running(mark, tmp_path / "one", **more) as run:
         run.ended()
         left = run.counted()
-    assert left[7] == Counter(range(200))
+    assert left[epochs - 1] == Counter(range(200))
     assert sum(left.get(position["epoch"], Counter()).values()) == 200 - position["done"]
 
 

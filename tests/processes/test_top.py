@@ -51,7 +51,7 @@ def test_all_jobs_and_devices_live(
         address, path = one.address, job_file("linear.py")
         with Client(one.address, token="") as client:
             runs = client.submit(path, name="runs", num_ranks=2, epochs=500)
-            waits = client.submit(path, name="waits", num_ranks=1)
+            waits = client.submit(path, name="waits", num_ranks=1, epochs=500)
             eventually(lambda: client.jobs()[0].state == "training", "it trains")
             once = elche("top", "--coordinator", one.address)
             assert once.code == 0, once.err

@@ -281,12 +281,19 @@ def test_a_file_that_ends_its_process(elche: Callable[..., Command], job_file: J
     assert not (path.parent / "runs").exists()
 
 
+LOADS_FOR_EVER = (
+    "Path(f'{__file__}.new').write_text(os.environ['KEY'])",
+    "os.rename(f'{__file__}.new', f'{__file__}.loads')",
+    "time.sleep(600)",
+)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_run_ends_while_its_file_loads(
     mark: Mark, tmp_path: Path, job_file: JobFile, number: signal.Signals, code: int
 ) -> None:
     """Nothing is left of it; and what it was given in its environment was no argument, which all users can see."""
-    path = job_file("linear.py", "Path(f'{__file__}.loads').write_text(os.environ['KEY'])", "time.sleep(600)")
+    path = job_file("linear.py", *LOADS_FOR_EVER)
     command = [sys.executable, "-m", "elche_client", "run", str(path), "--env", "KEY"]
     env = mark.environment({"KEY": "of nobody else"})
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
