@@ -145,6 +145,8 @@ class Database:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         config.attributes["connection"] = connection
+        if not self.is_shared:  # its driver begins no transaction for a change of tables
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
         command.upgrade(config, "head")
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class Snapshots:
 
     def take(self, last: int, code: str) -> SavedState:
         """The state after event number `last`, made by this code: what has changed since the last call."""
+        self._num_queued = 0  # also when it fails: it is tried again with the next that come
         living = [job_id for job_id, job in self._core.jobs.items() if job.result is None]
         changed = [job_id for job_id in self._touched if (job := self._core.jobs.get(job_id)) and job.result is None]
         parts = {str(job_id): self._part(job_id) for job_id in changed}
@@ -56,7 +57,7 @@ class Snapshots:
             common = pickle.dumps((self._core, self._streams, living))
         gone = self._saved - set(living)
         self._saved = set(living)
-        self._touched, self._num_queued = {}, 0
+        self._touched = {}
         return SavedState(last=last, code=code, state=common, parts=parts, gone=gone)
 
     def _part(self, job_id: JobId) -> bytes:

@@ -1,5 +1,6 @@
 """A database of each earlier schema is brought to the present one with what it contains."""
 
+import hashlib
 import json
 import sqlite3
 import threading
@@ -57,6 +58,23 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
         assert [one.name for one in Tokens(database).all()] == ["ada"]
     Database.in_file(path)  # once more changes nothing
     assert records.load_state().pieces == [b"a piece"]
+
+
+@pytest.mark.parametrize("dump", SCHEMAS, ids=lambda path: path.stem)
+def test_a_migration_that_is_cut_short_leaves_the_database_as_it_was(
+    dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "elche.sqlite"
+    with sqlite3.connect(path) as old:
+        old.executescript(dump.read_text(encoding="utf-8"))
+        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
+    before = columns(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "sha256", lambda _: 1 / 0)  # at its last step
+        with pytest.raises(ZeroDivisionError):
+            Database.in_file(path)
+    assert columns(path) == before
+    assert Records(Database.in_file(path)).load()["job"]["submitted_at"] == 3.0
 
 
 def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
