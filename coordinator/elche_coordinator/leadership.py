@@ -96,8 +96,9 @@ class Leadership:
         self._database.fence = self.check
         self._renewed_s = time.monotonic()
         for work in (self._renew, self._watch):
-            self._threads.append(threading.Thread(target=work, name="leadership", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=work, name="leadership", daemon=True)
+            thread.start()
+            self._threads.append(thread)  # once it runs: who resigns meanwhile joins it
         return True
 
     def _try(self) -> str:

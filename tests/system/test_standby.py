@@ -21,7 +21,7 @@ from elche_client import Client
 from elche_client.client import JobHandle
 from elche_coordinator.database import Database, Replaced
 from elche_coordinator.leadership import Leadership
-from elche_coordinator.records import Records
+from elche_coordinator.records import EncodedRow, Records
 from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
 
@@ -281,16 +281,16 @@ def test_what_a_former_leader_writes_is_refused(
     one, records, reasons = candidate("one")
     assert one.await_turn(threading.Event())
     Database.at(store).migrate()
-    records.write({"job": ("{}", None)}, last=1, entries=b"first")
+    records.write([EncodedRow(id="job", record="{}")], last=1, entries=b"first")
     other, others, _ = candidate("other", 0.2)
     assert other.await_turn(threading.Event())
     assert (one.term, other.term) == (1, 2)
     with pytest.raises(Replaced, match="other leads, since term 2; this one was term 1"):
-        records.write({"job": ("{}", None)}, last=2, entries=b"late")
+        records.write([EncodedRow(id="job", record="{}")], last=2, entries=b"late")
     assert len(reasons) == 1
     assert others.load_state().pieces == [b"first"]
-    others.write({}, last=2, entries=b"second")
-    others.write({}, last=2, entries=b"second")  # again, since the answer might have been lost
+    others.write([], last=2, entries=b"second")
+    others.write([], last=2, entries=b"second")  # again, since the answer might have been lost
     assert others.load_state().pieces == [b"first", b"second"]
 
 
