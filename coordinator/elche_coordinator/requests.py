@@ -37,6 +37,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     Raises `TooMuch` when the record cannot be written; the job is cancelled then.
     """
     if driver.failing:
+        driver.sources.discard(spec.source_hash)
         raise TooMuch(f"the coordinator cannot write its records ({driver.failing}); nothing was submitted")
     job_id = new_job_id(spec.name)
     driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))

@@ -24,7 +24,7 @@ Part = tuple[Job, dict[Process, Stream[object]]]
 
 
 class Snapshots:
-    """Saves a core and its streams; `core` must have been saved as the parts say which are in the database."""
+    """Saves a core and its streams, of each job only what has changed since the save before."""
 
     def __init__(self, core: Coordinator, streams: Streams, saved: Iterable[str] = ()) -> None:
         """`saved` are the jobs that have a part in the database."""
@@ -44,7 +44,7 @@ class Snapshots:
 
     @property
     def is_due(self) -> bool:
-        """Whether so many jobs have no part that a later save would take long."""
+        """True once so many queued jobs have changed that a later save would hold the event loop for long."""
         return self._num_queued >= MAX_QUEUED
 
     def take(self, last: int, code: str) -> SavedState:

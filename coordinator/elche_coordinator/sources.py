@@ -33,6 +33,12 @@ class Sources:
         if name and name not in self._texts:
             self._texts[name] = self._load(name)
 
+    def discard(self, name: str) -> None:
+        """Drops a text that no job has come to hold: its submission was refused."""
+        if name not in self._holders:
+            self._texts.pop(name, None)
+            self._new.pop(name, None)
+
     def text(self, name: str) -> str:
         """A text that some job holds. Raises `LookupError` for one that the database has lost."""
         if name and name not in self._texts:

@@ -134,3 +134,14 @@ def test_a_text_is_in_memory_while_a_job_that_has_not_ended_holds_it() -> None:
         sources.text(name)
     sources.load(name)
     assert sources.text(name) == "text"
+
+
+def test_a_text_whose_submission_was_refused_is_dropped_unless_a_job_has_it() -> None:
+    sources = Sources({}.__getitem__)
+    sources.discard(sources.add("refused"))
+    assert sources.take_new() == {}
+    name = sources.add("held")
+    sources.hold("a", name)
+    sources.discard(name)
+    assert sources.text(name) == "held"
+    assert sources.take_new() == {name: "held"}
