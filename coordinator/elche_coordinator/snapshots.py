@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.records import SavedState
@@ -70,7 +70,7 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
     core, streams, living = loads(common)
     for job_id in living:
         job, of_ranks = loads(parts[job_id])
-        core.jobs[job_id] = job
+        core.adopt(job)
         if of_ranks:
             streams.ranks[job_id] = of_ranks
     return core, streams
@@ -79,9 +79,9 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
 @contextmanager
 def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
     """Within the context they have what all jobs have in common."""
-    jobs, keys, ranks = core.jobs, core.keys, streams.ranks
-    core.jobs, core.keys, streams.ranks = {}, core.living_keys(), {}
+    jobs, keys, ranks = (core.jobs, core.trainings, core.loops), core.keys, streams.ranks
+    (core.jobs, core.trainings, core.loops), core.keys, streams.ranks = ({}, {}, {}), core.living_keys(), {}
     try:
         yield
     finally:
-        core.jobs, core.keys, streams.ranks = jobs, keys, ranks
+        (core.jobs, core.trainings, core.loops), core.keys, streams.ranks = jobs, keys, ranks

@@ -48,10 +48,10 @@ def check_on_exit(simulation: WatchedSimulation) -> None:
     if job.result.outcome is Outcome.SUCCEEDED:
         simulation.assert_exactly_once()
         before = json.loads(simulation.resumed.training)["ledger"]["epoch"] if simulation.resumed else 0
-        ledger = job.body.training.ledger
+        ledger = job.run.training.ledger
         assert ledger.is_stopped or ledger.epoch == ledger.num_epochs
         told = [report.epoch for report in simulation.epochs]
-        assert (told if simulation.body.attempt == 1 + bool(simulation.resumed) else sorted(set(told))) == list(
+        assert (told if simulation.job.attempt == 1 + bool(simulation.resumed) else sorted(set(told))) == list(
             range(before, ledger.epoch)
         ), "only a job that has gone back tells of an epoch again"
 

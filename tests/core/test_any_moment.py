@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from elche.policies import POLICIES
-from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.life.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendShutdown
 from elche_coordinator.core.messages.events import AgentLost, JobCancelled, RankFailed, SessionLost
 from elche_coordinator.core.messages.ids import AgentId, JobId

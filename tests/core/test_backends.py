@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from core.test_scaling import joins, submit
 
-from elche_coordinator.core.describe import describe
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.messages.commands import SendFormGroup, SendSyncNow
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Rank
@@ -142,7 +142,7 @@ def test_ranks_of_different_builds_form_a_gloo_group_and_the_job_says_why(simula
     with_ready_changed(simulation, *({"build": build} for build in gpus(3, torch="2.7.1")))
     simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
     assert backends_sent(simulation) == ["gloo"] * 3
-    shown = describe(simulation.job, 0.0).backend
+    shown = describe_training(simulation.job, 0.0).backend
     assert shown == "gloo (ranks 0 and 2 have PyTorch 2.6.0 and 2.7.1)"
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
@@ -152,7 +152,7 @@ def test_ranks_that_are_alike_form_an_nccl_group(simulate):
     with_ready_changed(simulation, *({"build": build} for build in gpus(2)))
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert backends_sent(simulation) == ["nccl", "nccl"]
-    assert describe(simulation.job, 0.0).backend.startswith("nccl (every rank")
+    assert describe_training(simulation.job, 0.0).backend.startswith("nccl (every rank")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu"])
@@ -162,12 +162,12 @@ def test_a_job_gets_the_backend_that_it_asks_for(simulate, backend):
     assert describe_before_ranks_meet(simulation) == ""
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert backends_sent(simulation) == [backend, backend]
-    assert describe(simulation.job, 0.0).backend == f"{backend} (as the job says)"
+    assert describe_training(simulation.job, 0.0).backend == f"{backend} (as the job says)"
 
 
 def describe_before_ranks_meet(simulation: WatchedSimulation) -> str:
     simulation.run_until(lambda: simulation.job.phase is JobPhase.STARTING)
-    return describe(simulation.job, 0.0).backend
+    return describe_training(simulation.job, 0.0).backend
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_a_host_that_comes_later_and_needs_encryption_changes_how_all_average(si
     assert set(backends_sent(simulation)) == {"gloo"}, "on one host nothing leaves it"
     joins(simulation, "elsewhere", 1)
     simulation.run_until(lambda: backends_sent(simulation)[2:] == ["cpu"] * 3)
-    assert describe(simulation.job, 0.0).backend_name == "gloo", "so they average until all have met"
+    assert describe_training(simulation.job, 0.0).backend_name == "gloo", "so they average until all have met"
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert backends_sent(simulation) == ["gloo", "gloo", "cpu", "cpu", "cpu"]
-    assert describe(simulation.job, 0.0).backend_name == "cpu"
+    assert describe_training(simulation.job, 0.0).backend_name == "cpu"
 
 
 def test_a_rank_that_comes_later_and_has_no_gpu_ends_nccl(simulate):
@@ -208,7 +208,7 @@ def test_a_rank_that_comes_later_and_has_no_gpu_ends_nccl(simulate):
     joins(simulation, "elsewhere", 1)
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert backends_sent(simulation) == ["nccl", "nccl", "gloo", "gloo", "gloo"]
-    assert "rank 2 is on cpu" in describe(simulation.job, 0.0).backend
+    assert "rank 2 is on cpu" in describe_training(simulation.job, 0.0).backend
 
 
 # Models

@@ -46,7 +46,7 @@ def test_the_best_of_an_attempt_before_is_kept_while_it_is_the_best(simulate):
     simulation.run_until(lambda: sum(isinstance(report, EvaluationReport) for report in simulation.reports) == 4)
     for rank in (0, 1):
         simulation.kill(Rank(rank))
-    simulation.run_until(lambda: simulation.body.attempt == 2 and simulation.body.training is not None)
+    simulation.run_until(lambda: simulation.job.attempt == 2 and simulation.job.run.training is not None)
     assert [one.is_best for one in simulation.training.checkpoints.shown(Version(0))], "what it goes on from is listed"
     result = simulation.run()
     assert told(result) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
@@ -132,7 +132,7 @@ def test_a_best_checkpoint_that_could_not_be_written_is_said(simulate):
     simulation = simulate(ranks(5), **of(LOSSES), checkpoint_ms=1e6)
 
     def best_is_being_written() -> bool:
-        return simulation.body.training is not None and simulation.training.evaluations.best_epoch == 2
+        return simulation.job.run.training is not None and simulation.training.evaluations.best_epoch == 2
 
     simulation.run_until(best_is_being_written)
     for order in simulation.sent(SendOutcome):

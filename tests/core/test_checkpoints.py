@@ -123,7 +123,7 @@ def test_everything_dies_at_any_moment_and_goes_on(simulate, policy, averaging, 
         resumed = max(simulation.saved.values(), key=lambda one: one.name, default=resumed)
     assert simulation.job.result.outcome is Outcome.SUCCEEDED, simulation.job.reason
     simulation.assert_exactly_once()
-    assert simulation.job.body.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
+    assert simulation.job.run.attempt == 1 + (json.loads(resumed.training)["attempt"] if resumed else 0)
 
 
 def first_checkpoint(simulate, **options):
@@ -165,9 +165,7 @@ def test_a_checkpoint_of_another_training_is_refused(simulate, changes, message)
     simulation = simulate(ranks(5, 12), resumed=saved, **settings)
     if "epochs" in changes:
         simulation.start()
-        simulation.core.jobs[JobId("job")].spec = simulation.job.spec.__class__(
-            name="simulated", source_hash="", file_name="", num_ranks=2, resume="runs/a/1"
-        )
+        simulation.job.run._spec = replace(simulation.job.spec, resume="runs/a/1")
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
     assert message in result.error

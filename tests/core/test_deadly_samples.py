@@ -51,10 +51,10 @@ def test_a_sample_that_kills_its_ranks_is_named(simulate, policy, averaging, bat
 
 def test_it_is_found_too_where_everybody_dies_and_the_job_goes_back(simulate):
     simulation = simulate(ranks(25.0, 57.5), dataset_size=2000, epochs=3, is_deadly=has_deadly, build_ms=3000.0)
-    simulation.run_until(lambda: simulation.job.num_lost_ranks == 1)
+    simulation.run_until(lambda: simulation.job.roster.num_lost == 1)
     simulation.kill(1 - simulation.reports[-1].rank)
     assert "of epoch 2's order" in fails_of(simulation)
-    assert simulation.body.attempt > 1
+    assert simulation.job.attempt > 1
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,7 +3,7 @@
 import pytest
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.life.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobsForgotten, JobSubmitted, RankExited
 from elche_coordinator.core.messages.ids import AgentId, JobId

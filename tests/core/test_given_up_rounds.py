@@ -101,7 +101,7 @@ def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(
 @every_way
 def test_cpu_the_user_sees_that_a_round_was_given_up_and_why(simulate, policy, averaging):
     simulation = simulate(ranks(5, 11.5), policy=policy, averaging=averaging, broken_rounds=frozenset({5}), **OFTEN)
-    simulation.run_until(lambda: simulation.body.generation is not None and simulation.generation.num_given_up == 1)
+    simulation.run_until(lambda: simulation.job.run.generation is not None and simulation.generation.num_given_up == 1)
     assert simulation.generation.scheduler.reason == "again, because the last averaging was given up: it broke"
     simulation.run()
 

@@ -27,7 +27,7 @@ def told(simulation: WatchedSimulation) -> list[str]:
 
 
 def has_saved(simulation: WatchedSimulation) -> bool:
-    return simulation.body.has_saved
+    return simulation.job.run.has_saved
 
 
 def kill_all(simulation: WatchedSimulation) -> None:
@@ -47,7 +47,7 @@ def test_all_ranks_die_and_the_job_goes_back_to_its_checkpoint(simulate, policy,
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
     assert "the job goes back to checkpoint " in told(simulation)[-1]
     goes_on(simulation)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
     assert simulation.training.version > before
     started = simulation.sent(StartRank)
     assert len({command.incarnation for command in started}) == len(started)
@@ -63,7 +63,7 @@ def test_without_a_checkpoint_it_goes_back_to_its_start(simulate):
     kill_all(simulation)
     goes_on(simulation)
     assert told(simulation)[-1].endswith("; the job goes back to its start")
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def test_a_rank_that_was_left_alone_may_be_started_again_and_one_that_ends_by_itself_would_do_so_again(simulate):
@@ -84,11 +84,11 @@ def test_the_last_rank_dies_while_others_are_newcomers(simulate):
     simulation = simulate(ranks(25.0, 30.0), dataset_size=4000, build_ms=200.0)
     in_mid_training(simulation)
     simulation.kill(0)
-    simulation.run_until(lambda: simulation.body.membership.forming is not None and simulation.processes[0].is_alive)
+    simulation.run_until(lambda: simulation.job.run.membership.forming is not None and simulation.processes[0].is_alive)
     simulation.kill(1)
     goes_on(simulation)
     assert [command.rank for command in simulation.sent(StopRank)] == [0]
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def test_a_host_is_lost_and_the_job_waits_for_another(simulate):
@@ -119,7 +119,7 @@ def test_all_die_in_any_phase(simulate, phase):
         at_phase(simulation, phase)
     kill_all(simulation)
     goes_on(simulation)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_written(simulate):
@@ -132,7 +132,7 @@ def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_writte
     assert simulation.job.phase is JobPhase.FINISHING
     kill_all(simulation)
     goes_on(simulation)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def test_three_attempts_without_a_checkpoint_are_enough(simulate):
@@ -153,10 +153,10 @@ def test_three_attempts_without_a_checkpoint_are_enough(simulate):
 def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):
     simulation = simulate(ranks(25.0), epochs=8, dataset_size=500, checkpoint_every_epochs=1)
     for _ in range(6):
-        attempt = simulation.body.attempt if simulation.num_events else 1
+        attempt = simulation.job.attempt if simulation.num_events else 1
         simulation.run_until(lambda: has_saved(simulation))
         simulation.kill(0)
-        simulation.run_until(lambda attempt=attempt: simulation.body.attempt == attempt + 1)
+        simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt + 1)
     goes_on(simulation)
 
 
@@ -166,7 +166,7 @@ def test_attempts_that_come_to_no_checkpoint_after_the_first_one_are_enough_too(
     for attempt in range(1, 5):
         simulation.kill(0)
         if attempt < 4:
-            simulation.run_until(lambda attempt=attempt: simulation.body.attempt == attempt + 1)
+            simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt + 1)
             simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
     assert simulation.run().error.endswith("; 3 attempts in a row have come to no checkpoint")
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import describe
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.messages.commands import StartRank
 from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobSubmitted, RankExited
@@ -66,7 +66,7 @@ def test_a_group_is_shown_as_what_it_is_made_of():
     core = Coordinator()
     slots = tuple(Slot(device=f"cuda:{index}") for index in range(4))
     placed(core, replace(joined("a", 0), slots=slots), submitted("job", 1, 4))
-    (rank,) = describe(core.jobs[JobId("job")], 0.0).ranks
+    (rank,) = describe_training(core.trainings[JobId("job")], 0.0).ranks
     assert rank.device == "4x cuda"
 
 

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 from core.test_lost_ranks import POLICIES, THREE, by_policy, rounds_under_way, succeeds
 
-from elche_coordinator.core.describe import describe
-from elche_coordinator.core.jobs.hangs import Duty, HangWatch
+from elche_coordinator.core.describe import describe_training
+from elche_coordinator.core.life.hangs import Duty, HangWatch
 from elche_coordinator.core.messages.commands import SendAbandon, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import BatchesTrained, PauseRequested, RankFailed
 from elche_coordinator.core.messages.ids import Rank
@@ -57,13 +57,13 @@ def test_a_stopped_rank_is_left_out_and_comes_back_when_it_continues(simulate, p
     assert simulation.sent(StopRank)[-1].waits_while_stopped
     before = len(simulation.rounds)
     simulation.run_until(lambda: len(simulation.rounds) > before + 5)
-    assert describe(simulation.job, simulation.clock.now_s).ranks[rank].state == "leaving"
+    assert describe_training(simulation.job, simulation.clock.now_s).ranks[rank].state == "leaving"
     assert simulation.processes[rank].is_alive, "who has stopped it may look at it"
     simulation.thaw(rank)
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, rank]
     assert [report.is_back for report in simulation.reports if isinstance(report, MembershipReport)] == [False, True]
-    assert simulation.job.num_lost_ranks == 1
+    assert simulation.job.roster.num_lost == 1
 
 
 def test_a_rank_that_is_stopped_again_and_again_is_left_out_as_soon(simulate):
@@ -93,7 +93,7 @@ def test_to_wait_for_a_stopped_rank_is_no_pause_of_ones_own(simulate, seed):
         rank = Rank(number % 3)
         others = [record for record in simulation.job.ranks.values() if record.rank != rank]
         simulation.freeze(rank)
-        simulation.run_until(lambda others=others: not any(map(simulation.body.has_batch_due, others)))
+        simulation.run_until(lambda others=others: not any(map(simulation.job.has_batch_due, others)))
         from_s = simulation.clock.now_s
         simulation.run_until(lambda number=number: len(lost(simulation)) > number, limit_s=from_s + 20)
         assert simulation.clock.now_s - from_s < 3.0, f"stop {number}"
@@ -254,7 +254,7 @@ def test_a_coordinator_that_was_stopped_blames_nobody(simulate):
     """What ranks have said meanwhile is still to be read when the first deadline fires: here an answer, for one."""
     slower = RankModel(batch_ms=25.0, changes=((3.0, 900.0),))
     simulation = simulate([*ranks(25.0, 25.0), slower], dataset_size=20_000)
-    simulation.run_until(lambda: simulation.training.started is not None if simulation.body.training else False)
+    simulation.run_until(lambda: simulation.training.started is not None if simulation.job.run.training else False)
     simulation.run_until(lambda: simulation.job.silence.hangs._asked_s.get(2) is not None)
     simulation.sleep(30.0)
     succeeds(simulation)
@@ -273,7 +273,7 @@ def test_a_rank_is_stopped_while_a_group_is_built(simulate):
     simulation = simulate(ranks(*THREE), build_ms=200.0)
     in_mid_training(simulation)
     simulation.kill(0)
-    simulation.run_until(lambda: simulation.body.membership.forming is not None)
+    simulation.run_until(lambda: simulation.job.run.membership.forming is not None)
     simulation.freeze(1)
     succeeds(simulation)
     assert [report.rank for report in lost(simulation)][:2] == [0, 1]

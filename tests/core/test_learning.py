@@ -298,7 +298,7 @@ def test_the_bound_counts_each_rank_in_batches_of_its_own_size():
 
 
 def open_rounds(simulation):
-    return simulation.body.generation.rounds if simulation.body.generation else []
+    return simulation.job.run.generation.rounds if simulation.job.run.generation else []
 
 
 def test_what_ranks_say_of_another_generation_is_old_news(simulate):
@@ -308,7 +308,7 @@ def test_what_ranks_say_of_another_generation_is_old_news(simulate):
     (opened,) = open_rounds(simulation)
     other = next(rank for rank in simulation.job.ranks if rank not in opened.entered)
     address = simulation.job.ranks[other].address(simulation.job.id)
-    old = simulation.job.body.generation_id - 1
+    old = simulation.job.generation_id - 1
     rows = (HeaderRow(weight=0, cut=0, local_step=0, compute_us=0),) * 2
     simulation.says_nothing(RoundEntered(**address, generation=old, round=opened.id))
     simulation.says_nothing(
@@ -335,7 +335,7 @@ def test_a_rank_that_met_in_another_generation_is_not_ready_in_this(simulate):
     simulation = simulate(ranks(5, 12))
     simulation.run_until(lambda: bool(simulation.core.jobs) and simulation.job.phase is JobPhase.GROUPING)
     record = simulation.job.ranks[Rank(1)]
-    old = simulation.job.body.generation_id - 1
+    old = simulation.job.generation_id - 1
     simulation.says_nothing(GroupFormed(**record.address(simulation.job.id), generation=old))
     assert record.phase is RankPhase.READY
 

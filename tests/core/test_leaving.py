@@ -47,7 +47,7 @@ def test_a_rank_of_a_drained_host_commits_its_work_and_goes_elsewhere(simulate, 
     assert gone.text == "rank 0 has left b (cpu), its work committed"
     assert back.text == "rank 0 trains again on host (cpu)"
     assert simulation.sent(StopRank) == []
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
 
 
 @by_policy
@@ -58,7 +58,7 @@ def test_a_rank_that_is_to_end_commits_its_work_and_is_started_again(simulate, p
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
     assert simulation.sent(SendAbandon) == []
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
 
 
 def test_the_only_rank_is_to_end(simulate):
@@ -67,7 +67,7 @@ def test_the_only_rank_is_to_end(simulate):
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     before = simulation.rounds[-1].version
     simulation.handle(LeaveAsked(**simulation.processes[0].address))
-    simulation.run_until(lambda: simulation.body.attempt == 2 and simulation.job.phase is JobPhase.TRAINING)
+    simulation.run_until(lambda: simulation.job.attempt == 2 and simulation.job.phase is JobPhase.TRAINING)
     assert simulation.processes[0].parameters.version > before
     simulation.run()
 
@@ -92,20 +92,20 @@ def test_where_nobody_would_stay_a_checkpoint_is_made_and_the_job_waits(simulate
     assert committed > 0
     simulation.handle(AgentJoined(agent_id=AgentId("c"), host="c", slots=(Slot(device="cpu"),) * 3))
     goes_on(simulation)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def test_who_has_the_model_stays_until_a_newcomer_has_got_it(simulate):
     simulation = on_two_hosts(simulate(ranks(*THREE), dataset_size=8000, build_ms=300.0))
     in_mid_training(simulation)
     simulation.kill(0)
-    simulation.run_until(lambda: simulation.body.membership.forming is not None and simulation.processes[0].is_alive)
+    simulation.run_until(lambda: simulation.job.run.membership.forming is not None and simulation.processes[0].is_alive)
     drain(simulation, "host")
     simulation.run_until(lambda: len(simulation.sent(SendShutdown)) == 2)
     assert simulation.job.ranks[Rank(0)].has_model
     assert list(simulation.generation.members) == [0]
     succeeds(simulation)
-    assert simulation.body.attempt == 1
+    assert simulation.job.attempt == 1
 
 
 def test_who_has_loaded_the_checkpoint_stays_until_a_newcomer_has_got_the_model(simulate):
@@ -121,14 +121,14 @@ def test_who_has_loaded_the_checkpoint_stays_until_a_newcomer_has_got_the_model(
     slow = next(rank for rank in simulation.job.ranks if rank != newcomer)
     simulation.freeze(newcomer)
     drain(simulation, "c")
-    simulation.run_until(lambda: simulation.job.ranks[newcomer].is_left_out)
+    simulation.run_until(lambda: simulation.job.ranks[newcomer].is_done_without)
     simulation.freeze(slow)
     simulation.thaw(newcomer)
     simulation.run_until(lambda: simulation.job.ranks[newcomer].phase is RankPhase.READY)
     assert simulation.training.started is None
     simulation.thaw(slow)
     goes_on(simulation)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
 
 
 def goes_on(simulation: WatchedSimulation) -> None:

@@ -79,7 +79,7 @@ class Watch:
 
     def looks_until_the_end(self) -> bool:
         job = self.simulation.job
-        if job.body.training is not None:
+        if job.run.training is not None:
             self.note_rounds()
             bases = {rank: record.base_step for rank, record in job.ranks.items()}
             self.note_limits(bases)
@@ -109,7 +109,7 @@ class Watch:
 
     def known_to_work(self) -> list[Rank]:
         """As the core has it."""
-        training = self.simulation.body.training
+        training = self.simulation.job.run.training
         is_blocking = self.simulation.settings.averaging == "blocking"
         rounds = self.simulation.generation.rounds
         entered = rounds[0].entered if rounds and is_blocking else {}
@@ -285,7 +285,7 @@ def test_a_rank_that_waits_in_a_round_gets_no_higher_limit(simulate):
     too_early = []
 
     def has_ended() -> bool:
-        training = simulation.body.training
+        training = simulation.job.run.training
         step = simulation.core.steps[-1]
         if training is not None and training.version and simulation.generation.rounds:
             entered = [

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import JobView, describe
+from elche_coordinator.core.describe import JobView, describe_loop
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs.attached import JOIN_GRACE_S
-from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.life.job import STOP_GRACE_S
+from elche_coordinator.core.loops.loop import JOIN_GRACE_S
 from elche_coordinator.core.messages.commands import (
     Command,
     Publish,
@@ -103,7 +103,7 @@ class Attached:
 
     @property
     def view(self) -> JobView:
-        return describe(self.core.jobs[JOB], self.now_s)
+        return describe_loop(self.core.loops[JOB], self.now_s)
 
     @property
     def result(self) -> JobResult | None:

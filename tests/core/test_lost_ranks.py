@@ -142,7 +142,7 @@ def test_watchers_are_told(simulate):
     assert "rank 1 on host (cpu) was killed by signal 9" in lost.text
     assert (lost.rank, lost.num_ranks, lost.is_back) == (1, 2, False)
     assert back == MembershipReport(rank=1, text="rank 1 trains again on host (cpu)", num_ranks=3, is_back=True)
-    assert simulation.job.num_lost_ranks == 1
+    assert simulation.job.roster.num_lost == 1
 
 
 def test_a_dead_ranks_part_of_an_evaluation_is_made_again_with_the_next_result(simulate):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from elche.policies import POLICIES
-from elche_coordinator.core.describe import describe
-from elche_coordinator.core.jobs.job import STOP_GRACE_S
+from elche_coordinator.core.describe import describe_training
+from elche_coordinator.core.life.job import STOP_GRACE_S
 from elche_coordinator.core.messages.commands import SendSyncNow
 from elche_coordinator.core.messages.events import (
     AgentLost,
@@ -37,7 +37,7 @@ def test_a_revision_that_comes_after_the_rank_has_entered_changes_nothing(simula
 
     def has_entered_early() -> bool:
         nonlocal process
-        opened = simulation.body.generation.rounds if simulation.body.generation else []
+        opened = simulation.job.run.generation.rounds if simulation.job.run.generation else []
         if len(simulation.rounds) < 4 or not opened or len(opened[0].entered) != 1:
             return False
         process = simulation.processes[next(iter(opened[0].entered))]
@@ -60,7 +60,7 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         **address, local_step=10**6, num_processed=10**7, batch_ms=(1.0,) * 9, loss_sum=9.0, loss_count=1
     )
     received, open_id = simulation.events(ResultReceived)[-1], simulation.generation.rounds[0].id
-    entered = RoundEntered(**address, generation=job.body.generation_id, round=open_id)
+    entered = RoundEntered(**address, generation=job.generation_id, round=open_id)
     return {
         "batches of an old process": replace(batches, incarnation=99),
         "batches of a rank that is not": replace(batches, rank=7),
@@ -76,7 +76,7 @@ def old_news(simulation: WatchedSimulation) -> dict[str, object]:
         "a round received by an old process": replace(
             received, incarnation=99, round=simulation.generation.rounds[0].id
         ),
-        "a group formed again": GroupFormed(**address, generation=job.body.generation_id),
+        "a group formed again": GroupFormed(**address, generation=job.generation_id),
         "an old group formed": GroupFormed(**address, generation=0),
         "a rank ready again": RankReady(**address, settings=simulation.settings, device="cpu"),
         "an evaluation nobody asked for": EvaluationDone(**address, epoch=0, sums={"a": (1.0, 1)}, duration_ms=1.0),
@@ -107,9 +107,9 @@ def test_old_news_changes_nothing(simulate, index):
     in_mid_training(simulation)
     news = old_news(simulation)
     assert len(news) == NEWS
-    before = describe(simulation.job, 0.0)
+    before = describe_training(simulation.job, 0.0)
     simulation.says_nothing(list(news.values())[index])
-    assert describe(simulation.job, 0.0) == before
+    assert describe_training(simulation.job, 0.0) == before
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
@@ -117,9 +117,9 @@ def test_progress_told_before_changes_nothing(simulate):
     simulation = simulate(ranks(*UNEQUAL), dataset_size=3_000)
     in_mid_training(simulation)
     address = simulation.processes[0].address
-    before = describe(simulation.job, 0.0)
+    before = describe_training(simulation.job, 0.0)
     simulation.says_nothing(BatchesTrained(**address, local_step=1, num_processed=10, loss_sum=9.0, loss_count=1))
-    assert describe(simulation.job, 0.0) == before
+    assert describe_training(simulation.job, 0.0) == before
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -118,7 +118,7 @@ def test_ranks_of_two_hosts_that_have_never_met_average_through_the_coordinator(
     """One is behind a NAT, say. It is found before the group's own time is over."""
     simulation = simulate(ranks(25.0, 30.0, 40.0), dataset_size=8000, policy=policy, num_hosts=2)
     simulation.part((0, 1), (1, 2))
-    simulation.run_until(lambda: simulation.body.generation is not None)
+    simulation.run_until(lambda: simulation.job.run.generation is not None)
     assert simulation.clock.now_s < 10.0
     backend = simulation.generation.backend
     assert (backend.backend, "cannot reach each other" in backend.reason) == ("cpu", True)

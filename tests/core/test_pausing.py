@@ -4,7 +4,7 @@ import pytest
 
 from elche.policies import POLICIES
 from elche.settings import AgreedSettings
-from elche_coordinator.core.describe import describe
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.messages.commands import SendThrottle
 from elche_coordinator.core.messages.events import (
     DrainRequested,
@@ -54,7 +54,7 @@ def test_a_paused_job_stands_still_and_goes_on(simulate, way, number, more):
     pause(simulation)
     pass_time(simulation, 5.0)
     stood = [process.local_step for process in simulation.processes.values()]
-    assert describe(simulation.job, 0.0).state == "paused"
+    assert describe_training(simulation.job, 0.0).state == "paused"
     assert simulation.generation.rounds == [], "no rank waits in a round for one that stands"
     pass_time(simulation, LONG_S)
     assert [process.local_step for process in simulation.processes.values()] == stood
@@ -229,7 +229,7 @@ def test_a_job_goes_on_while_a_generation_is_given_up(simulate, after_s):
 def test_the_wait_for_slots_is_counted_from_submission(simulate):
     simulation = simulate(ranks(5, 5), dataset_size=300)
     simulation.run()
-    assert describe(simulation.job, 3600.0).queue_wait_s == 0.0
+    assert describe_training(simulation.job, 3600.0).queue_wait_s == 0.0
 
 
 def test_speed_and_time_left_of_an_ended_job_stand_still(simulate):
@@ -238,4 +238,7 @@ def test_speed_and_time_left_of_an_ended_job_stand_still(simulate):
     simulation.handle(JobCancelled(job_id=JOB))
     simulation.run()
     now_s = simulation.clock.now_s
-    assert describe(simulation.job, now_s).samples_per_s == describe(simulation.job, now_s + 600).samples_per_s
+    assert (
+        describe_training(simulation.job, now_s).samples_per_s
+        == describe_training(simulation.job, now_s + 600).samples_per_s
+    )

@@ -117,16 +117,16 @@ def test_a_job_shrinks_for_one_of_higher_priority_and_grows_again(simulate, aver
     other = simulation.core.jobs[OTHER]
     assert "leave their slots to job other" in simulation.job.reason
     simulation.run_until(lambda: other.phase is JobPhase.STARTING)
-    assert sorted(simulation.body.generation.members) == [0, 1]
+    assert sorted(simulation.job.run.generation.members) == [0, 1]
     assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [0, 1, 2, 3]
     before = len(simulation.rounds)
     simulation.run_until(lambda: len(simulation.rounds) > before + 5)
     assert len(other.ranks) == 2, "what has left does not come back into its slots"
-    assert len(simulation.body.generation.members) == 2
+    assert len(simulation.job.run.generation.members) == 2
     end_other(simulation)
-    simulation.run_until(lambda: len(simulation.body.generation.members) == 4)
+    simulation.run_until(lambda: len(simulation.job.run.generation.members) == 4)
     succeeds(simulation)
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
 
 
 def test_a_job_goes_back_to_the_queue_with_a_checkpoint_for_one_of_higher_priority(simulate):
@@ -157,7 +157,7 @@ def test_nobody_makes_room_for_an_equal_or_in_vain(simulate, priority, num_ranks
     assert "leave their slots" not in simulation.job.reason
     simulation.run_until(lambda: simulation.job.result is not None)
     assert [command.rank for command in simulation.sent(StartRank) if command.job_id == JOB] == [Rank(0), Rank(1)]
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
     end_other(simulation)
 
 

@@ -55,9 +55,7 @@ def address(simulation: WatchedSimulation) -> dict[str, object]:
 
 def entered(simulation: WatchedSimulation, **changes: object) -> RoundEntered:
     job = simulation.job
-    event = RoundEntered(
-        **address(simulation), generation=job.body.generation_id, round=simulation.generation.rounds[0].id
-    )
+    event = RoundEntered(**address(simulation), generation=job.generation_id, round=simulation.generation.rounds[0].id)
     return replace(event, **changes)
 
 
@@ -69,13 +67,13 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ("a result twice", lambda s: s.events(ResultReceived)[-1], "round 3 is not open", "ResultReceived"),
     (
         "no such round fails",
-        lambda s: RoundFailed(**address(s), generation=s.job.body.generation_id, round=99, reason=""),
+        lambda s: RoundFailed(**address(s), generation=s.job.generation_id, round=99, reason=""),
         "round 99 is not open",
         "RoundFailed",
     ),
     (
         "a group twice",
-        lambda s: GroupFormed(**address(s), generation=s.job.body.generation_id),
+        lambda s: GroupFormed(**address(s), generation=s.job.generation_id),
         "job is in generation 1",
         "GroupFormed",
     ),

@@ -150,7 +150,7 @@ def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
     simulation.cut_off(rank, 1.5)
     simulation.run_until(lambda: simulation.generation.id > before)
     succeeds(simulation)
-    assert simulation.job.num_lost_ranks == 1, "the rank was not left out"
+    assert simulation.job.roster.num_lost == 1, "the rank was not left out"
 
 
 def test_a_reserve_that_is_wanted_back_was_begun_meanwhile(simulate):

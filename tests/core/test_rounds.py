@@ -35,7 +35,7 @@ class Noted(WatchedSimulation):
     def handle(self, event: Event) -> None:
         """As always."""
         super().handle(event)
-        if isinstance(event, ResultReceived) and self.body.training is not None:
+        if isinstance(event, ResultReceived) and self.job.run.training is not None:
             leases = self.training.ledger.rank_leases
             now = {int(rank): one.committed for rank, one in leases.items()}
             self.booked.setdefault(self.training.version, now)

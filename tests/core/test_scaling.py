@@ -66,12 +66,12 @@ def test_ranks_leave_and_come_as_somebody_asks(simulate, policy, averaging):
     scale(simulation, 2)
     simulation.run_until(lambda: len(simulation.core.fleet.taken) == 2)
     assert sorted(command.rank for command in simulation.sent(SendShutdown)) == [2, 3]
-    assert sorted(simulation.job.body.generation.members) == [0, 1]
+    assert sorted(simulation.job.run.generation.members) == [0, 1]
     scale(simulation, 3)
     simulation.run_until(lambda: num_training(simulation) == 3)
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 3, 2]
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
 
 
 def test_one_that_is_gone_is_not_started_again_when_it_is_too_many(simulate):
@@ -102,7 +102,7 @@ def test_all_but_the_number_stays_through_a_return_to_a_checkpoint(simulate):
     simulation.run_until(lambda: len(simulation.core.fleet.taken) == 2)
     for rank in (0, 1):
         simulation.kill(rank)
-    simulation.run_until(lambda: simulation.body.attempt == 2)
+    simulation.run_until(lambda: simulation.job.attempt == 2)
     simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
     assert list(simulation.job.ranks) == [Rank(0), Rank(1)]
     simulation.run()
@@ -125,10 +125,10 @@ def test_scaling_up_does_not_disturb_a_rank_that_is_joining(simulate):
     submit(simulation, num_ranks=2, num_slots=3)
     in_mid_training(simulation)
     scale(simulation, 3)
-    simulation.run_until(lambda: simulation.body.membership.forming is not None)
-    forming = simulation.body.membership.forming
+    simulation.run_until(lambda: simulation.job.run.membership.forming is not None)
+    forming = simulation.job.run.membership.forming
     scale(simulation, 4)
-    assert simulation.body.membership.forming is forming
+    assert simulation.job.run.membership.forming is forming
     succeeds(simulation)
 
 
@@ -138,7 +138,7 @@ def test_ranks_leave_while_the_survivors_of_a_death_meet(simulate, policy, avera
     simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=20_000, build_ms=500.0)
     in_mid_training(simulation)
     simulation.kill(3)
-    simulation.run_until(lambda: simulation.body.membership.forming is not None)
+    simulation.run_until(lambda: simulation.job.run.membership.forming is not None)
     assert simulation.generation.is_abandoned
     scale(simulation, 2)
     succeeds(simulation)

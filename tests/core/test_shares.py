@@ -97,11 +97,11 @@ def test_who_has_more_makes_room_for_an_equal_that_has_less(simulate, averaging)
     submit_richer(simulation, 2)
     other = simulation.core.jobs[OTHER]
     simulation.run_until(lambda: other.phase is JobPhase.STARTING)
-    assert sorted(simulation.body.generation.members) == [0, 1]
+    assert sorted(simulation.job.run.generation.members) == [0, 1]
     end_other(simulation)
-    simulation.run_until(lambda: len(simulation.body.generation.members) == 4)
+    simulation.run_until(lambda: len(simulation.job.run.generation.members) == 4)
     succeeds(simulation)
-    assert simulation.job.num_lost_ranks == 0
+    assert simulation.job.roster.num_lost == 0
 
 
 @pytest.mark.parametrize(("num_ranks", "fields"), [(3, {}), (1, {"priority": -1}), (2, {"project": "ada"})])

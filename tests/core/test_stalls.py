@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from elche.policies import POLICIES
-from elche_coordinator.core.describe import describe
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.messages.commands import AskStacks
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksTold
 from elche_coordinator.core.messages.ids import AgentId
@@ -36,7 +36,7 @@ def test_a_rank_that_hangs_is_shown_within_thirty_seconds(simulate):
     assert report.silent_s >= 1.0
     (ask,) = simulation.sent(AskStacks)
     assert (ask.rank, ask.agent_id) == (1, "host")
-    view = describe(simulation.job, simulation.clock.now_s)
+    view = describe_training(simulation.job, simulation.clock.now_s)
     assert [rank.state for rank in view.ranks][1] == "stalled"
     assert view.ranks[0].stalled_s == 0
     assert (view.samples_per_s, view.eta_s, view.ranks[1].samples_per_s) == (0.0, None, 0.0)
@@ -58,7 +58,7 @@ def test_a_rank_that_goes_on_is_shown_to_go_on(simulate):
     simulation.run_until(lambda: len(stalls(simulation)) == 2)
     assert [report.is_over for report in stalls(simulation)] == [False, True]
     assert stalls(simulation)[1].silent_s > 15
-    assert describe(simulation.job, simulation.clock.now_s).ranks[1].state != "stalled"
+    assert describe_training(simulation.job, simulation.clock.now_s).ranks[1].state != "stalled"
 
 
 def test_waiting_is_no_stall(simulate):

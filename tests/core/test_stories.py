@@ -100,8 +100,8 @@ def test_a_round_that_ends_an_epoch_stays_one_while_speeds_stay(simulate):
     ends: dict[int, int] = {}
 
     def ended() -> bool:
-        training = simulation.body.training
-        generation = simulation.body.generation
+        training = simulation.job.run.training
+        generation = simulation.job.run.generation
         if generation and generation.rounds and "ends the epoch" in generation.scheduler.reason:
             ends[generation.rounds[0].id] = training.ledger.epoch
         return simulation.job.result is not None
@@ -128,7 +128,7 @@ def test_fast_ranks_stream_into_the_next_epoch_by_few_batches(simulate, dataset_
 
     def ended() -> bool:
         nonlocal most
-        if simulation.body.training:
+        if simulation.job.run.training:
             ledger = simulation.training.ledger
             for leases in ledger.rank_leases.values():
                 ahead = sum(part.size for part in leases.remainders() if part.epoch > ledger.epoch)
@@ -209,7 +209,7 @@ def test_sync_averages_after_every_batch_of_every_rank(simulate):
 
     def ended() -> bool:
         nonlocal most_open
-        most_open = max(most_open, len(simulation.generation.rounds) if simulation.body.generation else 0)
+        most_open = max(most_open, len(simulation.generation.rounds) if simulation.job.run.generation else 0)
         return simulation.job.result is not None
 
     simulation.run_until(ended)

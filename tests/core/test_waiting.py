@@ -6,7 +6,7 @@ from core.test_pausing import pass_time
 from core.test_scaling import FOUR, joins, num_training, scale, submit
 
 from elche.views import JobState
-from elche_coordinator.core.describe import describe
+from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.messages.events import AgentLost, DrainRequested, PauseRequested
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import MembershipReport
@@ -52,7 +52,7 @@ def test_a_host_is_lost_and_too_few_are_left(simulate, policy, averaging):
     two_hosts(simulation)
     loses(simulation, "b")
     stands(simulation)
-    view = describe(simulation.job, 0.0)
+    view = describe_training(simulation.job, 0.0)
     assert (view.state, view.reason) == (
         JobState.WAITING,
         "waits for 1 more rank: it has 2, and trains with 3 or more",
@@ -60,7 +60,7 @@ def test_a_host_is_lost_and_too_few_are_left(simulate, policy, averaging):
     assert "the job waits for 1 more rank: it has 2, and trains with 3 or more" in said(simulation)
     joins(simulation, "c", 1)
     simulation.run_until(lambda: num_training(simulation) == 3)
-    assert describe(simulation.job, 0.0).state == JobState.TRAINING
+    assert describe_training(simulation.job, 0.0).state == JobState.TRAINING
     assert said(simulation)[-1] == "3 ranks are there: the job goes on"
     succeeds(simulation)
 
@@ -70,7 +70,7 @@ def test_who_asks_for_a_pause_too_has_both_end(simulate):
     two_hosts(simulation)
     loses(simulation, "b")
     simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
-    assert describe(simulation.job, 0.0).state == JobState.PAUSED
+    assert describe_training(simulation.job, 0.0).state == JobState.PAUSED
     joins(simulation, "c", 2)
     stands(simulation)
     simulation.handle(PauseRequested(job_id=JOB, is_paused=False))
@@ -96,7 +96,7 @@ def test_all_that_are_left_are_to_leave(simulate):
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
     joins(simulation, "c", 3)
     simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
-    assert simulation.body.attempt == 2
+    assert simulation.job.attempt == 2
     succeeds_anew(simulation)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.commands import Command, StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, QuotasSet, RankExited
 from elche_coordinator.core.messages.ids import AgentId, JobId

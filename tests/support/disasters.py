@@ -91,7 +91,7 @@ def partitions(simulation: WatchedSimulation, seed: int, *, every_s: float) -> N
         if simulation.job.result is not None:
             return
         one, *others = random.sample(range(len(simulation.ranks)), len(simulation.ranks))
-        if simulation.body.training is not None and simulation.training.started is not None:
+        if simulation.job.run.training is not None and simulation.training.started is not None:
             simulation.part(*((one, other) for other in others[: random.choice([1, 1, len(others)])]))
         simulation.clock.after(random.choice([0.5, 5.0, 40.0]), simulation.part)
         simulation.clock.after(45.0 + random.expovariate(1 / every_s), strike)

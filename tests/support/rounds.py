@@ -46,7 +46,7 @@ def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> No
     """Lets time pass until so many rounds are committed and a rank has entered the next one, and not all have."""
 
     def is_entered() -> bool:
-        training = simulation.body.training
+        training = simulation.job.run.training
         if training is None or training.version < num_committed or not simulation.generation.rounds:
             return False
         return 0 < len(simulation.generation.rounds[0].entered) < len(simulation.ranks)
@@ -61,10 +61,10 @@ def is_result_of(event: object, rank: int) -> bool:
 def books(simulation: WatchedSimulation) -> object:
     """What only a commit may change."""
     job = simulation.job
-    if job.body.training is None:
+    if job.run.training is None:
         return None
-    ledger = job.body.training.ledger
+    ledger = job.run.training.ledger
     parts = {epoch: list(book.committed) for epoch, book in ledger.open_books().items() if book.committed.size}
     cuts = {rank: ledger.bounds(rank)[0] for rank in job.ranks}
     bases = {rank: (record.base_step, record.compute_ms) for rank, record in job.ranks.items()}
-    return job.body.training.version, job.body.training.global_step, ledger.epoch, parts, cuts, bases
+    return job.run.training.version, job.run.training.global_step, ledger.epoch, parts, cuts, bases

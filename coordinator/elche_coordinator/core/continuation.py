@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import Attempt, Incarnation
 from elche_coordinator.core.messages.reports import JobResult, Outcome
 
@@ -29,20 +29,20 @@ def continuation(job: Job) -> Continuation:
     return Continuation(
         key=job.key,
         submitted_at=job.submitted_at,
-        attempt=job.body.attempt,
-        last_incarnation=job.last_incarnation,
+        attempt=job.attempt,
+        last_incarnation=job.roster.last_incarnation,
         num_ranks=job.num_wanted,
         min_ranks=job.spec.min_ranks if job.spec.num_ranks else 1,
-        resume=job.body.resume_point,
+        resume=job.resume_point,
         end=job.result or job.decided_result() or _end_with_coordinator(job),
     )
 
 
 def _end_with_coordinator(job: Job) -> JobResult | None:
     """The end of a job that cannot begin anew; its figures are those of the last checkpoint, evaluation and epoch."""
-    if job.body.goes_back(is_violent=True):
+    if job.can_begin_again:
         return None
-    whole = job.body.complete(JobResult(outcome=Outcome.FAILED))
+    whole = job.complete(JobResult(outcome=Outcome.FAILED))
     what = "resume it" if whole.checkpoints else "submit it again"
     error = f"the coordinator stopped while the job ran; {what}"
     kept = JobResult(outcome=Outcome.FAILED, error=error, checkpoints=whole.checkpoints, metrics=whole.metrics)

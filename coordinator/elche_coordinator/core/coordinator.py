@@ -5,13 +5,13 @@ from typing import assert_never
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.continuation import Continuation, continuation
-from elche_coordinator.core.describe import JobDetails, JobView, describe, details
-from elche_coordinator.core.jobs.attached import AttachedLoop
+from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, describe_training, details
 from elche_coordinator.core.jobs.deaths import Death
-from elche_coordinator.core.jobs.job import Job, Timer
-from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.jobs.placing import Placing
+from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.life.job import Job, Timer
+from elche_coordinator.core.loops.loop import Loop
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -50,6 +50,8 @@ from elche_coordinator.core.records.ranks import Address, RankRecord
 class Coordinator:
     """All jobs and all hosts, as a synchronous state machine without I/O and without a clock.
 
+    A job is a training, which gets slots of hosts, or a loop of the user's own, which has none.
+
     `handle` never raises for what a client, an agent or a rank may say: old news and what has no place in the
     present phase change nothing. An exception out of it is a bug of the core.
     """
@@ -57,6 +59,9 @@ class Coordinator:
     def __init__(self, *, first_incarnation: int = 1) -> None:
         self.quotas: dict[str, int] = {}
         self.jobs: dict[JobId, Job] = {}
+        """Trainings and loops, oldest first."""
+        self.trainings: dict[JobId, TrainingJob] = {}
+        self.loops: dict[JobId, Loop] = {}
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
         self._checks: Deadlines[JobId] = Deadlines()
@@ -70,7 +75,7 @@ class Coordinator:
         """The jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
         """What these jobs have refused of it."""
-        self._placing = Placing(self._touch, self._try_again, self._new_incarnation)
+        self._placing = Placing(self._touch_training, self._try_again, self._new_incarnation)
         self.asked: list[SlotsAsked] = []
         """What the last event asks of other jobs: events of their own, to be handled next."""
         self._may_place = False
@@ -89,7 +94,7 @@ class Coordinator:
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
-            self._placing.place(self.jobs, self.fleet, self.quotas, now_s)
+            self._placing.place(self.trainings, self.fleet, self.quotas, now_s)
             self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
@@ -101,8 +106,11 @@ class Coordinator:
 
     def __getstate__(self) -> dict[str, object]:
         """What a coordinator that starts again goes on with: not jobs that have ended, which are in the records."""
-        jobs = {job_id: job for job_id, job in self.jobs.items() if job.result is None}
-        return {**self.__dict__, "jobs": jobs, "keys": self.living_keys() if self.jobs else self.keys}
+        kept: dict[str, object] = {
+            name: {job_id: job for job_id, job in jobs.items() if job.result is None}
+            for name, jobs in (("jobs", self.jobs), ("trainings", self.trainings), ("loops", self.loops))
+        }
+        return {**self.__dict__, **kept, "keys": self.living_keys() if self.jobs else self.keys}
 
     def living_keys(self) -> dict[str, JobId]:
         """The keys of jobs that have not ended."""
@@ -112,6 +120,15 @@ class Coordinator:
     def forget_ended(self) -> None:
         """Jobs that have ended are found in the records from now on."""
         self.__dict__ |= self.__getstate__()
+
+    def adopt(self, job: Job) -> None:
+        """The job is known from now on."""
+        self.jobs[job.id] = job
+        match job:
+            case TrainingJob():
+                self.trainings[job.id] = job
+            case Loop():
+                self.loops[job.id] = job
 
     def begin_incarnations_at(self, number: int) -> None:
         """Processes get numbers from this on, or above what they have come to."""
@@ -137,8 +154,10 @@ class Coordinator:
         job = self.jobs.get(job_id)
         if job is None:
             return None
-        view = describe(job, now_s)
-        return replace(view, reason=self._placing.reason(job)) if job.phase is JobPhase.QUEUED else view
+        if (training := self.trainings.get(job_id)) is None:
+            return describe_loop(self.loops[job_id], now_s)
+        view = describe_training(training, now_s)
+        return replace(view, reason=self._placing.reason(training)) if job.phase is JobPhase.QUEUED else view
 
     def is_behind(self, job_id: JobId) -> bool:
         """Whether a queued job finds no slots because another, before it, waits for them."""
@@ -151,8 +170,8 @@ class Coordinator:
 
     def details(self, job_id: JobId, now_s: float) -> JobDetails | None:
         """What was asked of the job, and what came of it; None when it is not known."""
-        job = self.jobs.get(job_id)
-        return details(job, now_s) if job else None
+        job, training = self.jobs.get(job_id), self.trainings.get(job_id)
+        return details(job, training, now_s) if job else None
 
     def spec(self, job_id: JobId) -> JobSpec | None:
         """What was asked for; None when the job is not known."""
@@ -166,8 +185,8 @@ class Coordinator:
 
     def num_wanted(self, job_id: JobId) -> int | None:
         """How many ranks the job is to have; None when that cannot be changed."""
-        job = self.jobs.get(job_id)
-        return job.num_wanted if job is not None and job.can_scale else None
+        training = self.trainings.get(job_id)
+        return training.num_wanted if training is not None and training.can_scale else None
 
     def result(self, job_id: JobId) -> JobResult | None:
         """How the job ended; None while it has not."""
@@ -176,9 +195,12 @@ class Coordinator:
 
     def explanation(self, job_id: JobId) -> str:
         """How the job's next round was decided, or else why it is in its state. Raises `KeyError`."""
-        job = self.jobs[job_id]
-        explanation = job.body.explanation if isinstance(job.body, ManagedTraining) else ""
-        return explanation or (self._placing.reason(job) if job.phase is JobPhase.QUEUED else job.reason)
+        training = self.trainings.get(job_id)
+        if training is None:
+            return self.jobs[job_id].reason
+        if training.phase is JobPhase.QUEUED:
+            return self._placing.reason(training)
+        return training.run.explanation or training.reason
 
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError`."""
@@ -194,8 +216,8 @@ class Coordinator:
 
     def agent_of(self, address: Address) -> AgentId | None:
         """The host of a process; None of one that runs by itself."""
-        job = self.jobs.get(address["job_id"])
-        record = job.ranks.get(address["rank"]) if job and not job.spec.is_loop else None
+        training = self.trainings.get(address["job_id"])
+        record = training.ranks.get(address["rank"]) if training else None
         return record.agent_id if record else None
 
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
@@ -211,13 +233,11 @@ class Coordinator:
         self, address: Address, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
         """A rank's position among the members of an open round, and their number; None when it is no member."""
-        job = self.jobs.get(address["job_id"])
-        record = job.ranks.get(address["rank"]) if job else None
-        if job is None or record is None or record.incarnation != address["incarnation"] or record.is_stopped:
+        training = self.trainings.get(address["job_id"])
+        record = training.ranks.get(address["rank"]) if training else None
+        if training is None or record is None or record.incarnation != address["incarnation"] or record.is_ending:
             return None
-        return (
-            job.body.position_in_round(record, generation, round_id) if isinstance(job.body, ManagedTraining) else None
-        )
+        return training.run.position_in_round(record, generation, round_id)
 
     def hosts(self) -> list[HostView]:
         """All hosts, in the order in which they joined."""
@@ -236,8 +256,8 @@ class Coordinator:
 
     def host_of_model(self, job_id: JobId) -> AgentId | None:
         """The host that has the job's final model; None when there is none."""
-        job = self.jobs.get(job_id)
-        return job.body.model.agent_id if job and isinstance(job.body, ManagedTraining) else None
+        training = self.trainings.get(job_id)
+        return training.run.model.agent_id if training else None
 
     # Events
 
@@ -255,7 +275,7 @@ class Coordinator:
                     self._may_place = True  # others may have waited behind it
             case JobBroken():
                 if (job := self._touch(event.job_id)) is not None:
-                    job.break_off(event.reason)
+                    job.on_broken(event.reason)
                     self._may_place = True
             case CheckpointRequested():
                 if (job := self._touch(event.job_id)) is not None:
@@ -265,20 +285,20 @@ class Coordinator:
                     job.pause(self._now_s, is_paused=event.is_paused)
                     self._may_place = True  # it may be asked for slots again
             case ScaleRequested():
-                if (job := self._touch(event.job_id)) is not None:
-                    job.scale(event.num_ranks, self._now_s)
+                if (training := self._touch_training(event.job_id)) is not None:
+                    training.scale(event.num_ranks, self._now_s)
                     self._may_place = True
+                elif (job := self._touch(event.job_id)) is not None:
+                    job.refuse_now(event, "a loop of the user's own has the ranks that it was started with")
             case SlotsAsked():
-                if (job := self._touch(event.job_id)) is not None:
-                    job.give_slots(event.num_ranks, event.by, self._now_s)
+                if (training := self._touch_training(event.job_id)) is not None:
+                    training.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
                 self._drain(event)
             case QuotasSet():
                 self.quotas, self._may_place = dict(event.quotas), True
             case JobsForgotten():
-                gone = {job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result}
-                self.jobs = {job_id: job for job_id, job in self.jobs.items() if job_id not in gone}
-                self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
+                self._forget({job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result})
             case AgentJoined():
                 self.fleet.join(event.agent_id, event.host, event.slots, event.labels)
                 self._may_place = True
@@ -288,7 +308,7 @@ class Coordinator:
             case DeadlinePassed():
                 for job_id in self._deadlines.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
-                        job.body.on_deadline()
+                        job.on_deadline()
                 self._may_place |= bool(self._restarts.take_passed(self._now_s))
                 for job_id in self._checks.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
@@ -306,7 +326,7 @@ class Coordinator:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
-        if record.is_stopped and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
+        if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
             job.refuse(event, f"rank {record.rank} is to end", "the others go on without it")
             return
         match event:
@@ -314,12 +334,14 @@ class Coordinator:
                 job.refuse(
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
-            case RankExited():
+            case RankExited() if (training := self.trainings.get(event.job_id)) is not None:
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
                 if event.was_stopped:
                     job.silence.on_was_stopped(record.rank)
-                self._exit(job, record, event, death, death_notice(record, event), event.log_tail)
+                self._exit(training, record, event, death, death_notice(record, event), event.log_tail)
+            case RankExited():
+                job.refuse(event, "it is a loop of the user's own", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
                 self._may_place |= isinstance(event, RankReady)  # a job takes ranks in from then on
@@ -330,41 +352,45 @@ class Coordinator:
             self._touched[job_id] = job
         return job
 
-    def _submit(self, event: JobSubmitted) -> None:
-        if event.key in self.keys:
-            return
-        if (job := self._new_job(event)) is not None:
-            job.body = ManagedTraining(job, event.past_attempts)
-            self._queue(job)
-            if event.key:
-                self.keys[event.key] = job.id
+    def _touch_training(self, job_id: JobId) -> TrainingJob | None:
+        """The same for a training; None for a loop."""
+        return self.trainings.get(job_id) if self._touch(job_id) is not None else None
 
-    def _queue(self, job: Job) -> None:
+    def _submit(self, event: JobSubmitted) -> None:
+        if event.key in self.keys or self._is_there(event):
+            return
+        training = TrainingJob(event)
+        self.adopt(training)
+        training.began_s[JobPhase.QUEUED] = self._now_s
+        self._touch(event.job_id)
+        self._queue(training)
+        if event.key:
+            self.keys[event.key] = event.job_id
+
+    def _queue(self, job: TrainingJob) -> None:
         """The job waits for slots."""
         self._placing.queue(job)
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
-        job = self._new_job(event)
-        if job is not None:
-            job.began_s[JobPhase.STARTING] = self._now_s
-            job.body = AttachedLoop(job, event, self._new_incarnation, self._now_s)
+        if not self._is_there(event):
+            self.adopt(Loop(event, self._new_incarnation, self._now_s))
+            self._touch(event.job_id)
 
-    def _new_job(self, event: JobSubmitted | LoopAttached) -> Job | None:
-        """The job; None when it is there already."""
-        if event.job_id in self.jobs:
-            if (job := self._touch(event.job_id)) is not None:
-                job.refuse(event, f"job is {job.phase}", "it is there already")
-            return None
-        self.jobs[event.job_id] = Job(
-            event.job_id,
-            event.spec,
-            submitted_at=event.submitted_at,
-            key=event.key if isinstance(event, JobSubmitted) else "",
-            last_incarnation=event.last_incarnation if isinstance(event, JobSubmitted) else Incarnation(0),
-        )
-        self.jobs[event.job_id].began_s[JobPhase.QUEUED] = self._now_s
-        return self._touch(event.job_id)
+    def _is_there(self, event: JobSubmitted | LoopAttached) -> bool:
+        """True, and the event is refused, when there is a job with its id."""
+        job = self._touch(event.job_id)
+        if job is not None:
+            job.refuse_now(event, "it is there already")
+        return job is not None
+
+    def _forget(self, gone: set[JobId]) -> None:
+        """These jobs, which have ended, are known no more."""
+        for job_id in gone:
+            del self.jobs[job_id]
+            self.trainings.pop(job_id, None)
+            self.loops.pop(job_id, None)
+        self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def _set_timers(self, job: Job) -> None:
         for timer, delay_s in job.timers.items():
@@ -383,7 +409,9 @@ class Coordinator:
         self._next_incarnation += 1
         return incarnation
 
-    def _exit(self, job: Job, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = "") -> None:
+    def _exit(
+        self, job: TrainingJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
+    ) -> None:
         if record.phase is RankPhase.EXITED:
             job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
             return
@@ -403,8 +431,8 @@ class Coordinator:
             if (job := self._touch(job_id)) is not None:
                 by_job.setdefault(job_id, []).append(job.ranks[rank])
         for job_id, records in by_job.items():
-            body = self.jobs[job_id].body
-            (body.leave if event.is_drained else body.stay)(records, self._now_s)
+            training = self.trainings[job_id]
+            (training.leave if event.is_drained else training.stay)(records, self._now_s)
 
     def _ranks_on(self, agent_id: AgentId) -> list[tuple[JobId, Rank]]:
         taken = self.fleet.taken
@@ -415,7 +443,7 @@ class Coordinator:
         lost = self._ranks_on(event.agent_id)
         self.fleet.leave(event.agent_id)
         for job_id, rank in lost:
-            if (job := self._touch(job_id)) is not None:
+            if (job := self._touch_training(job_id)) is not None:
                 record = job.ranks[rank]
                 notice = f"rank {rank} is lost: its host {record.host} is gone"
                 self._exit(job, record, event, Death.WITH_HOST, notice)

@@ -1,6 +1,6 @@
 """A job as people see it: a value that shells show, count and send."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 from elche import views
 from elche.settings import AgreedSettings
 from elche.views import JobState
-from elche_coordinator.core.jobs.attached import AttachedLoop
-from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.jobs.managed import ManagedTraining
 from elche_coordinator.core.jobs.notices import too_few_notice
+from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.life.job import Job
+from elche_coordinator.core.loops.loop import Loop
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult
@@ -109,47 +109,57 @@ class JobDetails:
     """How many ranks it is to have; None where that cannot be changed."""
 
 
-def details(job: Job, now_s: float) -> JobDetails:
-    """Of the job at time `now_s`."""
-    body = job.body
+def details(job: Job, training: TrainingJob | None, now_s: float) -> JobDetails:
+    """Of the job at time `now_s`; `training` is the same job, unless it is a loop."""
+    begun = training.run.training if training is not None else None
     began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
     return JobDetails(
         spec=job.spec,
-        settings=body.training.settings if isinstance(body, ManagedTraining) and body.training else None,
+        settings=begun.settings if begun is not None else None,
         result=job.result,
         ran_s=None if began_s is None else ended_s - began_s,
-        num_wanted=job.num_wanted if job.can_scale else None,
+        num_wanted=training.num_wanted if training is not None and training.can_scale else None,
     )
 
 
-def describe(job: Job, now_s: float) -> JobView:
-    """The job at time `now_s`."""
-    shares = _shares(job)
+def describe_loop(loop: Loop, now_s: float) -> JobView:
+    """The loop at time `now_s`."""
+    state: str = loop.result.outcome if loop.result else loop.phase
+    if loop.phase is JobPhase.TRAINING and loop.is_paused:
+        state = JobState.PAUSED
+    ranks = _describe_ranks(loop, lambda record: record.phase, lambda rank: 0, now_s)
+    view = _add_loop(_describe(loop, state, loop.reason, ranks, now_s), loop, loop.began_s.get(JobPhase.ENDED, now_s))
+    return view if loop.result else _with_stalls(view)
+
+
+def describe_training(job: TrainingJob, now_s: float) -> JobView:
+    """The training at time `now_s`."""
+    run, state = job.run, _state_of_training(job)
+    ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
+    view = _describe(job, state, _reason(job), ranks, now_s)
+    if run.backend is not None:
+        view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
+    if run.training is not None:
+        view = _add_training(view, run.training, run.generation, job.began_s.get(JobPhase.ENDED, now_s))
+    return view if job.result else _with_stalls(view)
+
+
+def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], now_s: float) -> JobView:
+    """What is shown of every job."""
     queued_s = job.began_s.get(JobPhase.QUEUED, now_s)
     ended_s = job.began_s.get(JobPhase.ENDED)
-    view = JobView(
+    return JobView(
         job_id=job.id,
         name=job.spec.name,
-        state=_job_state(job),
-        reason=_reason(job),
+        state=state,
+        reason=reason,
         submitted_at=job.submitted_at,
-        ranks=tuple(
-            _describe_rank(record, job, shares[record.rank], now_s) for record in islice(job.ranks.values(), MAX_RANKS)
-        ),
-        num_regroups=max(0, job.body.generation_id - 1),
-        num_lost_ranks=job.num_lost_ranks,
+        ranks=ranks,
+        num_regroups=max(0, job.generation_id - 1),
+        num_lost_ranks=job.roster.num_lost,
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
         ended_for_s=None if ended_s is None else now_s - ended_s,
     )
-    match job.body:
-        case AttachedLoop() as loop:
-            view = _describe_loop(view, loop, ended_s or now_s)
-        case ManagedTraining() as body:
-            backend = body.backend
-            view = replace(view, backend=str(backend or ""), backend_name=backend.backend if backend else "")
-            if body.training is not None:
-                view = _describe_training(view, body.training, body.generation, ended_s or now_s)
-    return view if job.result else _with_stalls(view)
 
 
 def _with_stalls(view: JobView) -> JobView:
@@ -163,25 +173,23 @@ def _with_stalls(view: JobView) -> JobView:
     return replace(view, samples_per_s=0.0, eta_s=None, pacing=reason, reason=reason)
 
 
-def _job_state(job: Job) -> str:
+def _state_of_training(job: TrainingJob) -> str:
     if job.result is not None:
         return job.result.outcome
-    if job.phase is JobPhase.TRAINING and job.body.is_paused:
+    if job.phase is JobPhase.TRAINING and job.is_paused:
         return JobState.PAUSED
-    if job.phase is JobPhase.TRAINING and isinstance(job.body, ManagedTraining) and job.body.is_waiting:
-        return JobState.WAITING
-    return job.phase
+    return JobState.WAITING if job.phase is JobPhase.TRAINING and job.run.is_waiting else job.phase
 
 
-def _reason(job: Job) -> str:
-    body = job.body
-    if _job_state(job) != JobState.WAITING or not isinstance(body, ManagedTraining) or body.training is None:
+def _reason(job: TrainingJob) -> str:
+    training = job.run.training
+    if training is None or _state_of_training(job) != JobState.WAITING:
         return job.reason
     num_loading = sum(one.phase in (RankPhase.STARTING, RankPhase.READY) for one in present(job.ranks).values())
-    return too_few_notice(len(staying(body.training.members)), job.spec.min_ranks, num_loading)
+    return too_few_notice(len(staying(training.members)), job.spec.min_ranks, num_loading)
 
 
-def _describe_training(view: JobView, training: Training, generation: Generation | None, now_s: float) -> JobView:
+def _add_training(view: JobView, training: Training, generation: Generation | None, now_s: float) -> JobView:
     ledger, settings = training.ledger, training.settings
     epoch = Epoch(min(ledger.epoch, ledger.num_epochs - 1))
     total = ledger.extent.total_samples
@@ -218,7 +226,7 @@ def _describe_training(view: JobView, training: Training, generation: Generation
     )
 
 
-def _describe_loop(view: JobView, loop: AttachedLoop, now_s: float) -> JobView:
+def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
     progress = loop.progress
     view = replace(
         view,
@@ -275,21 +283,34 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
     return (processed - training.restored_samples) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def _shares(job: Job) -> dict[Rank, float]:
-    """Each rank's part of what is trained."""
-    done = job.body.work_done()
+def _describe_ranks(
+    job: Job, doing: Callable[[RankRecord], str], target: Callable[[Rank], int], now_s: float
+) -> tuple[RankView, ...]:
+    """`doing`: what a rank that is well does, in a word; `target`: the step at which it joins the next round."""
+    done = job.work_done()
     total = sum(done.values())
-    return {rank: count / total if total else 0.0 for rank, count in done.items()}
+    return tuple(
+        _describe_rank(
+            record,
+            job,
+            state=_state(record, job, doing(record)),
+            target=target(rank),
+            share_fraction=done[rank] / total if total else 0.0,
+            now_s=now_s,
+        )
+        for rank, record in islice(job.ranks.items(), MAX_RANKS)
+    )
 
 
-def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: float) -> RankView:
+def _describe_rank(
+    record: RankRecord, job: Job, *, state: str, target: int, share_fraction: float, now_s: float
+) -> RankView:
     silent_since_s = job.silence.since_s(record.rank)
     samples_per_s = record.batch_size / record.ms_per_batch * 1000 if record.ms_per_batch else 0.0
-    target = job.body.target(record.rank) if isinstance(job.body, ManagedTraining) else 0
     return RankView(
         rank=record.rank,
         device=record.device,
-        state=_state(record, job),
+        state=state,
         ms_per_batch=record.ms_per_batch or 0.0,
         round_batches=record.round_batches,
         round_target=max(0, target - record.base_step),
@@ -313,12 +334,17 @@ def _describe_rank(record: RankRecord, job: Job, share_fraction: float, now_s: f
     )
 
 
-def _state(record: RankRecord, job: Job) -> str:
-    if record.is_stopped and record.phase is not RankPhase.EXITED and job.is_open:
+def _state(record: RankRecord, job: Job, doing: str) -> str:
+    """What the rank is, in a word: how it is to go, or that it is silent, or else what it does."""
+    if record.is_ending and record.phase is not RankPhase.EXITED and job.is_open:
         return "leaving"
     if job.silence.since_s(record.rank) is not None and not job.result:
         return "stalled"
-    if isinstance(job.body, ManagedTraining) and job.body.is_evaluating(record.rank):
+    return doing
+
+
+def _doing(record: RankRecord, job: TrainingJob) -> str:
+    if job.run.is_evaluating(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:
         return "finished"

@@ -1,8 +1,8 @@
 """The rules of the architecture as checks on the whole state; tests and the simulator run them after every event."""
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.jobs.managed import ManagedTraining
+from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
@@ -21,11 +21,22 @@ def check_invariants(coordinator: Coordinator) -> None:
     _check_slots(coordinator)
     for job in coordinator.jobs.values():
         _check_life(job)
-        body = job.body
-        if isinstance(body, ManagedTraining) and body.training is not None:
-            check_ledger(body.training.ledger)
-            if body.generation is not None:
-                _check_rounds(job, body.training, body.generation)
+    for training in coordinator.trainings.values():
+        _check_training(training)
+
+
+def _check_training(job: TrainingJob) -> None:
+    training, generation = job.run.training, job.run.generation
+    if training is None:
+        return
+    check_ledger(training.ledger)
+    if generation is None:
+        return
+    _check_rounds(job, training, generation)
+    if job.phase is JobPhase.TRAINING:
+        if training.is_complete:
+            raise Broken(f"job {job.id} trains with nothing left")
+        _check_progress(job, training, generation)
 
 
 def check_ledger(ledger: Ledger) -> None:
@@ -92,11 +103,6 @@ def _check_life(job: Job) -> None:
         raise Broken(f"job {job.id} is {job.phase}: result?")
     if job.phase is JobPhase.STOPPING and gone:
         raise Broken(f"job {job.id} stops with nobody left")
-    body = job.body
-    if isinstance(body, ManagedTraining) and body.training and body.generation and job.phase is JobPhase.TRAINING:
-        if body.training.is_complete:
-            raise Broken(f"job {job.id} trains with nothing left")
-        _check_progress(job, body.training, body.generation)
 
 
 def _check_progress(job: Job, training: Training, generation: Generation) -> None:
@@ -113,9 +119,7 @@ def _check_progress(job: Job, training: Training, generation: Generation) -> Non
 
 def _check_slots(coordinator: Coordinator) -> None:
     taken: dict[Place, tuple[JobId, Rank]] = {}
-    for job in coordinator.jobs.values():
-        if not isinstance(job.body, ManagedTraining):
-            continue
+    for job in coordinator.trainings.values():
         for record in job.ranks.values():
             if len(record.places) != job.spec.group_size:
                 raise Broken(f"job {job.id}: rank {record.rank} has {len(record.places)} slots")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_ty
 from zlib import crc32
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.commands import Command, StartRank
 from elche_coordinator.core.messages.events import Event, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import AgentId, Incarnation

@@ -11,8 +11,7 @@ from typing import assert_never
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.jobs.managed import ManagedTraining
+from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -127,27 +126,21 @@ class Simulation:
         )
 
     @property
-    def job(self) -> Job:
+    def job(self) -> TrainingJob:
         """The job, as the core has it."""
-        return self.core.jobs[JOB]
-
-    @property
-    def body(self) -> ManagedTraining:
-        """What runs in the job."""
-        assert isinstance(self.job.body, ManagedTraining)
-        return self.job.body
+        return self.core.trainings[JOB]
 
     @property
     def training(self) -> Training:
         """The job's training; only once its ranks have agreed."""
-        assert self.body.training is not None
-        return self.body.training
+        assert self.job.run.training is not None
+        return self.job.run.training
 
     @property
     def generation(self) -> Generation:
         """The ranks that train together; only once they have agreed."""
-        assert self.body.generation is not None
-        return self.body.generation
+        assert self.job.run.generation is not None
+        return self.job.run.generation
 
     @property
     def rounds(self) -> list[RoundReport]:
@@ -284,14 +277,14 @@ class Simulation:
 
     def assert_exactly_once(self) -> None:
         """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
-        ledger = self.body.training.ledger if self.body.training else None
+        ledger = self.job.run.training.ledger if self.job.run.training else None
         assert ledger is not None
         assert ledger.is_complete
         newest = max(process.parameters.version for process in self.processes.values())
         num_checked = 0
         for rank, process in self.processes.items():
             record = self.job.ranks.get(rank)
-            has_left = self.job.num_lost_ranks or record is None or record.is_left_out or not record.has_model
+            has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
             if has_left and (process.was_killed or process.parameters.version < newest):
                 continue  # died (perhaps with the only result of a round), left, or not ready before the end
             num_checked += 1

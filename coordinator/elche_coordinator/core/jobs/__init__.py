@@ -1,1 +1,1 @@
-"""The life of a job, from its submission to its result."""
+"""Trainings: who gets slots, which ranks train together, and what becomes of a rank that dies or leaves."""

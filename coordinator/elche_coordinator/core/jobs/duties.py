@@ -1,7 +1,7 @@
 """What a rank of a managed training has to do at one moment, by which its silence is judged."""
 
-from elche_coordinator.core.jobs.hangs import EXPLAINED_S, Duty
-from elche_coordinator.core.jobs.stalls import BATCHES, FIRST_S, LEAST_S, StallWatch
+from elche_coordinator.core.life.hangs import EXPLAINED_S, Duty
+from elche_coordinator.core.life.stalls import BATCHES, FIRST_S, LEAST_S, StallWatch
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
-from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
 from elche_coordinator.core.jobs.queue import asked, holds_back
 from elche_coordinator.core.jobs.shares import Shares
+from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.messages.events import SlotsAsked
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
-from elche_coordinator.core.records.machine import JobPhase, RankPhase
+from elche_coordinator.core.records.machine import JobPhase
 
 
 class _Offers:
@@ -61,7 +61,7 @@ class Placing:
 
     def __init__(
         self,
-        touch: Callable[[JobId], Job | None],
+        touch: Callable[[JobId], TrainingJob | None],
         try_again: Callable[[JobId, Rank, float], None],
         new_incarnation: Callable[[], Incarnation],
     ) -> None:
@@ -77,17 +77,17 @@ class Placing:
         self.asked: list[SlotsAsked] = []
         """What jobs are asked to give for others."""
 
-    def queue(self, job: Job) -> None:
+    def queue(self, job: TrainingJob) -> None:
         """The job waits for slots."""
         self._queued[job.id] = None
 
-    def reason(self, job: Job) -> str:
+    def reason(self, job: TrainingJob) -> str:
         """Why a queued job waits, in words for people."""
         if (ahead := self.behind.get(job.id)) is not None:
             return f"waits behind job {ahead}: {self._reasons.get(ahead, '')}"
         return self._reasons.get(job.id, job.reason)
 
-    def place(self, jobs: Mapping[JobId, Job], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
+    def place(self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
         """Gives slots to all who can have some. What others are to give is in `asked`."""
         self._place_missing(jobs.values(), fleet, now_s)
         shares = Shares(jobs, fleet, quotas)
@@ -100,10 +100,10 @@ class Placing:
             others = [one for one in jobs.values() if one.id not in busy]
             self.asked += asked(job, others, fleet, shares)
 
-    def _place_missing(self, jobs: Iterable[Job], fleet: Fleet, now_s: float) -> None:
+    def _place_missing(self, jobs: Iterable[TrainingJob], fleet: Fleet, now_s: float) -> None:
         """Gives free slots to ranks that are to be started again."""
         for job in jobs:
-            for rank, at_s in list(job.missing.items()):
+            for rank, at_s in list(job.places.missing.items()):
                 if at_s > now_s:
                     self._try_again(job.id, rank, at_s)
                     continue
@@ -112,7 +112,9 @@ class Placing:
                     self._touch(job.id)
                     job.place_again(rank, places, fleet, self._new_incarnation)
 
-    def _place_queued(self, jobs: Mapping[JobId, Job], fleet: Fleet, shares: Shares, now_s: float) -> list[Job]:
+    def _place_queued(
+        self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, shares: Shares, now_s: float
+    ) -> list[TrainingJob]:
         """Gives free slots to queued jobs, in their order. Returns those that wait and could be placed some time."""
         self.behind.clear()
         self._reasons.clear()
@@ -121,13 +123,13 @@ class Placing:
         self._queued = dict.fromkeys(job.id for job in queued)
         if not queued:
             return []
-        waiting: list[Job] = []
+        waiting: list[TrainingJob] = []
         offers = _Offers(fleet)
         for job in shares.in_turn(queued):
             spec = job.spec
             if job.retry_at_s > now_s:
                 self._try_again(job.id, Rank(0), job.retry_at_s)
-            elif job.num_in(RankPhase.EXITED) < len(job.ranks):
+            elif job.roster.num_living:
                 pass  # it has gone back, and not all processes of the attempt before have ended
             elif shares.room(job) < spec.least_ranks:
                 self._reasons[job.id] = quota_notice(spec, shares.held(job), shares.quota(job))
@@ -146,18 +148,18 @@ class Placing:
                     offers.keep(spec)
         return waiting
 
-    def _place_more(self, jobs: Iterable[Job], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
+    def _place_more(self, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
         """Gives slots that nobody waits for to jobs that want more ranks, one at a time, in their turn."""
         num_free = len(set(fleet.free_places()) - kept)
         for job in shares.in_turn(one for one in jobs for _ in range(min(num_free, one.num_lacking))):
-            rank = job.next_rank if shares.room(job) > 0 else None
+            rank = job.places.next_rank if job.num_lacking and shares.room(job) > 0 else None
             places = fleet.take_again(job.id, rank, job.spec, (), kept) if rank is not None else None
             if rank is not None and places is not None:
                 self._touch(job.id)
                 shares.take(job, 1)
                 job.place_again(rank, places, fleet, self._new_incarnation)
 
-    def _place(self, job: Job, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
+    def _place(self, job: TrainingJob, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
         """Gives the job its slots; False when they are too few, or not on one host."""
         spec, room = job.spec, shares.room(job)
         groups = fleet.take(job.id, spec, min(spec.num_ranks or room, room), kept)

@@ -9,20 +9,20 @@ slots than the waiting one's will have give what they have beyond their least nu
 
 from collections.abc import Iterable
 
-from elche_coordinator.core.jobs.job import Job
 from elche_coordinator.core.jobs.shares import Shares, order
+from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.messages.events import SlotsAsked
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import staying
 
 
-def holds_back(job: Job, fleet: Fleet) -> bool:
+def holds_back(job: TrainingJob, fleet: Fleet) -> bool:
     """Whether others wait behind a job for which there are too few free slots: not when there are too few at all."""
     return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
-def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
+def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
     """What others are asked to give for the job that waits, beyond what leaves already; nothing if all together have
     too little.
 
@@ -38,9 +38,9 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> li
         if job.spec.account != waiting.spec.account
     }
     equal = [job for job in jobs if job.spec.priority == waiting.spec.priority and _can_give(job)]
-    gifts: dict[Job, int] = {}
+    gifts: dict[TrainingJob, int] = {}
 
-    def give(job: Job, num_ranks: int) -> int:
+    def give(job: TrainingJob, num_ranks: int) -> int:
         """How many slots the job gives, if it gives so many ranks and no more than are lacking."""
         given, size = gifts.get(job, 0), job.spec.group_size
         if lack > 0 and num_ranks > given:
@@ -63,7 +63,7 @@ def asked(waiting: Job, jobs: Iterable[Job], fleet: Fleet, shares: Shares) -> li
     return [SlotsAsked(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
 
 
-def _has_only(job: Job, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
+def _has_only(job: TrainingJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
     """Whether all slots of the job meet the conditions."""
     living = [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
     return not conditions or all(
@@ -73,25 +73,21 @@ def _has_only(job: Job, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
     )
 
 
-def _can_give(job: Job) -> bool:
+def _can_give(job: TrainingJob) -> bool:
     """Whether ranks of the job can leave soon: a paused one makes no round with which they could."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
-    return (
-        job.can_scale
-        and not job.body.is_paused
-        and (trains or (job.phase is JobPhase.STARTING and job.body.goes_back(is_violent=True)))
-    )
+    return job.can_scale and not job.is_paused and (trains or (job.phase is JobPhase.STARTING and job.can_begin_again))
 
 
-def _num_staying(job: Job) -> int:
+def _num_staying(job: TrainingJob) -> int:
     return len(staying(job.ranks))
 
 
-def _surplus(job: Job) -> int:
+def _surplus(job: TrainingJob) -> int:
     return max(0, _num_staying(job) - job.spec.least_ranks) if job.phase is not JobPhase.STARTING else 0
 
 
-def _num_leaving(job: Job) -> int:
+def _num_leaving(job: TrainingJob) -> int:
     """Slots of ranks that are about to exit."""
     stay = staying(job.ranks) if job.is_open else {}
     there = [rank for rank, record in job.ranks.items() if record.phase is not RankPhase.EXITED]

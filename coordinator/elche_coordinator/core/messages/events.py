@@ -426,7 +426,7 @@ class DeadlinePassed:
     """The time of `next_deadline_s()` has come."""
 
 
-BodyEvent = (
+WorkEvent = (
     BatchesTrained
     | ReserveRecalled
     | RoundEntered
@@ -448,8 +448,8 @@ BodyEvent = (
     | LoopLeft
     | SessionOpened
 )
-"""What ranks report of what runs in the job."""
-JobEvent = BodyEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
+"""What ranks report of their work."""
+JobEvent = WorkEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
 """What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
 AnyRankEvent = JobEvent | RankExited
 Event = (

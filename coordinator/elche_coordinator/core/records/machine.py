@@ -125,6 +125,61 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
 }
 
 
+def rank_machine(census: "Counter[RankPhase] | None" = None) -> Machine[RankPhase, RankTrigger]:
+    """The life of a rank that is starting."""
+    return Machine("rank", RANK_PHASES, RankPhase.STARTING, census)
+
+
+class Departure(StrEnum):
+    """Whether, and how, a rank that has not exited is to go: a second machine beside its phase."""
+
+    STAYS = "stays"
+    LEAVING = "leaving"
+    """It exits as soon as its work is in a committed round."""
+    DISMISSED = "dismissed"
+    """Its work is committed, and it was asked to exit."""
+    LEFT_OUT = "left out"
+    """It hangs: the others go on without it, and its process is to be ended."""
+    STOPPED = "stopped"
+    """Its process is to be ended; until it has exited the others wait for it."""
+
+
+class DepartureTrigger(StrEnum):
+    """What has a rank go, or stay."""
+
+    ASKED = "asked to leave"
+    TAKEN_BACK = "may stay"
+    WORK_COMMITTED = "work committed"
+    LEFT_OUT = "left out"
+    STOPPED = "stopped"
+
+
+DEPARTURES: dict[tuple[Departure, DepartureTrigger], Departure] = {
+    (Departure.STAYS, DepartureTrigger.ASKED): Departure.LEAVING,
+    (Departure.STAYS, DepartureTrigger.WORK_COMMITTED): Departure.DISMISSED,
+    (Departure.STAYS, DepartureTrigger.LEFT_OUT): Departure.LEFT_OUT,
+    (Departure.STAYS, DepartureTrigger.STOPPED): Departure.STOPPED,
+    (Departure.LEAVING, DepartureTrigger.TAKEN_BACK): Departure.STAYS,
+    (Departure.LEAVING, DepartureTrigger.WORK_COMMITTED): Departure.DISMISSED,
+    (Departure.LEAVING, DepartureTrigger.LEFT_OUT): Departure.LEFT_OUT,
+    (Departure.LEAVING, DepartureTrigger.STOPPED): Departure.STOPPED,
+    (Departure.STOPPED, DepartureTrigger.WORK_COMMITTED): Departure.DISMISSED,
+    (Departure.STOPPED, DepartureTrigger.LEFT_OUT): Departure.LEFT_OUT,
+}
+"""What is not in it changes nothing: a rank that is to go does not come back."""
+
+
+class Model(StrEnum):
+    """Which model a rank has."""
+
+    NONE = "none"
+    """It was started while others trained, and gets theirs with the next round."""
+    START = "start"
+    """What its attempt began with: a checkpoint, or what the user's file makes."""
+    PRESENT = "present"
+    """The job's: it has the result of a committed round."""
+
+
 class Hold(Enum):
     """Why ranks that could train stop at the last announced round."""
 

@@ -13,7 +13,16 @@ from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Ran
 from elche_coordinator.core.messages.spec import Build, HeaderRow
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.core.records.machine import RANK_PHASES, Machine, RankPhase, RankTrigger
+from elche_coordinator.core.records.machine import (
+    DEPARTURES,
+    Departure,
+    DepartureTrigger,
+    Machine,
+    Model,
+    RankPhase,
+    RankTrigger,
+    rank_machine,
+)
 
 NO_GAUGES = Gauges()
 WINDOW = 32
@@ -58,24 +67,12 @@ class RankRecord:
     links_address: str = ""
     """Where other ranks can try whether they reach it; empty before it is ready."""
     settings: AgreedSettings | None = None
-    life: Machine[RankPhase, RankTrigger] = field(
-        default_factory=lambda: Machine("rank", RANK_PHASES, RankPhase.STARTING)
-    )
-    is_stopped: bool = False
-    """Whether its agent was told to end the process."""
-    is_left_out: bool = False
-    """Whether the others go on without it though its process is there: it hangs, or was let go."""
-    is_leaving: bool = False
-    """Whether it is to go as soon as its work is in a committed round."""
-
-    has_start: bool = True
-    """Whether it was started with what its attempt begins with, such as a checkpoint; not one that came later."""
-    has_model: bool = False
-    """Whether it has the job's present model: from its first committed round on."""
-    is_discarded: bool = False
-    """Whether its values were left out of its last round's average."""
-    is_again: bool = False
-    """Whether another process was this rank before."""
+    life: Machine[RankPhase, RankTrigger] = field(default_factory=rank_machine)
+    departure: Departure = Departure.STAYS
+    """Whether, and how, it is to go."""
+    model: Model = Model.START
+    num_before: int = 0
+    """Processes that were this rank before."""
     earlier_batches: int = 0
     """Committed by earlier incarnations of the rank."""
 
@@ -141,10 +138,29 @@ class RankRecord:
         """Whether the rank has opened its session and not left."""
         return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
 
+    def departs(self, trigger: DepartureTrigger) -> None:
+        """Moves it along `DEPARTURES`; a trigger without a row there changes nothing."""
+        self.departure = DEPARTURES.get((self.departure, trigger), self.departure)
+
     @property
     def is_present(self) -> bool:
-        """Whether it is there and is to stay: neither gone nor told to end."""
-        return self.phase is not RankPhase.EXITED and not self.is_stopped
+        """True while it trains with the others: it has not exited, and nobody has told it to."""
+        return self.phase is not RankPhase.EXITED and self.departure in (Departure.STAYS, Departure.LEAVING)
+
+    @property
+    def is_ending(self) -> bool:
+        """True once it was told to exit; what it says afterwards of its work does not count."""
+        return self.departure not in (Departure.STAYS, Departure.LEAVING)
+
+    @property
+    def is_done_without(self) -> bool:
+        """True once the others go on without it, though its process may still run."""
+        return self.departure in (Departure.DISMISSED, Departure.LEFT_OUT)
+
+    @property
+    def has_model(self) -> bool:
+        """True from its first committed round on: others can get the job's present model from it."""
+        return self.model is Model.PRESENT
 
     @property
     def num_batches(self) -> int:
@@ -158,7 +174,7 @@ class RankRecord:
 
     def take_over(self, before: "RankRecord") -> None:
         """What an earlier process of the rank has done; its speed too, on the same device."""
-        self.is_again = True
+        self.num_before = before.num_before + 1
         self.earlier_batches, self.num_samples = before.num_batches, before.num_samples
         self.compute_ms, self.waited_ms, self.durations = before.compute_ms, before.waited_ms, before.durations
         if (before.agent_id, before.slot) == (self.agent_id, self.slot):
@@ -189,7 +205,7 @@ class RankRecord:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.base_step = row.local_step
-        self.has_model = True
+        self.model = Model.PRESENT
         if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:
             self.ms_per_batch = row.compute_us / 1000 / num_batches  # the round was shorter than a report's interval
         if row.local_step >= self.local_step:
@@ -204,8 +220,12 @@ RankRecords = dict[Rank, RankRecord]
 
 
 def staying(ranks: RankRecords) -> RankRecords:
-    """Those that are there, are to stay, and do not leave soon."""
-    return {rank: record for rank, record in ranks.items() if record.is_present and not record.is_leaving}
+    """Present ranks that are not about to leave."""
+    return {
+        rank: record
+        for rank, record in ranks.items()
+        if record.departure is Departure.STAYS and record.phase is not RankPhase.EXITED
+    }
 
 
 def num_hosts(ranks: RankRecords) -> int:
@@ -214,13 +234,13 @@ def num_hosts(ranks: RankRecords) -> int:
 
 
 def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
-    """So many of those that stay, the highest first."""
+    """The `num` highest ranks that stay, the highest first."""
     stay = staying(ranks)
     return [stay[rank] for rank in sorted(stay, reverse=True)[:num]]
 
 
 def present(ranks: RankRecords) -> RankRecords:
-    """Those that are there and are to stay."""
+    """Ranks that train, or are about to: neither exited nor told to."""
     return {rank: record for rank, record in ranks.items() if record.is_present}
 
 

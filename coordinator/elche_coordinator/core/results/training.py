@@ -18,14 +18,15 @@ from elche_coordinator.core.messages.events import (
     EvaluationDone,
     ResultReceived,
 )
-from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Incarnation, JobId, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, UserEvent
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
 from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Policy
-from elche_coordinator.core.records.machine import Hold
+from elche_coordinator.core.records.failure import Failure
+from elche_coordinator.core.records.machine import Hold, Model
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest, present
 from elche_coordinator.core.records.round import Round
@@ -116,6 +117,8 @@ class Training:
         """Complete epochs whose evaluation is to be made with the next result: it was not complete in the checkpoint
         that training goes on from, or a rank that had a part of it is gone.
         """
+        self._discarded: set[Incarnation] = set()
+        """Ranks whose values were left out of their last round's average."""
         self._saver: Rank | None = None
         """Who is to write the final state."""
         if resumed is not None:
@@ -139,7 +142,7 @@ class Training:
 
     def has_model(self, record: RankRecord) -> bool:
         """Whether the rank can give others the model. Before the first round it is what the attempt begins with."""
-        return record.has_model or (self.started is None and record.has_start)
+        return record.has_model or (self.started is None and record.model is Model.START)
 
     def is_waited_for(self, rank: Rank) -> bool:
         """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
@@ -167,19 +170,19 @@ class Training:
 
     # What ranks report of results
 
-    def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> str | None:
-        """A rank has evaluated its part. Returns why the job cannot go on, if so."""
+    def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> Failure | None:
+        """A rank has evaluated its part."""
         record.evaluation_ms = event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
         return self._judge(self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms))
 
-    def _judge(self, complete: list[Evaluation]) -> str | None:
-        """Takes in what evaluations gave. Returns why the job cannot go on, if so."""
+    def _judge(self, complete: list[Evaluation]) -> Failure | None:
+        """Takes in what evaluations gave."""
         for done in complete:
             problem = self.evaluations.judge(done)
             if problem is not None:
-                return problem
+                return Failure(problem)
             self.checkpoints.set_metrics(done.version, done.metrics)
             for epoch in done.epochs:
                 is_final = self.is_complete and done.version == self.version
@@ -258,7 +261,7 @@ class Training:
             record, result = self.members[rank], received.results.get(rank)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
-            self._note_left_out(record, are_out.get(rank), sum(piece.size for piece in booked))
+            self._note_discarded(record, are_out.get(rank), sum(piece.size for piece in booked))
             waited_ms = received.stalled_ms(rank) if self.started else 0.0
             parts[rank] = RankPart(
                 slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
@@ -279,13 +282,15 @@ class Training:
         self.longest_averaging_ms = max(received.longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
 
-    def _note_left_out(self, record: RankRecord, why: str | None, num_samples: int) -> None:
-        """Counts what is not in the result, and tells once of a rank that is left out, or is so again."""
+    def _note_discarded(self, record: RankRecord, why: str | None, num_samples: int) -> None:
+        """Counts what is not in the result, and tells once of a rank that is discarded, or is so again."""
         if why is not None:
             self.discarded_samples += num_samples
-            if not record.is_discarded:
+            if record.incarnation not in self._discarded:
                 self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=why)))
-        record.is_discarded = why is not None
+            self._discarded.add(record.incarnation)
+        else:
+            self._discarded.discard(record.incarnation)
 
     def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
         """What the rank says of its own part of the round."""
@@ -360,19 +365,18 @@ class Training:
 
     # When a rank is gone
 
-    def lose(self, lost: RankRecord) -> str | None:
-        """The rank is gone, or to be replaced: what it owed beside its work is asked of others. Returns why the job
-        cannot go on, if so.
+    def lose(self, lost: RankRecord) -> Failure | None:
+        """The rank is gone, or to be replaced: what it owed beside its work is asked of others.
 
         Its own work is given back by `Ledger.release`, once it is decided which rounds have its work.
         """
         self.checkpoints.lose_writer(lost.rank)
         self.epochs.lose(lost.rank, present(self.members))
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
-        problem = self._judge(self.evaluations.take_complete())
+        failure = self._judge(self.evaluations.take_complete())
         there = present(self.members)
-        if problem is not None or not self.is_complete or not there:
-            return problem
+        if failure is not None or not self.is_complete or not there:
+            return failure
         if self._owed and self.settings.has_evaluation:  # no other result comes
             owed, self._owed = self._owed, []
             for rank, part in self._begin_evaluation(owed, fastest(there)).items():

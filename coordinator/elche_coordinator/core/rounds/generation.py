@@ -11,6 +11,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
 )
 from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import Hold, RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
@@ -90,14 +91,11 @@ class Generation:
             if not self.rounds:
                 self.scheduler.plan_next(now_s)
 
-    def resolve(self, num_rounds: int, now_s: float) -> str | None:
-        """Nothing of it runs any more: commits its first open rounds; the others never were. Returns why the job cannot
-        go on, if so.
-        """
+    def resolve(self, num_rounds: int, now_s: float) -> Failure | None:
+        """Nothing of it runs any more: commits its first open rounds; the others never were."""
         for opened in self.rounds[:num_rounds]:
-            problem = self._commit(opened, now_s)
-            if problem is not None:
-                return problem
+            if failure := self._commit(opened, now_s):
+                return failure
         self.rounds.clear()
         return None
 
@@ -191,8 +189,8 @@ class Generation:
         if self.abandoned is None:
             self.scheduler.on_entered()
 
-    def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> str | None:
-        """The rank has a round's result; commits what all members have. Returns why it must not, if so.
+    def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> Failure | None:
+        """The rank has a round's result; commits what all members have.
 
         A round that is given up on others is not decided before the generation is given up (`is_torn`).
         """
@@ -205,18 +203,17 @@ class Generation:
         opened.entered[record.rank] = None
         opened.results[record.rank] = event
         while self.abandoned is None and self.rounds and self.rounds[0].is_received_by_all:
-            problem = self._commit(self.rounds[0], now_s)
-            if problem is not None:
-                return problem
+            if failure := self._commit(self.rounds[0], now_s):
+                return failure
         return None
 
-    def _commit(self, received: Round, now_s: float) -> str | None:
-        """Commits the first open round and plans the next one. Returns why the round must not be committed, if so."""
+    def _commit(self, received: Round, now_s: float) -> Failure | None:
+        """Commits the first open round and plans the next one. Fails for one that must not be committed."""
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
         problem = received.problem(allows_nonfinite=allows_nonfinite) or training.impossible_cut(received)
         if problem is not None:
-            return problem
+            return Failure(problem)
         del self.rounds[0]
         self._given_up_in_a_row = 0
         training.commit(received, now_s)
@@ -225,11 +222,8 @@ class Generation:
             self.scheduler.plan_next(now_s)
         return None
 
-    def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> str | None:
-        """The rank will not receive a round's result. When none will, its work goes into the next one.
-
-        Returns why the job cannot go on, if so.
-        """
+    def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> Failure | None:
+        """The rank will not receive a round's result. When none will, its work goes into the next one."""
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
             self._refuse(event, opened)
@@ -243,7 +237,7 @@ class Generation:
         self.num_given_up += 1
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= MAX_GIVEN_UP:
-            return f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}"
+            return Failure(f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}")
         self.rounds.remove(opened)
         if self.scheduler.has_committed:
             self.scheduler.plan_next(now_s)

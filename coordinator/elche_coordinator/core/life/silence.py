@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping
 from math import inf
 
-from elche_coordinator.core.jobs.hangs import CHECK_S, Duty, HangWatch
-from elche_coordinator.core.jobs.stalls import StallWatch
+from elche_coordinator.core.life.hangs import CHECK_S, Duty, HangWatch
+from elche_coordinator.core.life.stalls import StallWatch
 from elche_coordinator.core.messages.commands import AskStacks, Publish, SendPing
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
-    BodyEvent,
     EvaluationDone,
     ResultReceived,
     RoundEntered,
     StacksTold,
+    WorkEvent,
 )
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import StallReport
@@ -101,7 +101,7 @@ class SilenceWatch:
         else:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
-    def on_heard(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+    def on_heard(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """The rank has said something, which the job takes in after this. While averaging overlaps, one that enters a
         round has a batch to make, too.
         """

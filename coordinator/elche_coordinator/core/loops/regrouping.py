@@ -1,17 +1,12 @@
 """How the ranks of a loop of the user's own go on when one of them has died (protocol P18.9)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId, Rank
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import RankPhase
-from elche_coordinator.core.records.ranks import RankRecord
-
-if TYPE_CHECKING:
-    from elche_coordinator.core.jobs.job import Job
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 MAX_FRUITLESS = 5
 """Groups in a row in which nobody trains a batch."""
@@ -23,10 +18,12 @@ class Regrouping:
     all that are there have said that nothing of it runs any more.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job_id: JobId, ranks: RankRecords, outbox: Outbox) -> None:
         self.generation_id = GenerationId(0)
         """The group that trains; 0 is the one that the script has made."""
-        self._job = job
+        self._job_id = job_id
+        self._ranks = ranks
+        self._outbox = outbox
         self._answered: set[Rank] | None = None
         """Ranks that have given the group up; None while it stands."""
         self._num_fruitless = 0
@@ -38,7 +35,7 @@ class Regrouping:
     @property
     def members(self) -> list[RankRecord]:
         """The ranks that are there, in order."""
-        ranks = self._job.ranks
+        ranks = self._ranks
         return [ranks[rank] for rank in sorted(ranks) if ranks[rank].phase is not RankPhase.EXITED]
 
     def on_batches(self) -> None:
@@ -49,53 +46,48 @@ class Regrouping:
         """A rank has given the group up, by itself or because it was asked. Old news changes nothing."""
         if event.generation != self.generation_id:
             return
-        self.give_up()
-        assert self._answered is not None
-        self._answered.add(record.rank)
-        self._form_if_all_have(event.reason)
+        self._abandon().add(record.rank)
 
     def on_lost(self) -> None:
         """A member is gone: the others give the group up."""
         self._num_fruitless, self._has_lost = 0, True
-        self.give_up()
-        self._form_if_all_have("")
+        self._abandon()
 
     def on_left(self, record: RankRecord) -> None:
         """A member has come to the loop's end."""
         self._left = record.rank
-        self._form_if_all_have("")
 
-    def give_up(self) -> None:
-        """Asks every member to give the group up, once."""
+    def _abandon(self) -> set[Rank]:
+        """Asks every member to give the group up, once. Returns those that have."""
         if self._answered is None:
             self._answered = set()
             for record in self.members:
-                command = SendAbandon(**record.address(self._job.id), generation=self.generation_id)
-                self._job.outbox.add(command)
+                command = SendAbandon(**record.address(self._job_id), generation=self.generation_id)
+                self._outbox.add(command)
+        return self._answered
 
-    def _form_if_all_have(self, reason: str) -> None:
+    def form_if_all_have(self, reason: str) -> Failure | None:
+        """Forms the next group if all members have given up this one, the last of them for this reason. Returns why
+        the job cannot go on, if so.
+        """
         members = self.members
-        if self._answered is None or not self._job.is_open:
-            return
-        if not members or any(record.rank not in self._answered for record in members):
-            return
+        if self._answered is None or not members or any(one.rank not in self._answered for one in members):
+            return None
         if self._left is not None and not self._has_lost:
-            self._job.fail(
+            return Failure(
                 f"rank {self._left} has come to the end of its loop, and others wait for it: all ranks must make "
                 "equally many steps"
             )
-            return
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS:
             why = reason or "its ranks could form no group"
-            self._job.fail(f"{MAX_FRUITLESS} groups in a row have come to no batch: {why}")
-            return
+            return Failure(f"{MAX_FRUITLESS} groups in a row have come to no batch: {why}")
         self._answered, self._left, self._has_lost = None, None, False
         self.generation_id = GenerationId(self.generation_id + 1)
         for position, record in enumerate(members):
-            self._job.outbox.add(
+            self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._job.id),
+                    **record.address(self._job_id),
                     attempt=ATTEMPT,
                     generation=self.generation_id,
                     position=position,
@@ -103,3 +95,4 @@ class Regrouping:
                     backend="",
                 )
             )
+        return None

@@ -1,19 +1,16 @@
 """A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
-from elche_coordinator.core.jobs.deaths import Deaths
-from elche_coordinator.core.jobs.hangs import Duty
-from elche_coordinator.core.jobs.job import Job
-from elche_coordinator.core.jobs.regrouping import Regrouping
-from elche_coordinator.core.jobs.stalls import StallWatch
+from elche_coordinator.core.life.hangs import Duty
+from elche_coordinator.core.life.job import Job
+from elche_coordinator.core.loops.regrouping import Regrouping
 from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
-    BodyEvent,
     CheckpointFailed,
     CheckpointSaved,
     EpochMetricsTaken,
@@ -21,18 +18,27 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    JobEvent,
     LeaveAsked,
     LinksProbed,
     LoopAttached,
     LoopEpochEnded,
     LoopLeft,
     LoopProgressed,
+    PingAnswered,
+    PingSent,
+    RankFailed,
     RankReady,
+    RankStarted,
     ReserveRecalled,
     ResultReceived,
     RoundEntered,
     RoundFailed,
+    SessionLost,
     SessionOpened,
+    StacksTold,
+    UserEventRecorded,
+    WorkEvent,
 )
 from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Incarnation, Rank
 from elche_coordinator.core.messages.reports import (
@@ -43,6 +49,7 @@ from elche_coordinator.core.messages.reports import (
     Outcome,
     RankResult,
 )
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
@@ -53,24 +60,27 @@ MAX_EPOCHS_TOLD = 10_000
 """Newest epochs whose sizes the result has: a loop may make very many."""
 MAX_CHECKPOINTS = 100
 """The newest ones that are remembered; the loop itself removes what it does not keep."""
-
-
 JOIN_GRACE_S = 60.0
 """Time in which all ranks of a new loop must have connected."""
 
 
-class AttachedLoop:
-    """The body of a job without agent, slots, leases and rounds: its ranks train already."""
+class Loop(Job):
+    """A job without agents, slots, leases and rounds: its ranks train already.
+
+    No process that the user has started is ended: one that hangs is shown as stalled. A rank whose stream is lost
+    counts as gone. Nobody but the user can start the script again.
+    """
 
     attempt = Attempt(1)
+    resume_point = ""
+    can_begin_again = False
+    is_paused = False
 
-    def __init__(
-        self, job: Job, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float
-    ) -> None:
+    def __init__(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:
+        super().__init__(event.job_id, event.spec, submitted_at=event.submitted_at)
         self.policy = event.policy
         self.latest_s = now_s
         """When a rank has last reported progress."""
-        self.is_paused = False
         self.progress: LoopProgressed | None = None
         """The newest, of rank 0."""
         self.metrics: dict[str, float] = {}
@@ -89,32 +99,61 @@ class AttachedLoop:
         """For each epoch: its sums, and the ranks that have finished it."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as ranks that have finished them say; those of dead ranks are among them."""
-        self._job = job
         self._can_regroup = event.can_regroup
-        self._groups = Regrouping(job)
-        self._start(event, next_incarnation)
-
-    def _start(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation]) -> None:
-        """The ranks train already: the job skips the phases of placing and grouping."""
-        job = self._job
+        self._groups = Regrouping(self.id, self.ranks, self.outbox)
+        self.began_s |= {JobPhase.QUEUED: now_s, JobPhase.STARTING: now_s}
         for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
-            job.advance(trigger, "trains, in a loop of its own")
+            self.advance(trigger, "trains, in a loop of its own")
         for index, (host, device) in enumerate(event.ranks):
-            record = RankRecord(
-                rank=Rank(index),
-                incarnation=next_incarnation(),
-                agent_id=AgentId(""),
-                slot=0,
-                host=host,
-                device=device,
-                life=job.new_life(),
-            )
-            record.life.advance(RankTrigger.LOADED)
-            record.life.advance(RankTrigger.GROUPED)
-            job.ranks[record.rank] = record
-        job.set_deadline(JOIN_GRACE_S)
+            self._add(Rank(index), host, device, next_incarnation())
+        self.set_deadline(JOIN_GRACE_S)
 
-    def take_in(self, record: RankRecord, event: BodyEvent, now_s: float) -> None:
+    def _add(self, rank: Rank, host: str, device: str, incarnation: Incarnation) -> None:
+        """A rank that trains."""
+        record = RankRecord(
+            rank=rank,
+            incarnation=incarnation,
+            agent_id=AgentId(""),
+            slot=0,
+            host=host,
+            device=device,
+            life=self.roster.new_life(),
+        )
+        record.life.advance(RankTrigger.LOADED)
+        record.life.advance(RankTrigger.GROUPED)
+        self.roster.add(record)
+
+    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
+        """What a rank reports, and that its stream is lost."""
+        self._watch_silence(now_s)
+        match event:
+            case RankStarted() | PingSent() | PingAnswered() | StacksTold() | UserEventRecorded() | RankFailed():
+                self.take_in_common(record, event, now_s)
+            case SessionLost():
+                self._on_session_lost(record)
+            case _:
+                self.silence.on_heard(record, event, now_s)
+                self._on_work(record, event, now_s)
+                if self.is_paused:
+                    self.silence.on_alive(record, now_s)
+
+    def _watch_silence(self, now_s: float) -> None:
+        if self.phase is JobPhase.TRAINING:
+            self.silence.watch(now_s)
+
+    def check_silence(self, now_s: float) -> None:
+        """Tells of ranks that make no step, unless the loop is paused."""
+        if self.phase is not JobPhase.TRAINING:
+            self.silence.stop()
+            return
+        stalls = self.silence.stalls
+        duties = {
+            one.rank: Duty(is_busy=True, stall_s=None if self.is_paused else stalls.patience_s(one))
+            for one in self._groups.members
+        }
+        self.silence.check(duties, now_s)
+
+    def _on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """What a rank reports of its loop."""
         match event:
             case BatchesTrained():
@@ -135,6 +174,7 @@ class AttachedLoop:
                 self._on_left(record)
             case GenerationAbandoned() if self._can_regroup:
                 self._groups.on_abandoned(record, event)
+                self._regroup(event.reason)
             case (
                 RoundEntered()
                 | ReserveRecalled()
@@ -149,9 +189,14 @@ class AttachedLoop:
                 | FinalStateSaved()
                 | BestKept()
             ):
-                self._job.refuse_now(event, "it is a loop of the user's own")
+                self.refuse_now(event, "it is a loop of the user's own")
             case _:
                 assert_never(event)
+
+    @property
+    def num_wanted(self) -> int:
+        """As many ranks as it began with."""
+        return self.spec.num_ranks
 
     @property
     def generation_id(self) -> GenerationId:
@@ -161,12 +206,12 @@ class AttachedLoop:
     @property
     def num_samples(self) -> int:
         """Trained by all ranks, as reported."""
-        return sum(record.num_samples for record in self._job.ranks.values())
+        return sum(record.num_samples for record in self.ranks.values())
 
     @property
     def loss(self) -> float | None:
         """Mean over ranks of their last reported losses."""
-        losses = [one.loss for one in self._job.ranks.values() if one.loss is not None]
+        losses = [one.loss for one in self.ranks.values() if one.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
@@ -229,14 +274,14 @@ class AttachedLoop:
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
-        report: EpochReport = tally.report(epoch=epoch, ranks=list(self._job.ranks), committed=num_samples, dropped=0)
-        self._job.outbox.add(Publish(job_id=self._job.id, report=report))
+        report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
+        self.outbox.add(Publish(job_id=self.id, report=report))
 
     def _on_evaluated(self, event: EvaluationDone) -> None:
         """The loop has evaluated, its own way."""
         self.metrics = {name: total / count for name, (total, count) in event.sums.items() if count}
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
-        self._job.outbox.add(Publish(job_id=self._job.id, report=report))
+        self.outbox.add(Publish(job_id=self.id, report=report))
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
         """A checkpoint is written completely."""
@@ -252,104 +297,72 @@ class AttachedLoop:
         )
         self.checkpoints = [*(one for one in self.checkpoints if one.path != saved.path), saved][-MAX_CHECKPOINTS:]
         self.saved_at_s = now_s
-        self._job.outbox.add(Publish(job_id=self._job.id, report=saved))
+        self.outbox.add(Publish(job_id=self.id, report=saved))
 
-    def request_checkpoint(self) -> None:
-        """A client wants a checkpoint; the first rank brings it to the others."""
+    def save(self) -> None:
+        """Asks the first rank for a checkpoint; it brings that to the others."""
         for record in self._groups.members[:1]:
-            self._job.outbox.add(SendSaveCheckpoint(**record.address(self._job.id)))
+            self.outbox.add(SendSaveCheckpoint(**record.address(self.id)))
 
-    def pause(self, now_s: float, *, is_paused: bool) -> None:
-        """A client wants the loop to stop after one of its next steps, or to go on."""
+    def hold(self, now_s: float, *, is_paused: bool) -> None:
+        """Has the loop stop after one of its next steps, or go on."""
         self.is_paused = is_paused
-        for record in self._job.ranks.values():
-            self._job.outbox.add(SendPauseLoop(**record.address(self._job.id), is_paused=is_paused))
-
-    def duty(self, record: RankRecord, stalls: StallWatch) -> Duty:
-        """Its steps, unless it is paused."""
-        return Duty(is_busy=True, stall_s=None if self.is_paused else stalls.patience_s(record))
-
-    def has_batch_due(self, record: RankRecord) -> bool:
-        """Its next step: what else the user's code does is not known."""
-        return not self.is_paused
+        for record in self.ranks.values():
+            self.outbox.add(SendPauseLoop(**record.address(self.id), is_paused=is_paused))
 
     def _on_left(self, record: RankRecord) -> None:
         """The rank has come to its end. When all have, the job has succeeded."""
-        job = self._job
         record.life.advance(RankTrigger.EXITED)
         self._tell_epochs()
         self._groups.on_left(record)
-        if job.num_in(RankPhase.EXITED) == len(job.ranks) and job.is_open:
-            job.decide(Outcome.SUCCEEDED, "the loop has come to its end")
-        job.end_if_gone()
+        self._regroup("")
+        if not self.roster.num_living and self.is_open:
+            self.decide(Outcome.SUCCEEDED, "the loop has come to its end")
+        self.end_if_gone()
 
-    def on_session_lost(self, record: RankRecord) -> None:
+    def _regroup(self, reason: str) -> None:
+        """Forms the next group, once all members have given up the one before it."""
+        if self.is_open and (failure := self._groups.form_if_all_have(reason)) is not None:
+            self.fail(failure)
+
+    def _on_session_lost(self, record: RankRecord) -> None:
         """No agent watches the process: it counts as gone, and the others go on without it where they can."""
         if record.phase is RankPhase.EXITED:
             return
         where = f"rank {record.rank} on {record.host} ({record.device})"
         notice = f"{where} disconnected without reporting an exit, at batch {record.local_step}"
         others = [one for one in self._groups.members if one is not record]
-        if self._can_regroup and others and self._job.is_open:
-            self._job.note_gone(record)
+        if self._can_regroup and others and self.is_open:
+            self.roster.note_exit(record, counts=True)
             self._groups.on_lost()
-            self._job.tell_lost(record, notice)
+            self._regroup("")
+            self.roster.tell_lost(record, notice)
             self._tell_epochs()
         else:
-            self._lose(record, notice)
+            self._on_gone(record, notice)
 
     def on_deadline(self) -> None:
         """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
-        is_training = self._job.phase is JobPhase.TRAINING
-        for record in self._job.ranks.values():
+        is_training = self.phase is JobPhase.TRAINING
+        for record in self.ranks.values():
             if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
                 continue
             where = f"rank {record.rank} on {record.host}"
             notice = f"{where} never connected: it cannot reach the coordinator, or is gone"
-            self._lose(record, notice if is_training else "")
+            self._on_gone(record, notice if is_training else "")
 
-    def _lose(self, record: RankRecord, notice: str) -> None:
-        self._job.note_gone(record)
-        if self._job.is_open:
-            self._job.fail(notice, record=record)
-        self._job.end_if_gone()
-
-    def can_lose(self, record: RankRecord) -> bool:
-        """No process that the user has started is ended here: one that hangs is shown as stalled."""
-        return False
-
-    def check_links(self, now_s: float) -> None:
-        """Its ranks are not watched."""
-
-    def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
-        """Nobody knows what a loop of the user's own trains."""
-        return None
-
-    def lose(self, record: RankRecord, now_s: float) -> None:
-        """Never called."""
-
-    def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
-        """No host has any of its ranks."""
-
-    def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
-        """No host has any of its ranks."""
-
-    def goes_back(self, *, is_violent: bool) -> bool:
-        """Nobody but the user can start the script again."""
-        return False
-
-    resume_point = ""
-    has_saved = False
-
-    def anew(self) -> "AttachedLoop":
-        """Never called."""
-        return self
+    def _on_gone(self, record: RankRecord, notice: str) -> None:
+        """The rank is gone, and the others cannot go on without it."""
+        self.roster.note_exit(record, counts=self.is_open)
+        if self.is_open:
+            self.fail(Failure(notice, rank=record.rank))
+        self.end_if_gone()
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
         if self.num_samples:
-            return {rank: record.num_samples for rank, record in self._job.ranks.items()}
-        return {rank: record.base_step for rank, record in self._job.ranks.items()}
+            return {rank: record.num_samples for rank, record in self.ranks.items()}
+        return {rank: record.base_step for rank, record in self.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
         """The result with what the loop came to."""
@@ -362,7 +375,7 @@ class AttachedLoop:
             committed_samples=tuple(self.epoch_sizes),
             dropped_samples=(0,) * len(self.epoch_sizes),
             rounds=self.progress.num_steps if self.progress else 0,
-            ranks=tuple(_rank_result(record) for record in self._job.ranks.values()),
+            ranks=tuple(_rank_result(record) for record in self.ranks.values()),
             duration_s=self.duration_s,
             checkpoints=tuple(self.checkpoints),
         )

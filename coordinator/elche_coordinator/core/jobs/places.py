@@ -1,0 +1,120 @@
+"""Which ranks a training is to have, and on which slots: starts them, and says which are missing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+from elche_coordinator.core.messages.commands import StartRank
+from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import Model, RankPhase
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord, staying
+from elche_coordinator.core.records.roster import Roster
+
+NextIncarnation = Callable[[], Incarnation]
+
+
+class Places:
+    """Starts a training's ranks. Its number of ranks is `num_wanted`; 0 until it is placed, if nobody says."""
+
+    def __init__(self, job_id: JobId, roster: Roster, outbox: Outbox, num_wanted: int) -> None:
+        self.num_wanted = num_wanted
+        self.missing: dict[Rank, float] = {}
+        """Ranks that are to be started again, and not before which time."""
+        self._job_id = job_id
+        self._roster = roster
+        self._outbox = outbox
+
+    def place(
+        self, groups: list[tuple[Place, ...]], spec: JobSpec, fleet: Fleet, next_incarnation: NextIncarnation
+    ) -> None:
+        """Starts one rank in each place, or group of places of one host, and no others."""
+        self._roster.clear()  # of an attempt before this one
+        self.num_wanted = spec.num_ranks or len(groups)
+        for index, places in enumerate(groups):
+            self._start(Rank(index), places, fleet, next_incarnation(), spec, Model.START)
+
+    def add(
+        self,
+        rank: Rank,
+        places: tuple[Place, ...],
+        spec: JobSpec,
+        fleet: Fleet,
+        next_incarnation: NextIncarnation,
+        *,
+        warms_up: bool,
+    ) -> None:
+        """Starts a rank that is gone, or a new one. It gets the others' model, whatever the job was resumed from."""
+        self.missing.pop(rank, None)
+        model = Model.NONE if spec.resume else Model.START
+        start = replace(spec, resume="")
+        self._start(rank, places, fleet, next_incarnation(), start, model, warms_up=warms_up)
+
+    def _start(
+        self,
+        rank: Rank,
+        places: tuple[Place, ...],
+        fleet: Fleet,
+        incarnation: Incarnation,
+        spec: JobSpec,
+        model: Model,
+        *,
+        warms_up: bool = False,
+    ) -> None:
+        first, *others = places
+        agent = fleet.agents[first.agent_id]
+        devices = tuple(agent.slots[place.slot].device for place in places)
+        record = RankRecord(
+            rank=rank,
+            incarnation=incarnation,
+            agent_id=first.agent_id,
+            slot=first.slot,
+            more_slots=tuple(place.slot for place in others),
+            host=agent.host,
+            device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
+            slot_devices=devices,
+            life=self._roster.new_life(),
+            model=model,
+        )
+        self._roster.add(record)
+        self._outbox.add(
+            StartRank(
+                **record.address(self._job_id),
+                agent_id=first.agent_id,
+                slot=first.slot,
+                more_slots=record.more_slots,
+                spec=spec,
+                warms_up=warms_up,
+            )
+        )
+
+    def need_again(self, rank: Rank, at_s: float) -> None:
+        """The rank is gone, and is to be started again at that time at the earliest, unless it is one too many."""
+        if self.num_held < self.num_wanted:
+            self.missing[rank] = at_s
+
+    def want(self, num_ranks: int) -> int:
+        """Sets how many ranks there are to be. Returns how many of those that stay are too many."""
+        self.num_wanted = num_ranks
+        for rank in sorted(self.missing, reverse=True)[: max(0, self.num_held - num_ranks)]:
+            del self.missing[rank]
+        return max(0, len(staying(self._roster.ranks)) + len(self.missing) - num_ranks)
+
+    @property
+    def num_held(self) -> int:
+        """Ranks that it has, or is to get again."""
+        return self._roster.num_living + len(self.missing)
+
+    @property
+    def num_lacking(self) -> int:
+        """How many ranks could be added."""
+        return max(0, self.num_wanted - self.num_held)
+
+    @property
+    def next_rank(self) -> Rank:
+        """The rank that is to be added next: the lowest that nobody is."""
+        living = {rank for rank, one in self._roster.ranks.items() if one.phase is not RankPhase.EXITED}
+        taken = living | self.missing.keys()
+        return next(rank for rank in map(Rank, count()) if rank not in taken)

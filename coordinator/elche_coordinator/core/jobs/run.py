@@ -1,0 +1,269 @@
+"""One attempt of a training: its ranks start, agree, and train until there is a model or the job goes back."""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from elche_coordinator.core.jobs.deaths import Deaths
+from elche_coordinator.core.jobs.final_model import FinalModel
+from elche_coordinator.core.jobs.links import LinkWatch
+from elche_coordinator.core.jobs.membership import Membership
+from elche_coordinator.core.jobs.notices import nothing_to_train
+from elche_coordinator.core.jobs.startup import Startup
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    GroupFormed,
+    RankReady,
+    ReserveRecalled,
+    ResultReceived,
+    RoundEntered,
+    RoundFailed,
+)
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
+from elche_coordinator.core.records.failure import Failure
+from elche_coordinator.core.records.machine import Hold
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present
+from elche_coordinator.core.records.roster import Roster
+from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.backends import Choice, choose_backend
+from elche_coordinator.core.rounds.generation import Generation
+
+RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | RoundFailed
+
+
+class Run:
+    """What ranks of one attempt train. There is no training and no membership until all are ready and agree."""
+
+    def __init__(
+        self,
+        job_id: JobId,
+        spec: JobSpec,
+        roster: Roster,
+        outbox: Outbox,
+        *,
+        past_attempts: int,
+        kept: Iterable[Checkpoint] = (),
+    ) -> None:
+        """`kept`: the checkpoints of the attempt before."""
+        self._job_id = job_id
+        self._spec = spec
+        self._roster = roster
+        self._outbox = outbox
+        self._startup = Startup(past_attempts, list(kept))
+        self._first_choice: Choice | None = None
+        """By which backend the first ranks are to average, once they have agreed."""
+        self.training: Training | None = None
+        self.membership: Membership | None = None
+        self.model = FinalModel(job_id, outbox)
+        self.links = LinkWatch(job_id, outbox)
+
+    @property
+    def attempt(self) -> Attempt:
+        """One more than that of the checkpoint that it goes on from; else 1."""
+        return self._startup.attempt
+
+    @property
+    def generation(self) -> Generation | None:
+        """The ranks that make rounds together; None before the first group stands."""
+        return self.membership.standing if self.membership is not None else None
+
+    @property
+    def backend(self) -> Choice | None:
+        """By which backend the ranks average, or will first; None before they have agreed."""
+        return self.generation.backend if self.generation is not None else self._first_choice
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """The newest generation, which may be forming; 0 before there is any."""
+        return self.membership.newest if self.membership is not None else GenerationId(0)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return self.training is not None and Hold.ASKED in self.training.holds
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its ranks are too few to train."""
+        return self.training is not None and Hold.TOO_FEW in self.training.holds
+
+    # On the way to training
+
+    def admit(self, record: RankRecord, event: RankReady) -> Failure | None:
+        """The rank has read the user's file. One that was started while others train is taken in, if it agrees."""
+        record.settings, record.device, record.build = event.settings, event.device, event.build
+        record.links_address = event.links_address
+        record.batch_size = event.batch_size or event.settings.batch_size
+        if self.membership is None or self.training is None:
+            self._startup.add(record.rank, event)
+            return None
+        difference = first_disagreement({Rank(-1): self.training.settings, record.rank: event.settings})
+        if difference is not None:
+            error = f"rank {record.rank} was restarted with other settings than the job trains with: {difference}"
+            return Failure(error, invalid=True)
+        self.membership.change_members()
+        return None
+
+    def begin(self, record: RankRecord) -> Failure | None:
+        """All ranks are ready, this one was the last: if they agree, they form their first group."""
+        error = self._startup.problem(self._roster.ranks) or self._begin_training(record)
+        if error is not None:
+            return Failure(error, invalid=True)
+        assert self.training is not None
+        self.membership = Membership(
+            self._job_id, self._roster, self._outbox, self.training, self._choose_backend, self.attempt
+        )
+        self.membership.form(dict(self._roster.ranks))
+        return None
+
+    def _begin_training(self, record: RankRecord) -> str | None:
+        """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
+        settings = record.settings
+        assert settings is not None
+        try:
+            builds = {rank: other.build for rank, other in self._roster.ranks.items() if other.build is not None}
+            self._first_choice = choose_backend(settings.backend, builds, num_hosts(self._roster.ranks))
+            training = Training(
+                self._job_id,
+                settings,
+                self._roster.ranks,
+                self._outbox,
+                attempt=self.attempt,
+                resumed=self._startup.resumed,
+                replay=self._spec.replay,
+            )
+        except ValueError as error:
+            return str(error)
+        training.checkpoints.adopt(self._startup.kept, training.version)
+        self.training = training
+        return nothing_to_train(self._spec.resume) if training.is_complete else None
+
+    def _choose_backend(self, members: RankRecords) -> Choice:
+        """By which backend these ranks are to average."""
+        assert self.training is not None
+        assert self._first_choice is not None
+        if self.training.settings.backend != "auto":
+            return self._first_choice
+        builds = {rank: record.build for rank, record in members.items() if record.build is not None}
+        return choose_backend("auto", builds, num_hosts(members))
+
+    # Groups and rounds
+
+    def on_formed(self, record: RankRecord, event: GroupFormed, now_s: float) -> Failure | None:
+        """A rank's process group stands. When all do, rounds are made in it."""
+        assert self.membership is not None
+        self.membership.on_formed(record, event)
+        is_over = self.training is not None and self.training.is_complete
+        return None if is_over else self.membership.take_over(now_s)
+
+    def on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> Failure | None:
+        """Batches and rounds, while it trains."""
+        generation, training, membership = self.generation, self.training, self.membership
+        assert generation is not None
+        assert training is not None
+        assert membership is not None
+        version = training.version
+        failure: Failure | None = None
+        match event:
+            case BatchesTrained():
+                generation.on_batches(record, event, now_s)
+            case ReserveRecalled():
+                generation.on_recalled(record, event, now_s)
+                failure = membership.take_over(now_s)  # which may have waited for that
+            case RoundEntered():
+                generation.on_entered(record, event, now_s)
+            case ResultReceived():
+                failure = generation.on_result(record, event, now_s)
+            case RoundFailed():
+                failure = generation.on_round_failed(record, event, now_s)
+            case _:
+                assert_never(event)
+        if failure is not None:
+            return failure
+        if generation.is_torn and generation.abandoned is None:
+            return membership.abandon(now_s)
+        if training.version > version and not training.is_complete:
+            return membership.on_committed(now_s)
+        return None
+
+    # Ranks that hang, or die
+
+    def check_links(self, now_s: float) -> bool:
+        """Has ranks try their links that are in an averaging in which nothing moves, or cannot build a first group.
+        Returns whether a first group is being built: its ranks say nothing while they cannot meet.
+        """
+        if (training := self.training) is not None and (group := self.membership) is not None:
+            first = group.first_of_several_hosts or (group.forming if group.standing is None else None)
+            self.links.check(group.standing, first, training.longest_averaging_ms, now_s)
+            return group.standing is None
+        return False
+
+    def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
+        """The rank has died: says so when it is one of several that have died on the same samples."""
+        training, generation = self.training, self.generation
+        if training is None or generation is None:
+            return None
+        trained = generation.should_work(record)
+        return deaths.blame(record, training.ledger, training.settings, now_s, trained=trained)
+
+    def can_lose(self, record: RankRecord) -> bool:
+        """True when somebody else has the model, and the user wants the job to go on."""
+        training = self.training
+        if training is None or self.membership is None:
+            return False
+        if training.settings.on_rank_loss == "fail" or training.replay is not None:
+            return False
+        return any(training.has_model(one) for one in present(training.members).values() if one is not record)
+
+    # What is left of it
+
+    @property
+    def resume_point(self) -> str:
+        """The checkpoint, or the folder of checkpoints, from which the job would begin anew; empty: from its start.
+
+        The newest checkpoint in the folder may be newer than any that the coordinator knows. Of a complete training
+        that would leave nothing to train, so then an older one is named.
+        """
+        training, before = self.training, self._spec.resume
+        if training is None or not training.checkpoints.kept:
+            return before
+        if training.is_complete:
+            older = training.checkpoints.newest_before(training.version)
+            return older.path if older is not None else before
+        return training.checkpoints.kept[-1].path.rpartition("/")[0]
+
+    @property
+    def kept(self) -> list[Checkpoint]:
+        """Its checkpoints, and those of the attempts before, the newest last."""
+        return self._startup.kept if self.training is None else self.training.checkpoints.kept
+
+    @property
+    def has_saved(self) -> bool:
+        """True once this attempt has come to a checkpoint."""
+        return self.training is not None and self.training.checkpoints.saved_at_s is not None
+
+    # For people, and for those who average through the coordinator
+
+    @property
+    def explanation(self) -> str:
+        """How the next round was decided, in words for people; empty before there is any."""
+        return self.generation.scheduler.reason if self.generation is not None else ""
+
+    def target(self, rank: Rank) -> int:
+        """The step after which the rank joins the first open round; 0 without one."""
+        return self.generation.target(rank) if self.generation is not None else 0
+
+    def position_in_round(
+        self, record: RankRecord, generation: GenerationId, round_id: RoundId
+    ) -> tuple[int, int] | None:
+        """The rank's position among the members of an open round, and their number; None when it is no member."""
+        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
+        if opened is None or record.rank not in opened.targets:
+            return None
+        return list(opened.targets).index(record.rank), len(opened.targets)
+
+    def is_evaluating(self, rank: Rank) -> bool:
+        """True while the rank has a part of an evaluation to make."""
+        return self.training is not None and self.training.evaluations.has(rank)

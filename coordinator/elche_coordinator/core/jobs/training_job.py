@@ -1,0 +1,555 @@
+"""A job whose ranks elche starts: they load the user's file, form a process group, train, and leave a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import assert_never
+
+from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
+from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
+from elche_coordinator.core.jobs.membership import Problem
+from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
+from elche_coordinator.core.jobs.outcome import with_training
+from elche_coordinator.core.jobs.places import Places
+from elche_coordinator.core.jobs.run import RoundEvent, Run
+from elche_coordinator.core.life.job import Job
+from elche_coordinator.core.messages.commands import Publish
+from elche_coordinator.core.messages.events import (
+    BatchesTrained,
+    BestKept,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochMetricsTaken,
+    EvaluationDone,
+    FinalStateSaved,
+    GenerationAbandoned,
+    GroupFormed,
+    JobEvent,
+    JobSubmitted,
+    LeaveAsked,
+    LinksProbed,
+    LoopEpochEnded,
+    LoopLeft,
+    LoopProgressed,
+    PingAnswered,
+    PingSent,
+    RankFailed,
+    RankReady,
+    RankStarted,
+    ReserveRecalled,
+    ResultReceived,
+    RoundEntered,
+    RoundFailed,
+    SessionLost,
+    SessionOpened,
+    StacksTold,
+    UserEventRecorded,
+    WorkEvent,
+)
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
+from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
+from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
+from elche_coordinator.core.records.ranks import (
+    RankRecord,
+    highest_staying,
+    present,
+    staying,
+)
+from elche_coordinator.core.rounds.generation import Generation
+
+WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
+"""Phases in which ranks wait for each other."""
+MAX_FRUITLESS = 3
+"""Attempts in a row that may come to no checkpoint."""
+
+
+class TrainingJob(Job):
+    """Starts, groups and trains its ranks. In each attempt there is no `training` and no `membership` until all ranks
+    are ready and agree.
+
+    An event goes to the part whose it is: the `generation` that makes rounds, the `membership`, the `training`, the
+    `model`. What a part cannot decide it returns (`Failure`, `BackToCheckpoint`), and the job does it.
+    """
+
+    def __init__(self, event: JobSubmitted) -> None:
+        super().__init__(
+            event.job_id,
+            event.spec,
+            submitted_at=event.submitted_at,
+            key=event.key,
+            last_incarnation=event.last_incarnation,
+        )
+        self.places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
+        self.retry_at_s = 0.0
+        """When a job that has gone back may be placed again."""
+        self._gives: frozenset[Incarnation] = frozenset()
+        """Processes that leave their slots to another job."""
+        self._num_fruitless = 0
+        """Attempts in a row without a checkpoint."""
+        self._deaths = Deaths()
+        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
+
+    @property
+    def attempt(self) -> Attempt:
+        """One more than that of the checkpoint that it goes on from; else 1."""
+        return self.run.attempt
+
+    @property
+    def generation_id(self) -> GenerationId:
+        """The newest generation, which may be forming; 0 before there is any."""
+        return self.run.generation_id
+
+    @property
+    def is_paused(self) -> bool:
+        """True while somebody has paused it."""
+        return self.run.is_paused
+
+    @property
+    def resume_point(self) -> str:
+        """The checkpoint, or the folder of checkpoints, from which it would begin again; empty: from its start."""
+        return self.run.resume_point
+
+    @property
+    def num_wanted(self) -> int:
+        """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
+        return self.places.num_wanted
+
+    # Places
+
+    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
+        """Starts one rank in each place, or group of places of one host."""
+        self.advance(JobTrigger.PLACED, "its ranks load the file")
+        self.places.place(groups, self.spec, fleet, next_incarnation)
+
+    def place_again(
+        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
+    ) -> None:
+        """Starts a rank that is gone, or one more."""
+        warms_up = self.phase is JobPhase.TRAINING
+        self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
+
+    def refuse_places(self, num_places: int) -> bool:
+        """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
+        num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
+        if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
+            error = f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0"
+            self.fail(Failure(error, invalid=True))
+        return bool(missing)
+
+    @property
+    def num_lacking(self) -> int:
+        """How many ranks could be added now."""
+        is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
+        return 0 if is_whole else self.places.num_lacking
+
+    @property
+    def can_scale(self) -> bool:
+        """True while its number of ranks can be changed."""
+        return self.is_open and not self.spec.replay
+
+    def scale(self, num_ranks: int, now_s: float) -> None:
+        """Sets how many ranks it is to have. Those that are too many leave, the highest first."""
+        if not self.can_scale:
+            self.refuse_now("ScaleRequested", "it has ended, or repeats a recording")
+            return
+        self.spec = replace(self.spec, num_ranks=num_ranks, min_ranks=min(self.spec.min_ranks, num_ranks))
+        self.leave(highest_staying(self.ranks, self.places.want(num_ranks)), now_s)
+
+    def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
+        """Has so many ranks leave, the highest first. If all do, it waits in the queue, at a checkpoint made for it."""
+        leaving = highest_staying(self.ranks, num_ranks)
+        self._gives |= {record.incarnation for record in leaving}
+        self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
+        self.leave(leaving, now_s)
+
+    # Events of ranks
+
+    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
+        """An event of a rank or its agent; the end of its process is `on_exited`."""
+        self._watch_silence(now_s)
+        match event:
+            case RankStarted() | PingSent() | PingAnswered() | StacksTold() | UserEventRecorded() | RankFailed():
+                self.take_in_common(record, event, now_s)
+            case SessionLost():
+                self._on_session_lost(record)
+            case _:
+                self.silence.on_heard(record, event, now_s)
+                self._on_work(record, event, now_s)
+                if not self.has_batch_due(record):
+                    self.silence.on_alive(record, now_s)
+
+    def _on_session_lost(self, record: RankRecord) -> None:
+        """The process may still run: its agent is asked to end it, and reports when it has."""
+        if not (self.phase is JobPhase.STOPPING or record.is_ending or record.phase is RankPhase.EXITED):
+            self.roster.stop(record)
+
+    def _on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
+        """What a rank reports of its start, of rounds, and of what was made of their results."""
+        match event:
+            case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed() | ReserveRecalled():
+                self._on_rounds(record, event, now_s)
+            case RankReady():
+                self._on_ready(record, event, now_s)
+            case LeaveAsked():
+                self.leave([record], now_s)
+            case LinksProbed():
+                if (apart := self.run.links.on_probed(record, event)) is not None:
+                    self._leave_out_apart(apart, now_s)
+            case GroupFormed() | GenerationAbandoned():
+                self._on_generation(record, event, now_s)
+            case EvaluationDone() | CheckpointSaved() | CheckpointFailed() | EpochMetricsTaken():
+                self._on_result_of_round(record, event, now_s)
+            case FinalStateSaved() | BestKept():
+                self._on_model(record, event)
+            case SessionOpened():
+                pass  # what it brings comes with `RankReady`
+            case LoopProgressed() | LoopEpochEnded() | LoopLeft():
+                self.refuse_now(event, "it is no loop of the user's own")
+            case _:
+                assert_never(event)
+
+    def _on_ready(self, record: RankRecord, event: RankReady, now_s: float) -> None:
+        """The rank has read the user's file. When all have, and agree, the group forms."""
+        record.life.advance(RankTrigger.LOADED)
+        is_first = self.run.membership is None
+        failure = self.run.admit(record, event)
+        if is_first and self.phase is JobPhase.STARTING and not self.roster.num_in(RankPhase.STARTING):
+            failure = self.run.begin(record)
+            if failure is None:
+                self.advance(JobTrigger.RANKS_READY, "its ranks meet")
+                self._watch_silence(now_s)
+        if failure is not None:
+            self.fail(failure)
+
+    def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
+        """A rank's group stands, or nothing of it runs any more."""
+        if self.run.membership is None or not self.is_open:
+            self.refuse_now(event, "no group is to stand")
+            return
+        before = self.run.generation
+        match event:
+            case GroupFormed():
+                self._go_on(self.run.on_formed(record, event, now_s), before, now_s)
+            case GenerationAbandoned():
+                self._go_on(self.run.membership.on_abandoned(record, event, now_s), before, now_s)
+                self._check_links(now_s)
+        self._hold_or_go_on(now_s)
+
+    def _on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> None:
+        """Batches and rounds."""
+        if self.phase is JobPhase.TRAINING:
+            before = self.run.generation
+            self._go_on(self.run.on_rounds(record, event, now_s), before, now_s)
+            self._hold_or_go_on(now_s)
+        elif not isinstance(event, BatchesTrained):  # which ranks tell until they leave
+            self.refuse_now(event, "rounds are made only while it trains")
+
+    def _go_on(self, problem: Problem | None, before: Generation | None, now_s: float) -> None:
+        """After members, or rounds, may have changed: the job fails, goes back, comes to its end, or trains on. The
+        generation `before` stood when the event came.
+        """
+        match problem:
+            case Failure():
+                self.fail(problem)
+                return
+            case BackToCheckpoint():
+                if self._goes_back(is_violent=True):
+                    self.go_back(problem.rank, problem.reason, now_s)
+                else:
+                    self.fail(Failure(problem.reason or "the ranks could not meet"))
+                return
+        if self.run.generation is not before and self.phase is JobPhase.GROUPING:
+            self.advance(JobTrigger.GROUP_FORMED, "trains")
+        elif self.run.generation is not before:
+            self.reason = "trains"
+        if self.run.training is not None and self.run.training.is_complete and self.phase is JobPhase.TRAINING:
+            self.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
+
+    def _on_result_of_round(
+        self,
+        record: RankRecord,
+        event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
+        now_s: float,
+    ) -> None:
+        """Something that was to be made of a round's result is done; the job may have waited for it to finish."""
+        training = self.run.training
+        if training is None or (isinstance(event, EvaluationDone) and not self.is_open):
+            self.refuse_now(event, "its outcome is decided, or it has no training yet")
+            return
+        match event:
+            case EvaluationDone():
+                if failure := training.on_evaluated(record, event):
+                    self.fail(failure)
+            case CheckpointSaved():
+                training.on_checkpoint_saved(record, event, now_s)
+                if self.phase is JobPhase.TRAINING and not staying(self.ranks) and not training.checkpoints.is_awaited:
+                    self.go_back(record.rank, f"rank {record.rank} leaves {record.host}", now_s, is_death=False)
+                    return
+            case CheckpointFailed():
+                training.on_checkpoint_failed(record, event)
+            case EpochMetricsTaken():
+                training.on_metrics_taken(record, event)
+            case _:
+                assert_never(event)
+        self._finish()
+
+    def save(self) -> None:
+        """The next round that is announced becomes a checkpoint."""
+        if self.run.training is not None:
+            self.run.training.checkpoints.request()
+
+    # Holding training
+
+    def hold(self, now_s: float, *, is_paused: bool) -> None:
+        """Ranks stop after the open round, or go on."""
+        if self.run.generation is not None:
+            self._set_hold(Hold.ASKED, now_s, holds=is_paused)
+
+    def _set_hold(self, hold: Hold, now_s: float, *, holds: bool) -> None:
+        assert self.run.generation is not None
+        self.silence.forgive()
+        if holds:
+            self.run.generation.pause(hold)
+        else:
+            self.run.generation.unpause(hold, now_s)
+
+    def _hold_or_go_on(self, now_s: float) -> None:
+        """Below its least number of ranks the job waits for others. Where nobody is to stay it does not: it goes back
+        to a checkpoint, which takes a round.
+        """
+        training = self.run.training
+        if (
+            training is None
+            or self.run.generation is None
+            or self.phase is not JobPhase.TRAINING
+            or training.is_complete
+        ):
+            return
+        there = staying(training.members)
+        is_short = 0 < len(there) < self.spec.min_ranks
+        if is_short != self.run.is_waiting:
+            self._set_hold(Hold.TOO_FEW, now_s, holds=is_short)
+            self._tell_waiting(len(there), is_over=not is_short)
+
+    def _tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
+        rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(self.ranks))
+        waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
+        text = f"{num_ranks} ranks are there: the job goes on" if is_over else waits
+        report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
+        self.outbox.add(Publish(job_id=self.id, report=report))
+
+    # Silence
+
+    def _watch_silence(self, now_s: float) -> None:
+        """An event has come while ranks work together: schedules a check of their silence."""
+        if self.phase in WATCHED:
+            self.silence.watch(now_s)
+
+    def check_silence(self, now_s: float) -> None:
+        """Tells of stalled ranks, and leaves out those that others wait for in vain."""
+        if self.phase not in WATCHED:
+            self.silence.stop()
+            return
+        duties = {
+            rank: duty_of(record, self.run.training, self.run.generation, self.silence.stalls)
+            for rank, record in present(self.ranks).items()
+            if record.is_connected
+        }
+        for rank, why in self.silence.check(duties, now_s).items():
+            if self._can_lose(self.ranks[rank]):
+                self._leave_out(self.ranks[rank], why, now_s)
+        self._check_links(now_s)
+
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """True while the rank trains, and neither waits for others nor does something else."""
+        return has_batch_due(record, self.run.generation)
+
+    def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
+        """The others go on without a rank that hangs."""
+        self.silence.on_left_out(record.rank, now_s)
+        self.roster.leave_out(record)
+        self.roster.tell_lost(record, hang_notice(record, why))
+        self._on_lost(record, now_s)
+
+    def _check_links(self, now_s: float) -> None:
+        if self.run.check_links(now_s):
+            self._watch_silence(now_s)
+
+    def _leave_out_apart(self, apart: Mapping[Rank, str], now_s: float) -> None:
+        """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""
+        if self.run.links.is_of_group and (membership := self.run.membership) is not None:
+            forming = membership.forming if self.run.links.is_of(membership.forming) else None
+            has_relayed = bool(apart) and forming is not None and membership.relay(next(iter(apart.values())))
+            if forming is not None and forming.failure and not has_relayed:
+                self._go_on(membership.try_others(forming, forming.failure, now_s), self.run.generation, now_s)
+            return
+        for rank in filter(lambda rank: self._can_lose(self.ranks[rank]), apart):
+            self._leave_out(self.ranks[rank], apart[rank], now_s)
+
+    # Ranks that are gone
+
+    def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:
+        """The process has ended. Before an outcome is decided, the others go on, or the job goes back to a checkpoint,
+        or fails with the notice.
+        """
+        is_open, accusation = self.is_open, None
+        if is_open and death is not Death.WITH_HOST and not record.is_ending:
+            accusation = self.run.blame(record, self._deaths, now_s)
+        self.roster.note_exit(record, counts=is_open)
+        self.silence.hangs.forget([record.rank])
+        if accusation is not None:
+            self.fail(Failure(f"{accusation}: {notice}", rank=record.rank, traceback=log_tail))
+        elif is_open and record.is_done_without:
+            self._schedule_restart(record, now_s)  # does nothing when the job has gone back
+        elif is_open and self._can_lose(record):
+            self._on_lost(record, now_s)
+            self._schedule_restart(record, now_s)
+            self.roster.tell_lost(record, notice)
+        elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
+            self.go_back(record.rank, notice, now_s)
+        elif is_open:
+            self.fail(Failure(notice, rank=record.rank, traceback=log_tail))
+        self.end_if_gone()
+
+    def _can_lose(self, record: RankRecord) -> bool:
+        return self.is_open and self.run.can_lose(record)
+
+    def _on_lost(self, record: RankRecord, now_s: float) -> None:
+        """The others go on without the rank."""
+        assert self.run.training is not None
+        assert self.run.membership is not None
+        generation = self.run.generation
+        failure = self.run.training.lose(record)
+        if failure is None and self.phase is not JobPhase.FINISHING:
+            failure = self.run.membership.on_lost(record, now_s)
+        self.run.model.lose(record)
+        self._go_on(failure, generation, now_s)
+        self._hold_or_go_on(now_s)
+        self._finish()
+
+    def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
+        """The others go on without a rank: notes when it is to be started again (`Placing`)."""
+        if record.incarnation in self._gives:
+            return  # it comes again when nobody waits for slots
+        delay_s = self._deaths.restart_delay_s(record)
+        if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
+            self.places.need_again(record.rank, now_s + delay_s)
+
+    # Ranks that leave
+
+    def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """These ranks are to go once their work is committed. If nobody stays who has the model, the job goes back to a
+        checkpoint that is made now.
+        """
+        if leaving:
+            self._leave(leaving, now_s)
+        self._hold_or_go_on(now_s)  # also when its least number has changed
+
+    def _leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        training, membership, first = self.run.training, self.run.membership, leaving[0]
+        if self.phase is JobPhase.STARTING and self._goes_back(is_violent=True):
+            self.go_back(first.rank, f"rank {first.rank} is to leave {first.host}", now_s, is_death=False)
+        if training is None or membership is None or self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING):
+            return
+        if training.replay is not None:
+            return
+        for record in leaving:
+            record.departs(DepartureTrigger.ASKED)
+            if not training.has_model(record) and record.is_present:
+                self.roster.dismiss(record)  # a newcomer: others do without it at once
+                self._on_lost(record, now_s)
+        if any(map(training.has_model, staying(training.members).values())):
+            self._go_on(membership.on_leaving(now_s), self.run.generation, now_s)
+        else:
+            training.checkpoints.request()
+
+    def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
+        """They need not leave after all."""
+        for record in records:
+            record.departs(DepartureTrigger.TAKEN_BACK)
+        if self.run.membership is not None:
+            self._go_on(self.run.membership.on_leaving(now_s), self.run.generation, now_s)
+        self._hold_or_go_on(now_s)
+
+    # Going back
+
+    def go_back(self, rank: Rank, notice: str, now_s: float, *, is_death: bool = True) -> None:
+        """Nobody is left who has the model: the job is queued again, and its next attempt begins from its newest
+        checkpoint. The fourth death in a row without a new checkpoint before it fails the job.
+        """
+        self._num_fruitless = is_death + (0 if self.run.has_saved else self._num_fruitless)
+        if self._num_fruitless > MAX_FRUITLESS:
+            self.fail(Failure(f"{notice}; {MAX_FRUITLESS} attempts in a row have come to no checkpoint", rank=rank))
+            return
+        least = self.spec.min_ranks if self.spec.num_ranks else 1  # if it took what was there, it does so again
+        self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
+        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
+        self.advance(JobTrigger.WENT_BACK, notice)
+        self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
+        self.places.missing.clear()
+        for other in self.ranks.values():
+            if other.phase is not RankPhase.EXITED:
+                other.departs(DepartureTrigger.LEFT_OUT)
+                self.roster.stop(other)
+        self.silence.forgive()
+        where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
+        report = MembershipReport(rank=rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
+        self.outbox.add(Publish(job_id=self.id, report=report))
+
+    @property
+    def can_begin_again(self) -> bool:
+        """True when it goes back once all of its processes are gone."""
+        return self._goes_back(is_violent=True)
+
+    def _goes_back(self, *, is_violent: bool) -> bool:
+        """True when the job begins again from its newest checkpoint once nobody is left who has the model. A process
+        that ends by itself would do so again.
+        """
+        settings = [record.settings for record in self.ranks.values() if record.settings is not None]
+        wanted = [self.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
+        return is_violent and not self.spec.replay and "fail" not in wanted
+
+    # End
+
+    def on_deadline(self) -> None:
+        """Processes that have not left in time are ended."""
+        for record in self.ranks.values():
+            if record.phase is not RankPhase.EXITED:
+                self.roster.stop(record)
+
+    def _on_model(self, record: RankRecord, event: FinalStateSaved | BestKept) -> None:
+        """The final model, or the best one, is on disk."""
+        if isinstance(event, FinalStateSaved):
+            if self.phase is not JobPhase.FINISHING:
+                self.refuse_now(event, "nobody was to write a final state")
+                return
+            self.run.model.on_saved(record, event)
+        else:
+            if self.run.training is None or not self.run.model.awaits_best_of(record):
+                self.refuse_now(event, f"rank {record.rank} was not to keep the best model")
+                return
+            self.run.model.on_best_kept(event, self.run.training)
+        self._finish()
+
+    def _finish(self) -> None:
+        if (
+            self.phase is JobPhase.FINISHING
+            and self.run.training is not None
+            and self.run.model.complete(self.run.training)
+        ):
+            self.decide(Outcome.SUCCEEDED, "all samples are committed")
+
+    def decide(self, outcome: Outcome, reason: str, failure: Failure | None = None) -> None:
+        """As of every job; no rank is started again."""
+        super().decide(outcome, reason, failure)
+        self.places.missing.clear()
+
+    def work_done(self) -> dict[Rank, int]:
+        """Committed batches of each rank."""
+        return {rank: record.num_batches for rank, record in self.ranks.items()}
+
+    def complete(self, result: JobResult) -> JobResult:
+        """The result with what training came to."""
+        return with_training(result, self.run.training, self.run.model, self.ranks) if self.run.training else result
