@@ -141,7 +141,7 @@ class World:
         entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
         rows = [row for row, _ in entries]
         options = AveragingOptions(weighting=self.way.weighting, merge=self.way.merge, outliers=self.way.outliers)
-        weights, are_out = [float(weight) for weight in options.weights(rows)], options.left_out(rows)
+        weights, are_out = [float(weight) for weight in options.weights(rows)], options.discarded(rows)
         self.num_left_out += sum(are_out)
         is_first = not any(weights)
         if is_first:

@@ -213,7 +213,7 @@ class Averager:
             self._attempts[job_id] = attempt
 
     def give_up(self, job_id: JobId) -> None:
-        """Aborts the rounds of a job that run: their generation is given up."""
+        """Aborts the rounds of a job that run: their generation is abandoned."""
         for relay in self._relays.get(job_id, OrderedDict()).values():
             if not relay.ended.is_set():
                 relay.abort("the generation was given up")

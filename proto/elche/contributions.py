@@ -23,7 +23,7 @@ class Contribution(Protocol):
         ...
 
 
-def left_out(rows: Sequence[Contribution], *, nonfinite: str, outliers: str) -> list[bool]:
+def discarded(rows: Sequence[Contribution], *, nonfinite: str, outliers: str) -> list[bool]:
     """Of each row, whether its rank's values are left out, by the job's settings `nonfinite` and `outliers`.
 
     Unusual steps are not left out when all ranks make them that have any samples: then it is the training that has

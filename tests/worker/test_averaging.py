@@ -269,7 +269,7 @@ def known(outliers: str) -> Ranks:
     for number in range(1, 13):
         nudge(ranks.models, number)
         done = ranks.round(lambda _, layout, step=number: row(layout, local_step=step))  # type: ignore[misc]
-        assert not any(averaged.rows[0].unusual or averaged.is_left_out for averaged in done)
+        assert not any(averaged.rows[0].unusual or averaged.is_discarded for averaged in done)
     return ranks
 
 
@@ -286,7 +286,7 @@ def test_a_step_that_is_far_too_long_is_left_out(outliers: str) -> None:
     ranks = known(outliers)
     done = wrong(ranks, 13)
     assert [one.unusual for one in done[0].rows] == [0, 1, 0]
-    assert [averaged.is_left_out for averaged in done] == [False, outliers == "skip", False]
+    assert [averaged.is_discarded for averaged in done] == [False, outliers == "skip", False]
     assert len(ranks.digests()) == 1
     largest = float(ranks.models[1].weight.detach().abs().max())  # type: ignore[operator, union-attr]
     assert (largest < 10) == (outliers == "skip")
@@ -294,7 +294,7 @@ def test_a_step_that_is_far_too_long_is_left_out(outliers: str) -> None:
 
 def test_a_device_that_stays_wrong_is_left_out_of_every_round() -> None:
     ranks = known("skip")
-    assert all(wrong(ranks, 13 + number)[1].is_left_out for number in range(5))
+    assert all(wrong(ranks, 13 + number)[1].is_discarded for number in range(5))
 
 
 def counting(*counts: int) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from elche.contributions import left_out
+from elche.contributions import discarded
 from elche_worker.collectives.outliers import MOST, NUM_KNOWN, StepWatch
 
 
@@ -94,7 +94,7 @@ def test_a_step_whose_length_is_not_known_is_usual() -> None:
 
 def out(*parts: Part, nonfinite: str = "fail", outliers: str = "skip") -> list[int]:
     """The positions of those that are left out."""
-    return [at for at, is_out in enumerate(left_out(parts, nonfinite=nonfinite, outliers=outliers)) if is_out]
+    return [at for at, is_out in enumerate(discarded(parts, nonfinite=nonfinite, outliers=outliers)) if is_out]
 
 
 USUAL, UNUSUAL, NOT_FINITE, NEWCOMER = Part(), Part(unusual=True), Part(finite=False), Part(weight=0)

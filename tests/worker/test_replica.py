@@ -302,7 +302,7 @@ def test_moments_of_a_rank_whose_step_is_far_too_long_are_forgotten_when_it_is_s
             with torch.no_grad():
                 next(ranks.ranks[1].replica.model.parameters()).fill_(1e6)
         held = ranks.round(number)
-        assert [one.averaged.is_left_out for one in held] == [False, number >= 14]
+        assert [one.averaged.is_discarded for one in held] == [False, number >= 14]
         kept.append([len(rank.replica.optimizers[0].state) for rank in ranks.ranks])
     assert kept[-2:] == [[2, 2], [2, 0]]
 

@@ -13,15 +13,16 @@ A round may become a *checkpoint*: one of the ranks, its writer, writes the resu
 the training's state at that version with the outcome. A job that goes on from one begins with these books; all that was
 not committed in them is free again.
 
-When a rank *dies*, its generation is given up: each of the others says how its rounds have ended, the rounds are
+When a rank *dies*, its generation is abandoned: each of the others says how its rounds have ended, the rounds are
 resolved (the model that most have is kept), and those that are left form the next generation while they train on. The
 rank is started again, and is taken in, between two rounds, by a generation that has formed meanwhile.
 
 **Where to read.** `docs/glossary.md` has the words, `docs/protocol.md` the norm. `coordinator` is the one door. Its
 rooms, each of which imports only those before it: `messages` (events in, commands out, reports), `records` (ranks,
-rounds, slots, phases as tables), `work` (the ledger and what is leased next), `pacing` (how many batches each rank
-makes, a module for each policy), `results` (what is committed, learned and owed; checkpoints, evaluations), `rounds`
-(a generation of ranks, its rounds and its limits), `jobs` (a job's life, what runs in it, and which ranks do).
+rounds, slots, phases as tables), `life` (phase, outcome and silent ranks of any job), `work` (the ledger and what is
+leased next), `pacing` (how many batches each rank makes, a module for each policy), `results` (what is committed,
+learned and owed; checkpoints, evaluations), `rounds` (a generation of ranks, its rounds and its limits), `jobs`
+(trainings: who gets slots, and which ranks train together), `loops` (loops of the user's own, which need none of this).
 `invariants` are the rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one

@@ -90,7 +90,7 @@ class Fate(Enum):
     RECEIVES = auto()
     FAILS = auto()
     BLOCKS = auto()
-    """Until the generation is given up."""
+    """Until the generation is abandoned."""
 
 
 class Collective:

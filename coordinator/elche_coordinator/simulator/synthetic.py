@@ -111,7 +111,7 @@ class SyntheticRank:
         """Applies the result of the present round, which is there."""
         self._forming = GenerationId(0)
         self._abandoned = GenerationId(0)
-        """The newest generation that was given up; announced rounds of it, and of those before it, never come."""
+        """The newest generation that was abandoned; announced rounds of it, and of those before it, never come."""
         self._entry: tuple[RoundId, Entry] | None = None
         """What it has brought into the round that runs."""
         self._generations: dict[RoundId, GenerationId] = {}

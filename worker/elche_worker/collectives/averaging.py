@@ -41,7 +41,7 @@ class Average:
     """Payload sent by this rank."""
     distance: tuple[float, float] | None = None
     """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
-    is_left_out: bool = False
+    is_discarded: bool = False
     """Whether this rank's values are not in it."""
     is_finite: bool = True
     """Whether they were."""
@@ -168,7 +168,7 @@ class Averaging:
         assert self._running is not None
         running, self._running, self._group = self._running, None, None
         averaged = running.result()
-        self._watch.learn(is_averaged=not averaged.is_left_out)
+        self._watch.learn(is_averaged=not averaged.is_discarded)
         self._streams.take_back(averaged.broadcast_bytes)
         is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
         if is_alone:
@@ -284,9 +284,9 @@ class Reduction:
         self._memories.update(handed)
         self._step(said, is_first=is_first)
         elapsed_ms = (time.perf_counter() - started_s) * 1000
-        is_out, is_finite = self._options.left_out(rows)[group.position], bool(rows[group.position].finite)
+        is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
-        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_left_out=is_out, is_finite=is_finite)
+        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_discarded=is_out, is_finite=is_finite)
 
     def _collect(
         self, group: Collectives, row: Row, raw: torch.Tensor

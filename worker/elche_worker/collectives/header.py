@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elche.contributions import Contribution, left_out
+from elche.contributions import Contribution, discarded
 from elche_worker.collectives.operations import RanksDiffer
 from elche_worker.outer import Average, OuterOptimizer
 
@@ -47,20 +47,20 @@ class AveragingOptions:
         """Whether ranks are weighted by their samples; otherwise all that have any count the same."""
         return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
 
-    def left_out(self, rows: Sequence[Contribution]) -> list[bool]:
+    def discarded(self, rows: Sequence[Contribution]) -> list[bool]:
         """Of each rank, whether its values are left out."""
-        return left_out(rows, nonfinite=self.nonfinite, outliers=self.outliers)
+        return discarded(rows, nonfinite=self.nonfinite, outliers=self.outliers)
 
     def weights(self, rows: Sequence[Contribution]) -> list[int]:
         """Weight of each rank: its samples, or 1 if it has any; 0 where its values are left out."""
         weights = [row.weight if self.counts_samples else int(row.weight > 0) for row in rows]
-        return [0 if is_out else weight for is_out, weight in zip(self.left_out(rows), weights, strict=True)]
+        return [0 if is_out else weight for is_out, weight in zip(self.discarded(rows), weights, strict=True)]
 
     def source(self, rows: Sequence[Row]) -> int:
         """Position of the source: the lowest of the ranks with the newest version, preferably one whose values are not
         left out.
         """
-        are_out = self.left_out(rows)
+        are_out = self.discarded(rows)
         return max(range(len(rows)), key=lambda at: (rows[at].version, not are_out[at], -at))
 
 

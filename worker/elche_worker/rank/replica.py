@@ -171,7 +171,7 @@ class Replica:
             agree_result=parts.group.agree,
         )
         self.entered = EnteredRound(0, 0, 0, True, RoundWork())
-        self._was_left_out = False
+        self._was_discarded = False
         """Whether its values were left out of the last round."""
         self.version = 0
         """Version that the model holds; 0 until the first round."""
@@ -347,9 +347,9 @@ class Replica:
             raise
         self.version = averaged.version
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
-        if not averaged.is_finite or (averaged.is_left_out and self._was_left_out):
+        if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
             self._forget_moments()
-        self._was_left_out = averaged.is_left_out
+        self._was_discarded = averaged.is_discarded
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self._show_result()

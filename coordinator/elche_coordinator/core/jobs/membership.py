@@ -13,8 +13,10 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_ho
 from elche_coordinator.core.records.roster import Roster
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice
-from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP, Generation
+from elche_coordinator.core.rounds.generation import Generation
 
+MAX_ABANDONED = 5
+"""Generations in a row without a death and without a round; then the job fails."""
 Problem = Failure | BackToCheckpoint
 """Why a training cannot go on as before."""
 
@@ -55,7 +57,7 @@ class Membership:
         self._have_met = False
         """Whether ranks of several hosts have averaged among themselves: a group of theirs has stood."""
         self._num_failed = 0
-        """Generations in a row that were given up without a death and without a round."""
+        """Generations in a row that were abandoned without a death and without a round."""
 
     def form(self, members: RankRecords) -> None:
         """These ranks build a process group, in rank order."""
@@ -143,7 +145,7 @@ class Membership:
 
     def change_members(self) -> None:
         """Forms a generation with the ranks that have become ready, and without those that leave, unless one is forming
-        or to be given up.
+        or is being abandoned.
         """
         standing = self.standing
         if standing is None or standing.abandoned is not None or self.forming is not None:
@@ -206,9 +208,9 @@ class Membership:
             return None
         if standing.abandoned is None:
             self._num_failed += 1
-            if self._num_failed >= MAX_GIVEN_UP:
+            if self._num_failed >= MAX_ABANDONED:
                 return Failure(
-                    f"{MAX_GIVEN_UP} generations in a row were given up, the last one because {event.reason}"
+                    f"{MAX_ABANDONED} generations in a row were abandoned, the last one because {event.reason}"
                 )
             if failure := self.abandon(now_s):
                 return failure
@@ -250,7 +252,7 @@ class Membership:
             return BackToCheckpoint(next(iter(forming.members)), reason)
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
         self._num_failed += not newcomers
-        if self.standing is None or self._num_failed >= MAX_GIVEN_UP:
+        if self.standing is None or self._num_failed >= MAX_ABANDONED:
             return Failure(reason or "the ranks could not meet")
         for record in newcomers:
             self._roster.stop(record)

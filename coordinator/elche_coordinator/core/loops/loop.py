@@ -321,7 +321,7 @@ class Loop(Job):
         self.end_if_gone()
 
     def _regroup(self, reason: str) -> None:
-        """Forms the next group, once all members have given up the one before it."""
+        """Forms the next group, once all members have abandoned the one before it."""
         if self.is_open and (failure := self._groups.form_if_all_have(reason)) is not None:
             self.fail(failure)
 

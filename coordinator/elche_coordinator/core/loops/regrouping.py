@@ -14,7 +14,7 @@ ATTEMPT = Attempt(1)
 
 
 class Regrouping:
-    """The groups of a loop's ranks, one after the other. A group is given up as a whole; the next one is formed when
+    """The groups of a loop's ranks, one after the other. A group is abandoned as a whole; the next one is formed when
     all that are there have said that nothing of it runs any more.
     """
 
@@ -25,7 +25,7 @@ class Regrouping:
         self._ranks = ranks
         self._outbox = outbox
         self._answered: set[Rank] | None = None
-        """Ranks that have given the group up; None while it stands."""
+        """Ranks that have abandoned the group; None while it stands."""
         self._num_fruitless = 0
         self._left: Rank | None = None
         """A rank that has come to its end while the group stood."""
@@ -43,13 +43,13 @@ class Regrouping:
         self._num_fruitless = 0
 
     def on_abandoned(self, record: RankRecord, event: GenerationAbandoned) -> None:
-        """A rank has given the group up, by itself or because it was asked. Old news changes nothing."""
+        """A rank has abandoned the group, by itself or because it was asked. Old news changes nothing."""
         if event.generation != self.generation_id:
             return
         self._abandon().add(record.rank)
 
     def on_lost(self) -> None:
-        """A member is gone: the others give the group up."""
+        """A member is lost: the others abandon the group."""
         self._num_fruitless, self._has_lost = 0, True
         self._abandon()
 
@@ -58,7 +58,7 @@ class Regrouping:
         self._left = record.rank
 
     def _abandon(self) -> set[Rank]:
-        """Asks every member to give the group up, once. Returns those that have."""
+        """Asks every member to abandon the group, once. Returns those that have."""
         if self._answered is None:
             self._answered = set()
             for record in self.members:
@@ -67,7 +67,7 @@ class Regrouping:
         return self._answered
 
     def form_if_all_have(self, reason: str) -> Failure | None:
-        """Forms the next group if all members have given up this one, the last of them for this reason. Returns why
+        """Forms the next group if all members have abandoned this one, the last of them for this reason. Returns why
         the job cannot go on, if so.
         """
         members = self.members

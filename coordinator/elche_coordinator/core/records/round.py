@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 
-from elche.contributions import left_out
+from elche.contributions import discarded
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId, by_rank
@@ -78,10 +78,10 @@ class Round:
         """
         return min(self.stalled_ms(rank) for rank in self.results)
 
-    def left_out(self, settings: AgreedSettings) -> dict[Rank, str]:
+    def discarded(self, settings: AgreedSettings) -> dict[Rank, str]:
         """Of each rank whose values are not in the result, why; the ranks have decided it by the same header."""
         rows = self.rows
-        are_out = left_out(list(rows.values()), nonfinite=settings.nonfinite, outliers=settings.outliers)
+        are_out = discarded(list(rows.values()), nonfinite=settings.nonfinite, outliers=settings.outliers)
         return {rank: _notice(row) for (rank, row), is_out in zip(rows.items(), are_out, strict=True) if is_out}
 
     def problem(self, *, allows_nonfinite: bool) -> str | None:

@@ -256,7 +256,7 @@ class Training:
 
     def _book(self, received: Round, now_s: float) -> dict[Rank, RankPart]:
         """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
-        parts, wall_ms, are_out = {}, {}, received.left_out(self.settings)
+        parts, wall_ms, are_out = {}, {}, received.discarded(self.settings)
         for rank, row in received.rows.items():
             record, result = self.members[rank], received.results.get(rank)
             booked = self.ledger.commit(rank, row.cut)

@@ -48,7 +48,7 @@ class Generation:
         self.failure = ""
         """Why its members could not meet, while it is found out whether they ever can; empty otherwise."""
         self.abandoned: dict[Rank, None] | None = None
-        """Members that have said that nothing of it runs there any more; None unless it is being given up."""
+        """Members that have said that nothing of it runs there any more; None unless it is being abandoned."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
         self.is_closing = False
         """Whether it announces no more rounds, since another generation is to go on."""
