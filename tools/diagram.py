@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from elche_coordinator.core.records.machine import JOB_PHASES, RANK_PHASES
+from elche_coordinator.core.records.machine import DEPARTURES, JOB_PHASES, RANK_PHASES
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "phases.md"
 
@@ -30,7 +30,9 @@ def page() -> str:
         "# Phases\n\nDrawn from the tables in `coordinator/elche_coordinator/core/records/machine.py` by "
         "`make generated`; "
         "a trigger that a phase does not show is refused and changes nothing.\n\n"
-        f"## A job\n\n{draw(JOB_PHASES)}\n\n## A rank\n\n{draw(RANK_PHASES)}\n"
+        f"## A job\n\n{draw(JOB_PHASES)}\n\n## A rank\n\n{draw(RANK_PHASES)}\n\n"
+        "## A rank's departure\n\nWhether, and how, a rank that has not exited is to go.\n\n"
+        f"{draw(DEPARTURES)}\n"
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.results.evaluations import MAX_VERSIONS, Evaluation, Evaluations
 
 
@@ -118,7 +119,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are():
     some = evaluations(monitor="accuracy")
     done = Evaluation(epochs=[Epoch(0)], version=Version(1), num_epochs=1, waiting={})
     done.add({"loss": (1.0, 1)}, 1.0)
-    assert some.judge(done) == (
+    assert some.judge(done) == Failure(
         "the evaluation gives no metric 'accuracy', which monitor names; it gives loss: "
         "name one of these, or let evaluate return it"
     )

@@ -2,9 +2,13 @@
 
 import pytest
 
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
 from elche_coordinator.core.records.machine import (
+    DEPARTURES,
     JOB_PHASES,
     RANK_PHASES,
+    Departure,
+    DepartureTrigger,
     JobPhase,
     JobTrigger,
     Machine,
@@ -12,6 +16,7 @@ from elche_coordinator.core.records.machine import (
     RankTrigger,
     Refused,
 )
+from elche_coordinator.core.records.ranks import RankRecord
 
 TABLES = [
     pytest.param(JOB_PHASES, JobPhase, JobTrigger, JobPhase.QUEUED, JobPhase.ENDED, id="job"),
@@ -68,3 +73,31 @@ def test_a_rank_can_exit_in_any_phase_once():
     assert {phase for phase, trigger in RANK_PHASES if trigger is RankTrigger.EXITED} == set(RankPhase) - {
         RankPhase.EXITED
     }
+
+
+def record() -> RankRecord:
+    return RankRecord(
+        rank=Rank(0), incarnation=Incarnation(1), agent_id=AgentId("a"), slot=0, host="host", device="cpu"
+    )
+
+
+def test_a_rank_goes_in_each_way_and_only_who_was_asked_may_stay_after_all():
+    assert reachable(DEPARTURES, Departure.STAYS) == set(Departure)
+    assert {trigger for _, trigger in DEPARTURES} == set(DepartureTrigger)
+    back = {(at, trigger) for (at, trigger), to in DEPARTURES.items() if to is Departure.STAYS}
+    assert back == {(Departure.LEAVING, DepartureTrigger.TAKEN_BACK)}
+
+
+@pytest.mark.parametrize("departure", Departure)
+def test_who_is_to_end_is_not_present_and_old_news_of_its_departure_changes_nothing(departure):
+    one = record()
+    one.departure = departure
+    assert one.is_ending is not one.is_present
+    assert one.is_present is (departure in (Departure.STAYS, Departure.LEAVING))
+    for trigger in DepartureTrigger:
+        one.departure = departure
+        one.departs(trigger)
+        assert one.departure is DEPARTURES.get((departure, trigger), departure)
+    one.departure = departure
+    one.life.advance(RankTrigger.EXITED)
+    assert not one.is_present

@@ -108,9 +108,8 @@ class Run:
 
     def begin(self, record: RankRecord) -> Failure | None:
         """All ranks are ready, this one was the last: if they agree, they form their first group."""
-        error = self._startup.problem(self._roster.ranks) or self._begin_training(record)
-        if error is not None:
-            return Failure(error, invalid=True)
+        if failure := self._startup.failure(self._roster.ranks) or self._begin_training(record):
+            return failure
         assert self.training is not None
         self.membership = Membership(
             self._job_id, self._roster, self._outbox, self.training, self._choose_backend, self.attempt
@@ -118,7 +117,7 @@ class Run:
         self.membership.form(dict(self._roster.ranks))
         return None
 
-    def _begin_training(self, record: RankRecord) -> str | None:
+    def _begin_training(self, record: RankRecord) -> Failure | None:
         """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
         settings = record.settings
         assert settings is not None
@@ -135,10 +134,12 @@ class Run:
                 replay=self._spec.replay,
             )
         except ValueError as error:
-            return str(error)
+            return Failure(str(error), invalid=True)
         training.checkpoints.adopt(self._startup.kept, training.version)
         self.training = training
-        return nothing_to_train(self._spec.resume) if training.is_complete else None
+        if training.is_complete:
+            return Failure(nothing_to_train(self._spec.resume), invalid=True)
+        return None
 
     def _choose_backend(self, members: RankRecords) -> Choice:
         """By which backend these ranks are to average."""

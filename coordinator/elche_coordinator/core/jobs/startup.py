@@ -9,6 +9,7 @@ from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.ranks import RankRecords
 
 
@@ -49,9 +50,10 @@ class Startup:
             self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
         self.resumed = resumed
 
-    def problem(self, ranks: RankRecords) -> str | None:
+    def failure(self, ranks: RankRecords) -> Failure | None:
         """Why the ranks cannot train together; None when they can. Every rank must have been added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
-        return (
+        why = (
             self._difference or first_disagreement(settings) or first_invalid_setting(next(reversed(settings.values())))
         )
+        return Failure(why, invalid=True) if why is not None else None

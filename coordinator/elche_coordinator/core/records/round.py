@@ -8,6 +8,7 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId, by_rank
 from elche_coordinator.core.messages.spec import HeaderRow
+from elche_coordinator.core.records.failure import Failure
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,22 +85,23 @@ class Round:
         are_out = discarded(list(rows.values()), nonfinite=settings.nonfinite, outliers=settings.outliers)
         return {rank: _notice(row) for (rank, row), is_out in zip(rows.items(), are_out, strict=True) if is_out}
 
-    def problem(self, *, allows_nonfinite: bool) -> str | None:
+    def failure(self, *, allows_nonfinite: bool) -> Failure | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
         first_rank, first = next(iter(self.results.items()))
         if len(first.header) != len(self.targets):
-            return f"round {self.id} has {len(self.targets)} members, but its header {len(first.header)} rows"
+            rows = len(first.header)
+            return Failure(f"round {self.id} has {len(self.targets)} members, but its header {rows} rows")
         for rank, row in self.rows.items():
             if not row.finite and not allows_nonfinite:
-                return (
+                return Failure(
                     f"the parameters of rank {rank} are not finite (NaN or infinity) after its batch {row.local_step}; "
                     "lower the learning rate or clip the gradients"
                 )
         for rank, other in self.results.items():
             if other.header != first.header:
-                return f"ranks {first_rank} and {rank} received different headers in round {self.id}"
+                return Failure(f"ranks {first_rank} and {rank} received different headers in round {self.id}")
             if other.digest != first.digest:
-                return f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}"
+                return Failure(f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}")
         return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
 from elche_coordinator.core.messages.spec import figures, whole_number
+from elche_coordinator.core.records.failure import Failure
 
 MAX_VERSIONS = 32
 """Newest versions whose metrics a checkpoint has."""
@@ -119,7 +120,7 @@ class Evaluations:
                     self._void.setdefault(other, []).append(evaluation.epochs[-1])
         return [epoch for evaluation in lost for epoch in evaluation.epochs]
 
-    def judge(self, evaluation: Evaluation) -> str | None:
+    def judge(self, evaluation: Evaluation) -> Failure | None:
         """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
         self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
         self._by_version[evaluation.version] = evaluation.metrics
@@ -131,7 +132,7 @@ class Evaluations:
         value = self.metrics.get(self._monitor)
         if value is None:
             known = ", ".join(sorted(self.metrics)) or "none"
-            return (
+            return Failure(
                 f"the evaluation gives no metric {self._monitor!r}, which monitor names; it gives {known}: "
                 "name one of these, or let evaluate return it"
             )

@@ -180,9 +180,8 @@ class Training:
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
         """Takes in what evaluations gave."""
         for done in complete:
-            problem = self.evaluations.judge(done)
-            if problem is not None:
-                return Failure(problem)
+            if failure := self.evaluations.judge(done):
+                return failure
             self.checkpoints.set_metrics(done.version, done.metrics)
             for epoch in done.epochs:
                 is_final = self.is_complete and done.version == self.version
@@ -221,12 +220,12 @@ class Training:
 
     # Committing a round
 
-    def impossible_cut(self, received: Round) -> str | None:
+    def impossible_cut(self, received: Round) -> Failure | None:
         """Which rank's row of the header cannot be committed, and why; None when all can."""
         for rank, row in received.rows.items():
             committed, end = self.ledger.bounds(rank)
             if not committed <= row.cut <= end or row.local_step < self.members[rank].base_step:
-                return (
+                return Failure(
                     f"rank {rank} says that round {received.id} has {row.cut} samples and {row.local_step} batches of "
                     f"it; {committed} samples are committed and {end} leased"
                 )

@@ -211,9 +211,8 @@ class Generation:
         """Commits the first open round and plans the next one. Fails for one that must not be committed."""
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
-        problem = received.problem(allows_nonfinite=allows_nonfinite) or training.impossible_cut(received)
-        if problem is not None:
-            return Failure(problem)
+        if failure := received.failure(allows_nonfinite=allows_nonfinite) or training.impossible_cut(received):
+            return failure
         del self.rounds[0]
         self._given_up_in_a_row = 0
         training.commit(received, now_s)
