@@ -12,7 +12,8 @@ from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
 from elche_coordinator.core.jobs.places import Places
 from elche_coordinator.core.jobs.run import RoundEvent, Run
-from elche_coordinator.core.life.job import Job
+from elche_coordinator.core.life.hangs import Duty
+from elche_coordinator.core.life.job import WATCHED, Job
 from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -24,26 +25,18 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
-    JobEvent,
     JobSubmitted,
     LeaveAsked,
     LinksProbed,
     LoopEpochEnded,
     LoopLeft,
     LoopProgressed,
-    PingAnswered,
-    PingSent,
-    RankFailed,
     RankReady,
-    RankStarted,
     ReserveRecalled,
     ResultReceived,
     RoundEntered,
     RoundFailed,
-    SessionLost,
     SessionOpened,
-    StacksTold,
-    UserEventRecorded,
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
@@ -59,8 +52,6 @@ from elche_coordinator.core.records.ranks import (
 )
 from elche_coordinator.core.rounds.generation import Generation
 
-WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
-"""Phases in which ranks wait for each other."""
 MAX_FRUITLESS = 3
 """Attempts in a row that may come to no checkpoint."""
 
@@ -166,26 +157,12 @@ class TrainingJob(Job):
 
     # Events of ranks
 
-    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """An event of a rank or its agent; the end of its process is `on_exited`."""
-        self._watch_silence(now_s)
-        match event:
-            case RankStarted() | PingSent() | PingAnswered() | StacksTold() | UserEventRecorded() | RankFailed():
-                self.take_in_common(record, event, now_s)
-            case SessionLost():
-                self._on_session_lost(record)
-            case _:
-                self.silence.on_heard(record, event, now_s)
-                self._on_work(record, event, now_s)
-                if not self.has_batch_due(record):
-                    self.silence.on_alive(record, now_s)
-
-    def _on_session_lost(self, record: RankRecord) -> None:
+    def on_session_lost(self, record: RankRecord) -> None:
         """The process may still run: its agent is asked to end it, and reports when it has."""
         if not (self.phase is JobPhase.STOPPING or record.is_ending or record.phase is RankPhase.EXITED):
             self.roster.stop(record)
 
-    def _on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
+    def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """What a rank reports of its start, of rounds, and of what was made of their results."""
         match event:
             case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed() | ReserveRecalled():
@@ -219,7 +196,7 @@ class TrainingJob(Job):
             failure = self.run.begin(record)
             if failure is None:
                 self.advance(JobTrigger.RANKS_READY, "its ranks meet")
-                self._watch_silence(now_s)
+                self.watch_silence(now_s)
         if failure is not None:
             self.fail(failure)
 
@@ -342,25 +319,25 @@ class TrainingJob(Job):
 
     # Silence
 
-    def _watch_silence(self, now_s: float) -> None:
-        """An event has come while ranks work together: schedules a check of their silence."""
-        if self.phase in WATCHED:
-            self.silence.watch(now_s)
-
-    def check_silence(self, now_s: float) -> None:
-        """Tells of stalled ranks, and leaves out those that others wait for in vain."""
-        if self.phase not in WATCHED:
-            self.silence.stop()
-            return
-        duties = {
-            rank: duty_of(record, self.run.training, self.run.generation, self.silence.stalls)
+    def duties(self) -> dict[Rank, Duty]:
+        """A batch, an evaluation, or to wait for others, such as in a round."""
+        training, generation, stalls = self.run.training, self.run.generation, self.silence.stalls
+        return {
+            rank: duty_of(record, training, generation, stalls)
             for rank, record in present(self.ranks).items()
             if record.is_connected
         }
-        for rank, why in self.silence.check(duties, now_s).items():
-            if self._can_lose(self.ranks[rank]):
-                self._leave_out(self.ranks[rank], why, now_s)
-        self._check_links(now_s)
+
+    def check_silence(self, now_s: float) -> None:
+        """As of every job; and ranks may not reach each other."""
+        super().check_silence(now_s)
+        if self.phase in WATCHED:
+            self._check_links(now_s)
+
+    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+        """The others go on without it, if they can."""
+        if self._can_lose(record):
+            self._leave_out(record, why, now_s)
 
     def has_batch_due(self, record: RankRecord) -> bool:
         """True while the rank trains, and neither waits for others nor does something else."""
@@ -375,7 +352,7 @@ class TrainingJob(Job):
 
     def _check_links(self, now_s: float) -> None:
         if self.run.check_links(now_s):
-            self._watch_silence(now_s)
+            self.watch_silence(now_s)
 
     def _leave_out_apart(self, apart: Mapping[Rank, str], now_s: float) -> None:
         """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""

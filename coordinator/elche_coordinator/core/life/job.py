@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from enum import Enum, auto
 
+from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import Command, Publish
 from elche_coordinator.core.messages.events import (
@@ -12,8 +13,10 @@ from elche_coordinator.core.messages.events import (
     PingSent,
     RankFailed,
     RankStarted,
+    SessionLost,
     StacksTold,
     UserEventRecorded,
+    WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEvent
@@ -27,8 +30,8 @@ from elche_coordinator.core.records.roster import Roster
 STOP_GRACE_S = 5.0
 """Between asking a rank to leave and having its process ended."""
 
-CommonEvent = RankStarted | PingSent | PingAnswered | StacksTold | UserEventRecorded | RankFailed
-"""Events that mean the same in every job."""
+WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
+"""Phases in which ranks wait for each other."""
 
 
 class Timer(Enum):
@@ -105,12 +108,24 @@ class Job(ABC):
         """True while somebody has paused it."""
 
     @abstractmethod
-    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """An event of a rank or its agent. What has no place now is refused, and changes nothing."""
+    def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
+        """What a rank reports of its work. What has no place now is refused, and changes nothing."""
 
     @abstractmethod
-    def check_silence(self, now_s: float) -> None:
-        """The time of a check has come: tells of ranks that are stalled."""
+    def on_session_lost(self, record: RankRecord) -> None:
+        """The rank's stream is lost."""
+
+    @abstractmethod
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """True while the rank trains, and neither waits for others nor does something else."""
+
+    @abstractmethod
+    def duties(self) -> dict[Rank, Duty]:
+        """What each rank has to do now, and how long it may be silent."""
+
+    @abstractmethod
+    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+        """Others wait for the rank in vain."""
 
     @abstractmethod
     def on_deadline(self) -> None:
@@ -177,10 +192,11 @@ class Job(ABC):
         """The trigger has no place in the job's phase."""
         self.outbox.refuse(trigger, f"job is {self.phase}", why)
 
-    # Events that mean the same in every job
+    # Events of ranks
 
-    def take_in_common(self, record: RankRecord, event: CommonEvent, now_s: float) -> None:
-        """A sign of life, something for people, or the failure of the user's code."""
+    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
+        """An event of a rank or its agent. What has no place now is refused, and changes nothing."""
+        self.watch_silence(now_s)
         match event:
             case RankStarted():
                 record.log_path = event.log_path
@@ -194,6 +210,26 @@ class Job(ABC):
                 self._on_user_event(event)
             case RankFailed():
                 self._on_failed(event)
+            case SessionLost():
+                self.on_session_lost(record)
+            case _:
+                self.silence.on_heard(record, event, now_s)
+                self.on_work(record, event, now_s)
+                if not self.has_batch_due(record):
+                    self.silence.on_alive(record, now_s)
+
+    def watch_silence(self, now_s: float) -> None:
+        """An event has come while ranks work together: schedules a check of their silence."""
+        if self.phase in WATCHED:
+            self.silence.watch(now_s)
+
+    def check_silence(self, now_s: float) -> None:
+        """The time of a check has come: tells of stalled ranks, and finds those that hang."""
+        if self.phase not in WATCHED:
+            self.silence.stop()
+            return
+        for rank, why in self.silence.check(self.duties(), now_s).items():
+            self.on_hung(self.ranks[rank], why, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last that watchers get."""
@@ -223,7 +259,7 @@ class Job(ABC):
         """A client wants training to stop after the open round, or to go on."""
         if self.phase is JobPhase.TRAINING:
             self.hold(now_s, is_paused=is_paused)
-            self.silence.watch(now_s)
+            self.watch_silence(now_s)
         else:
             self.refuse_now("PauseRequested", "only what trains can stop, and go on")
 

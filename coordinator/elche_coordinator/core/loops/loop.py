@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import assert_never
 
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import Job
@@ -10,34 +9,15 @@ from elche_coordinator.core.loops.regrouping import Regrouping
 from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
-    BestKept,
     CheckpointFailed,
     CheckpointSaved,
-    EpochMetricsTaken,
     EvaluationDone,
-    FinalStateSaved,
     GenerationAbandoned,
-    GroupFormed,
-    JobEvent,
-    LeaveAsked,
-    LinksProbed,
     LoopAttached,
     LoopEpochEnded,
     LoopLeft,
     LoopProgressed,
-    PingAnswered,
-    PingSent,
-    RankFailed,
-    RankReady,
-    RankStarted,
-    ReserveRecalled,
-    ResultReceived,
-    RoundEntered,
-    RoundFailed,
-    SessionLost,
     SessionOpened,
-    StacksTold,
-    UserEventRecorded,
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Incarnation, Rank
@@ -123,37 +103,22 @@ class Loop(Job):
         record.life.advance(RankTrigger.GROUPED)
         self.roster.add(record)
 
-    def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """What a rank reports, and that its stream is lost."""
-        self._watch_silence(now_s)
-        match event:
-            case RankStarted() | PingSent() | PingAnswered() | StacksTold() | UserEventRecorded() | RankFailed():
-                self.take_in_common(record, event, now_s)
-            case SessionLost():
-                self._on_session_lost(record)
-            case _:
-                self.silence.on_heard(record, event, now_s)
-                self._on_work(record, event, now_s)
-                if self.is_paused:
-                    self.silence.on_alive(record, now_s)
+    def has_batch_due(self, record: RankRecord) -> bool:
+        """Its next step, unless the loop is paused: what else the user's code does is not known."""
+        return not self.is_paused
 
-    def _watch_silence(self, now_s: float) -> None:
-        if self.phase is JobPhase.TRAINING:
-            self.silence.watch(now_s)
-
-    def check_silence(self, now_s: float) -> None:
-        """Tells of ranks that make no step, unless the loop is paused."""
-        if self.phase is not JobPhase.TRAINING:
-            self.silence.stop()
-            return
-        stalls = self.silence.stalls
-        duties = {
-            one.rank: Duty(is_busy=True, stall_s=None if self.is_paused else stalls.patience_s(one))
+    def duties(self) -> dict[Rank, Duty]:
+        """A step of each rank, unless the loop is paused."""
+        stalls, is_paused = self.silence.stalls, self.is_paused
+        return {
+            one.rank: Duty(is_busy=True, stall_s=None if is_paused else stalls.patience_s(one))
             for one in self._groups.members
         }
-        self.silence.check(duties, now_s)
 
-    def _on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
+    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+        """It is shown as stalled: a process that the user has started is not ended."""
+
+    def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """What a rank reports of its loop."""
         match event:
             case BatchesTrained():
@@ -175,23 +140,8 @@ class Loop(Job):
             case GenerationAbandoned() if self._can_regroup:
                 self._groups.on_abandoned(record, event)
                 self._regroup(event.reason)
-            case (
-                RoundEntered()
-                | ReserveRecalled()
-                | ResultReceived()
-                | RoundFailed()
-                | RankReady()
-                | GroupFormed()
-                | GenerationAbandoned()
-                | LinksProbed()
-                | LeaveAsked()
-                | EpochMetricsTaken()
-                | FinalStateSaved()
-                | BestKept()
-            ):
-                self.refuse_now(event, "it is a loop of the user's own")
             case _:
-                assert_never(event)
+                self.refuse_now(event, "it is a loop of the user's own")
 
     @property
     def num_wanted(self) -> int:
@@ -325,7 +275,7 @@ class Loop(Job):
         if self.is_open and (failure := self._groups.form_if_all_have(reason)) is not None:
             self.fail(failure)
 
-    def _on_session_lost(self, record: RankRecord) -> None:
+    def on_session_lost(self, record: RankRecord) -> None:
         """No agent watches the process: it counts as gone, and the others go on without it where they can."""
         if record.phase is RankPhase.EXITED:
             return

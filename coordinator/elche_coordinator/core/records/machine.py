@@ -2,8 +2,8 @@
 
 There are three, and they are coupled in few places:
 
-- a **job**'s phase leads to TRAINING when the first group of its ranks stands, to FINISHING with its last round, back to
-  QUEUED when nobody is left who has its model, and to ENDED when all of its ranks have EXITED;
+- a **job**'s phase leads to TRAINING when the first group of its ranks stands, to FINISHING with its last round, back
+  to QUEUED when nobody is left who has its model, and to ENDED when all of its ranks have EXITED;
 - a **rank**'s phase is what its process does. Exiting is the only trigger that every phase takes;
 - a rank's **departure** says whether it is to go. From DISMISSED, LEFT_OUT and STOPPED on, what the rank says of its
   work is refused, so its phase stays what it was until it has EXITED. The others wait for one that is STOPPED, and for
