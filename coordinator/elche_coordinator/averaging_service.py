@@ -41,7 +41,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
             first = await anext(request_iterator, None)
             join = first.join if first is not None else averaging_pb2.JoinRound()
             generation, round_id = GenerationId(join.generation), RoundId(join.round)
-            seat = self._driver.position_in_round(address, generation, round_id)
+            seat = self._driver.core.position_in_round(address, generation, round_id)
             if seat is None:
                 raise RoundAborted(f"round {round_id} is not open")
             position, size = seat

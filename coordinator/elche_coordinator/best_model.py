@@ -3,17 +3,20 @@
 from collections.abc import AsyncGenerator
 
 from elche.errors import ElcheError, InvalidJob
+from elche_coordinator.agents import Agents
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.driver import Driver
 from elche_coordinator.transfers import Transfers
 
 
-async def best_weights(view: JobView, driver: Driver, transfers: Transfers) -> AsyncGenerator[bytes]:
+async def best_weights(
+    view: JobView, catalogue: JobCatalogue, agents: Agents, transfers: Transfers
+) -> AsyncGenerator[bytes]:
     """Yields chunks of the file. Raises `InvalidJob` when there is no best checkpoint or no connected host has it."""
-    result = driver.result(view.job_id)
+    result = catalogue.result(view.job_id)
     if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
         transfer = transfers.begin()
-        if driver.ask_for_model(view.job_id, transfer, best=True):
+        if agents.ask_for_model(view.job_id, transfer, best=True):
             async for data in transfers.chunks(transfer):
                 yield data
             return
@@ -26,9 +29,9 @@ async def best_weights(view: JobView, driver: Driver, transfers: Transfers) -> A
     problem: ElcheError = InvalidJob(
         f"no host of job {view.job_id} is here any more; its best checkpoint is {best.path} there"
     )
-    for agent_id in driver.hosts_of(view.job_id):
+    for agent_id in agents.hosts_of(view.job_id):
         transfer = transfers.begin()
-        driver.ask_for_checkpoint(view.job_id, agent_id, best.path, transfer)
+        agents.ask_for_checkpoint(view.job_id, agent_id, best.path, transfer)
         has_begun = False
         try:
             async for data in transfers.chunks(transfer):

@@ -44,8 +44,8 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
         self, request: bundle_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[bundle_pb2.FetchBundleResponse]:
         async with answering(context):
-            details = self._driver.details(authenticated(self._driver, context)["job_id"])
-            if details is None or not details.spec.bundle:
+            spec = self._driver.core.spec(authenticated(self._driver, context)["job_id"])
+            if spec is None or not spec.bundle:
                 raise InvalidJob("this job has no folder")
-            async for data in self._bundles.chunks(details.spec.bundle, request.offset):
+            async for data in self._bundles.chunks(spec.bundle, request.offset):
                 yield bundle_pb2.FetchBundleResponse(data=data)

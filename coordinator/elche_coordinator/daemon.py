@@ -39,6 +39,7 @@ from elche_coordinator.audit import Audit
 from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.database import Database, reason_of
@@ -140,12 +141,13 @@ async def _serve(
     server, port = _new_server(config, AccessInterceptor(credentials, audit), encryption)
     transfers = Transfers()
     driver = Driver(Coordinator(), records, recorded=tape.read(records))
-    history = History(records, is_alive=driver.is_alive)
+    history = History(records, living=driver.core.job_ids())
+    catalogue = JobCatalogue(driver, history)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
-    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(driver), shared=shared)
-    job_servicer = JobServicer(driver, history, transfers, timelines, journals, bundles)
+    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(catalogue), shared=shared)
+    job_servicer = JobServicer(driver, catalogue, transfers, timelines, journals, bundles)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(BundleServicer(driver, bundles), server)
@@ -160,8 +162,8 @@ async def _serve(
     async with (
         _running(driver.health.measure()),
         _running(timelines.write()),
-        _running(forget_old(driver, history, config.keep_jobs)),
-        _page(config, driver, history, transfers, journals, credentials, audit, encryption),
+        _running(forget_old(catalogue, config.keep_jobs)),
+        _page(config, driver, catalogue, transfers, journals, credentials, audit, encryption),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -174,10 +176,10 @@ async def _serve(
     await stopping
 
 
-def _bundles_in_use(driver: Driver) -> set[str]:
+def _bundles_in_use(catalogue: JobCatalogue) -> set[str]:
     """Names of the bundles of jobs that have not ended."""
-    found = (driver.details(view.job_id) for view in driver.views() if view.state not in DECIDED)
-    return {details.spec.bundle for details in found if details is not None}
+    found = (catalogue.spec(view.job_id) for view in catalogue.present_views() if view.state not in DECIDED)
+    return {spec.bundle for spec in found if spec is not None}
 
 
 @asynccontextmanager
@@ -195,7 +197,7 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 async def _page(
     config: Config,
     driver: Driver,
-    history: History,
+    catalogue: JobCatalogue,
     transfers: Transfers,
     journals: JournalFiles,
     credentials: Credentials,
@@ -207,7 +209,7 @@ async def _page(
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, history, transfers, credentials, audit, Recordings(config.data / "recordings"), journals)
+    web = Web(driver, catalogue, transfers, credentials, audit, Recordings(config.data / "recordings"), journals)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_running(web.record()))
         presented = server.start(web.app, encryption.page_files if encryption is not None else None)

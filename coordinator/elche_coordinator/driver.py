@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
@@ -10,8 +10,8 @@ from typing import Any, assert_never, cast
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
+from elche_coordinator.agents import Agents
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.describe import JobDetails, JobView
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -36,16 +36,13 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import AgentId, GenerationId, JobId, Rank, RoundId
-from elche_coordinator.core.messages.reports import Checkpoint, JobResult
-from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.core.records.fleet import HostView
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.records.ranks import Address, address_of
 from elche_coordinator.job_rows import JobRows
 from elche_coordinator.journal.entries import fault_text
-from elche_coordinator.journal.journals import Extract, Journals
+from elche_coordinator.journal.journals import Journals
 from elche_coordinator.loop_health import LoopHealth
-from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.presence import Presence
 from elche_coordinator.records import Records, Writer
 from elche_coordinator.send_queue import SendQueue
@@ -80,31 +77,27 @@ class Visible:
 
 
 class Driver:
-    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread."""
+    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread.
 
-    def __init__(
-        self,
-        core: Coordinator,
-        records: Records,
-        journals: Journals | None = None,
-        *,
-        recorded: Recorded | None = None,
-    ) -> None:
+    Others ask the core what they like, and change nothing in it.
+    """
+
+    def __init__(self, core: Coordinator, records: Records, *, recorded: Recorded | None = None) -> None:
         """With `recorded` it goes on where the coordinator before it was; `core` is what a new one begins with."""
         self.health = LoopHealth()
-        self._journals = journals or Journals()
+        self.journals = Journals()
         self._loop = asyncio.get_running_loop()
         self.store = records.identity()
         self._secrets = Secrets(self.store.secret)
-        self._core, self.streams = (core, Streams()) if recorded is None else recorded.state
+        self.core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
         """What the core's clock is ahead of the event loop's, which is another one on each machine."""
-        self._writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
-        self._rows = JobRows(self._core)
-        self._snapshots = Snapshots(self._core, self.streams, () if recorded is None else recorded.saved)
+        self.writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
+        self._rows = JobRows(self.core)
+        self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(records.load_source)
         self._tape = Tape(
-            self._writer,
+            self.writer,
             self._snapshots,
             first=1 if recorded is None else recorded.last + 1,
             rows=self._rows.take_changed,
@@ -114,26 +107,21 @@ class Driver:
         """The number of the last event that is durable."""
         self._waiting: deque[tuple[int, Visible]] = deque()
         """What waits until an event is durable, with the event's number."""
-        self._ended: dict[JobId, int] = {}
+        self.ending: dict[JobId, int] = {}
         """By job whose end is not durable, the number of the event that ended it."""
         self._timer: asyncio.TimerHandle | None = None
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
         self._is_stopped = False
-        self._measuring: set[AgentId] = set()
-        """Agents that can measure links."""
-        self.presence = Presence(self._core, self.streams, self._handle_own)
+        self.agents = Agents(self.core, self.streams)
+        self.presence = Presence(self.core, self.streams, self._handle_own)
         if recorded is not None:
             self._repeat(recorded)
 
-    def is_alive(self, job_id: str) -> bool:
-        """Whether the core has the job: it began with this coordinator, or goes on from the one before."""
-        return JobId(job_id) in self._core.jobs
-
     def begin_incarnations_at(self, number: int) -> None:
         """Processes get numbers from this on, or above what they have come to."""
-        self._core.begin_incarnations_at(number)
+        self.core.begin_incarnations_at(number)
 
     @property
     def now_s(self) -> float:
@@ -153,15 +141,15 @@ class Driver:
         entry = Entry(self.now_s, event, number, identity)
         self._tape.add(entry)
         visible, commands, fault = self._take_in(entry)
-        self._journals.note(self._core, entry.at_s, event, commands, fault)
+        self.journals.note(self.core, entry.at_s, event, commands, fault)
         for command in commands:
             if isinstance(command, Publish) and isinstance(command.report, JobResult):
-                self._ended[command.job_id] = self._tape.last
+                self.ending[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number)))
         self._tape.flush(is_awaited=bool(visible))
-        for asked in self._core.asked:
+        for asked in self.core.asked:
             self.handle(asked)
         self._arm()
 
@@ -188,9 +176,9 @@ class Driver:
             stream.num_read = entry.number
         if isinstance(event, JobSubmitted):
             self.sources.hold(event.job_id, event.spec.source_hash)
-        lost_with_agent = self._core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
+        lost_with_agent = self.core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
         try:
-            commands = self._core.handle(event, now_s=entry.at_s)
+            commands = self.core.handle(event, now_s=entry.at_s)
         except Exception as error:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = getattr(event, "job_id", "")
@@ -200,10 +188,10 @@ class Driver:
                     job_id, f"a bug in the coordinator: {type(event).__name__} could not be handled; see its log"
                 )
         visible = [one for command in commands if (one := self._prepare(command)) is not None]
-        self._rows.touch(self._core.last_touched)
-        self._snapshots.touch(self._core.last_touched)
-        for job_id in self._core.last_touched:
-            if self._core.result(job_id) is not None:
+        self._rows.touch(self.core.last_touched)
+        self._snapshots.touch(self.core.last_touched)
+        for job_id in self.core.last_touched:
+            if self.core.result(job_id) is not None:
                 self.sources.release(job_id)
         match event:
             case JobsForgotten():
@@ -218,19 +206,19 @@ class Driver:
 
     def _repeat(self, recorded: Recorded) -> None:
         """Takes in what the coordinator before this one has; it was all durable, and may have been done."""
-        for job_id in self._core.job_ids():
-            if (spec := self._core.spec(job_id)) is not None:
+        for job_id in self.core.job_ids():
+            if (spec := self.core.spec(job_id)) is not None:
                 self.sources.hold(job_id, spec.source_hash)
         for entry in recorded.entries:
             for visible in self._take_in(entry)[0]:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
                     self.streams.end_job(visible.command.job_id)
-        last_s = recorded.entries[-1].at_s if recorded.entries else self._core.now_s
+        last_s = recorded.entries[-1].at_s if recorded.entries else self.core.now_s
         self._clock_offset_s = last_s + min(recorded.age_s, MAX_AWAY_S) - self._loop.time()
-        self._core.forget_ended()
+        self.core.forget_ended()
         for stream in self.streams:
             stream.settle()
-        jobs = self._core.job_ids()
+        jobs = self.core.job_ids()
         log.info("goes on where the coordinator before this one was: %d jobs, after event %d", len(jobs), recorded.last)
         self.presence.await_all()
         self._arm()
@@ -264,7 +252,7 @@ class Driver:
             self.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
         stream = self.streams.agents[agent_id]
         if hello.measures_links:
-            self._measuring.add(agent_id)
+            self.agents.measuring.add(agent_id)
         queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
         welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)
         queue.put(agent_pb2.AttendResponse(welcome=welcome))
@@ -274,7 +262,7 @@ class Driver:
     def attach(self, event: LoopAttached) -> list[str]:
         """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
         self.handle(event)
-        return [self._secrets.new(address) for address in self._core.addresses(event.job_id)]
+        return [self._secrets.new(address) for address in self.core.addresses(event.job_id)]
 
     def open_session(self, address: Address, num_heard: int | None = None) -> RankQueue | None:
         """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
@@ -300,135 +288,14 @@ class Driver:
     def authenticate(self, secret: str) -> Address | None:
         """The process to which the secret belongs; None for an unknown one."""
         address = self._secrets.read(secret)
-        if address is None or not self._core.is_there(address):
+        if address is None or not self.core.is_there(address):
             return None
         stream = self.streams.of_rank(address)
         return None if stream is not None and stream.is_over else address
 
-    def position_in_round(
-        self, address: Address, generation: GenerationId, round_id: RoundId
-    ) -> tuple[int, int] | None:
-        """A rank's position among the members of an open round, and their number; None when it is no member."""
-        return self._core.position_in_round(address, generation, round_id)
-
-    # Watching
-
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
-
-    def tell_clock(self, job_id: str, now_s: float) -> None:
-        """Sends the coordinator's clock, `now_s` in seconds since 1970, to every rank of a job."""
-        message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
-        for stream in self.streams.ranks.get(JobId(job_id), {}).values():
-            stream.pass_on(message)
-
-    def hosts(self) -> list[HostView]:
-        """The connected hosts."""
-        return self._core.hosts()
-
-    def job_ids(self) -> list[JobId]:
-        """All jobs, oldest first."""
-        return self._core.job_ids()
-
-    def views(self) -> list[JobView]:
-        """All jobs as they are now."""
-        return [view for job_id in self.job_ids() if (view := self.view(job_id)) is not None]
-
-    def view(self, job_id: str) -> JobView | None:
-        """One job as it is now; None when it is not known. One that cannot be described does not hide the others."""
-        try:
-            return self._core.view(JobId(job_id), self.now_s)
-        except Exception:
-            log.exception("job=%s cannot be described; this is a bug", job_id)
-            return self._core.view_without_figures(JobId(job_id), "its figures cannot be shown")
-
-    def details(self, job_id: str) -> JobDetails | None:
-        """What was asked of a job, and what came of it; None when it is not known."""
-        return self._core.details(JobId(job_id), self.now_s)
-
-    def result(self, job_id: str) -> JobResult | None:
-        """How the job ended; None before that is durable."""
-        return None if job_id in self._ended else self._core.result(JobId(job_id))
-
-    def num_wanted(self, job_id: str) -> int | None:
-        """How many ranks the job is to have; None when that cannot be changed."""
-        return self._core.num_wanted(JobId(job_id))
-
-    def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """The spec of an ended job, and its checkpoints; None while its end is not durable."""
-        result, spec = self.result(job_id), self._core.spec(JobId(job_id))
-        return (spec, result.checkpoints) if result and spec else None
-
-    def journal(self, job_id: str, num_entries: int | None = None) -> Extract | None:
-        """The newest entries of a job's journal, or all that are kept; None when there is none."""
-        return self._journals.extract(job_id, self._loop.time(), num_entries)
-
-    def submitted_as(self, key: str) -> JobId | None:
-        """The job that was submitted with the key; None when none was."""
-        return self._core.submitted_as(key)
-
-    @property
-    def failing(self) -> str:
-        """Why records cannot be written at present; empty while they can."""
-        return self._writer.failing
-
-    def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
-        """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
-        agent_id = self._core.host_of_model(JobId(job_id))
-        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
-        return agent_id is not None and self.ask_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
-
-    def can_measure(self, agent_id: AgentId) -> bool:
-        """Whether the agent can measure links: older ones cannot."""
-        return agent_id in self._measuring
-
-    def ask_agent(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
-        """Sends an agent an order that nothing depends on. False when it is not connected."""
-        if not self._is_attending(agent_id):
-            return False
-        self.streams.agents[agent_id].pass_on(order)
-        return True
-
-    def _is_attending(self, agent_id: AgentId) -> bool:
-        return agent_id in self.streams.agents and self.streams.agents[agent_id].is_connected
-
-    def hosts_of(self, job_id: str) -> list[AgentId]:
-        """The connected hosts of the job's ranks."""
-        return list(filter(self._is_attending, self._core.hosts_of(JobId(job_id))))
-
-    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
-        """Asks a host to deliver the weights of the checkpoint at `path`."""
-        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
-        self.ask_agent(agent_id, agent_pb2.AttendResponse(send_model=send))
-
-    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, **how: bool) -> bool:
-        """Asks a rank's host to deliver the end of its log and, with `follow=True`, what is appended; with
-        `with_times=True` with the time of each line. False when the host is not connected.
-        """
-        agent_id = self._core.host_of_rank(JobId(job_id), rank)
-        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, **how)
-        return agent_id is not None and self.ask_agent(agent_id, agent_pb2.AttendResponse(send_log=send))
-
-    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
-        """All that the metrics export, as it is now; `past` are the jobs of earlier runs of the coordinator."""
-        hosts = self._core.hosts()
-        streams = {
-            "agent": sum(stream.is_connected for stream in self.streams.agents.values()),
-            "rank": sum(one.is_connected for streams in self.streams.ranks.values() for one in streams.values()),
-        }
-        return MetricsSnapshot(
-            jobs=self.views(),
-            ended=Counter(view.state for view in past),
-            num_agents=len(hosts),
-            num_slots=sum(len(host.slots) for host in hosts),
-            num_busy_slots=sum(len(host.ranks) for host in hosts),
-            streams={**streams, "watcher": self.watchers.num_watchers},
-            messages=dict(self.health.messages),
-            loop_lag_s=self.health.lag_s,
-            persist=self._writer.durations.copy(),
-            num_persist_failures=self._writer.num_failures,
-        )
 
     def stop(self) -> None:
         """Closes every stream, writes the records that wait and ends the writer. Nobody is let in afterwards."""
@@ -438,7 +305,7 @@ class Driver:
         for stream in self.streams:
             stream.close()
         self._tape.close()
-        self._writer.stop()
+        self.writer.stop()
 
     async def durable(self) -> None:
         """Waits until all events so far are durable."""
@@ -495,7 +362,7 @@ class Driver:
     def _on_written(self, last: int) -> None:
         """Events up to the number are durable."""
         self._num_written = last
-        self._ended = {job_id: number for job_id, number in self._ended.items() if number > last}
+        self.ending = {job_id: number for job_id, number in self.ending.items() if number > last}
         while self._waiting and self._waiting[0][0] <= last:
             _, visible = self._waiting.popleft()
             try:
@@ -524,7 +391,7 @@ class Driver:
                 stream.show(visible.number)
             case RankCommand() if stream is not None:
                 for action in self._performed:
-                    action(cast(SessionCommand, command), self._core.explanation(command.job_id))
+                    action(cast(SessionCommand, command), self.core.explanation(command.job_id))
                 self.health.messages["rank", "out"] += 1
                 stream.show(visible.number)
 
@@ -544,7 +411,7 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        next_s = self._core.next_deadline_s()
+        next_s = self.core.next_deadline_s()
         if next_s is not None:
             at_s = next_s - self._clock_offset_s
             self._timer = self._loop.call_at(at_s, lambda: self._handle_own(DeadlinePassed()))

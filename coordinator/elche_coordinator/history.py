@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ class History:
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
-    def __init__(self, records: Records, is_alive: Callable[[str], bool] = lambda job_id: False) -> None:
-        """Leaves out jobs of which `is_alive` is true."""
+    def __init__(self, records: Records, living: Collection[str] = ()) -> None:
+        """Leaves out jobs that are `living`: the core goes on with them."""
         self._records = records
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
@@ -46,7 +46,7 @@ class History:
         """The highest incarnation that was used."""
         lost: dict[str, Record] = {}
         for job_id, record in records.load().items():
-            if is_alive(job_id):
+            if job_id in living:
                 continue
             try:
                 self._take_in(job_id, record, lost)
@@ -131,13 +131,13 @@ class History:
         job = self._jobs.get(job_id)
         return job.view if job else None
 
-    def resumable(self, job_id: str) -> tuple[JobSpec, tuple[Checkpoint, ...]] | None:
-        """The job's spec and its checkpoints; None when it is not known."""
+    def spec(self, job_id: str) -> JobSpec | None:
+        """What was asked of the job; None when it is not known."""
         job = self._jobs.get(job_id)
-        return (self.spec(job_id), job.result.checkpoints) if job else None
+        return job.spec if job else None
 
-    def spec(self, job_id: str) -> JobSpec:
-        """The spec of any job with a durable record. Raises `KeyError` without one."""
+    def submission(self, job_id: str) -> JobSpec:
+        """What any job with a durable record was submitted with. Raises `KeyError` without one."""
         return _spec(self._records.load_spec(job_id))
 
     def details(self, job_id: str) -> JobDetails | None:

@@ -19,13 +19,13 @@ from elche.v1 import (
 from elche_coordinator import codec
 from elche_coordinator.best_model import best_weights
 from elche_coordinator.bundles import Bundles
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import (
     JobCancelled,
 )
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.link_trials import LinkTrials
@@ -33,12 +33,12 @@ from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import (
     ask_for_model,
     drain,
+    own_view,
     pause,
     request_checkpoint,
     resume,
     scale,
     submit,
-    submitter_of,
 )
 from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
@@ -63,7 +63,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     def __init__(
         self,
         driver: Driver,
-        history: History,
+        catalogue: JobCatalogue,
         transfers: Transfers,
         timelines: Timelines,
         journals: JournalFiles,
@@ -73,15 +73,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._timelines = timelines
         self._journals = journals
         self._driver = driver
-        self._history = history
+        self._catalogue = catalogue
         self._transfers = transfers
-        self._links = LinkTrials(driver, transfers)
+        self._links = LinkTrials(driver.agents, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
-            known = self._driver.submitted_as(request.key) or self._history.submitted_as(request.key)
+            known = self._catalogue.submitted_as(request.key)
             if known:
-                self._own_view(known)
+                own_view(self._catalogue, known)
                 await self._driver.durable()
                 return job_pb2.SubmitJobResponse(job_id=known)
             if request.finds:
@@ -97,11 +97,11 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
         async with answering(context):
             first = _page_start(request.page_token)
-            job_ids = [*self._history.job_ids(), *self._driver.job_ids()]
+            job_ids = self._catalogue.job_ids()
             page = job_pb2.ListJobsResponse()
             left_bytes = PAGE_BYTES
             for job_id in job_ids[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
-                message = _view_message(self._known_view(job_id))
+                message = _view_message(self._catalogue.known_view(job_id))
                 left_bytes -= message.ByteSize()
                 if left_bytes < 0 and page.jobs:
                     break
@@ -114,7 +114,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         async with answering(context):
-            self._known_view(request.job_id)
+            self._catalogue.known_view(request.job_id)
         queue = self._driver.watchers.watch(request.job_id)
         try:
             async for response in self._responses(request.job_id, queue):
@@ -124,7 +124,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):
-            before = self._own_view(request.job_id).state
+            before = own_view(self._catalogue, request.job_id).state
             self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
             await self._driver.durable()
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
@@ -132,21 +132,21 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
             check_settings(request.settings)
-            view = self._own_view(request.job_id)
+            view = own_view(self._catalogue, request.job_id)
             submitter = CALLER.get().submitter(request.submitted_by)
-            job_id, path = await resume(self._driver, self._history, view, request.settings, submitter)
+            job_id, path = await resume(self._driver, self._catalogue, view, request.settings, submitter)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
         async with answering(context):
-            request_checkpoint(self._driver, self._own_view(request.job_id))
+            request_checkpoint(self._driver, own_view(self._catalogue, request.job_id))
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
         async with answering(context):
-            view = self._own_view(request.job_id)
+            view = own_view(self._catalogue, request.job_id)
             is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
             if is_open:
                 pause(self._driver, view, is_paused=request.is_paused)
@@ -154,7 +154,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
         async with answering(context):
-            before = scale(self._driver, self._own_view(request.job_id), request.num_ranks)
+            before = scale(self._driver, self._catalogue, own_view(self._catalogue, request.job_id), request.num_ranks)
             await self._driver.durable()
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
@@ -165,7 +165,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
         async with answering(context):
-            hosts = [codec.host_message(host) for host in self._driver.hosts()]
+            hosts = [codec.host_message(host) for host in self._driver.agents.hosts()]
         return job_pb2.ListHostsResponse(hosts=hosts, now=time.time())
 
     async def MeasureLinks(  # noqa: N802
@@ -179,12 +179,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         async with answering(context):
-            view = self._known_view(request.job_id)
+            view = self._catalogue.known_view(request.job_id)
             if request.best:
-                async for data in best_weights(view, self._driver, self._transfers):
+                async for data in best_weights(view, self._catalogue, self._driver.agents, self._transfers):
                     yield job_pb2.FetchModelResponse(data=data)
                 return
-            transfer = ask_for_model(self._driver, self._history, self._transfers, view)
+            transfer = ask_for_model(self._catalogue, self._driver.agents, self._transfers, view)
             async with aclosing(self._transfers.chunks(transfer)) as chunks:
                 async for data in chunks:
                     yield job_pb2.FetchModelResponse(data=data)
@@ -193,7 +193,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.StreamLogsRequest, context: Context
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
         async with answering(context):
-            parts = stream_logs(request, lambda: self._known_view(request.job_id), self._driver, self._transfers)
+            parts = stream_logs(
+                request, lambda: self._catalogue.known_view(request.job_id), self._driver.agents, self._transfers
+            )
             async with aclosing(parts):
                 async for part in parts:
                     yield part
@@ -202,7 +204,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.FetchTimelineRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
         async with answering(context):
-            self._known_view(request.job_id)
+            self._catalogue.known_view(request.job_id)
             async for data in self._timelines.chunks(request.job_id):
                 yield job_pb2.FetchTimelineResponse(data=data)
 
@@ -210,7 +212,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.FetchJournalRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
         async with answering(context):
-            self._known_view(request.job_id)
+            self._catalogue.known_view(request.job_id)
             num_events = request.num_events if request.HasField("num_events") else None
             async for data in self._journals.chunks(request.job_id, num_events):
                 yield job_pb2.FetchJournalResponse(data=data)
@@ -219,8 +221,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         """Yields views at intervals, reports as they come, and the result last."""
-        yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
-        ended = self._driver.result(job_id) or self._history.result(job_id)
+        yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
+        ended = self._catalogue.result(job_id)
         if ended is not None:
             yield codec.watch_message(ended)
             return
@@ -230,30 +232,18 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
                 if time.monotonic() >= next_view_s:  # also when reports come more often than that
-                    yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
                     next_view_s = time.monotonic() + VIEW_EVERY_S
                 if not done:
                     continue
                 if (item := getting.result()) is None:
                     return
                 if item.HasField("result"):
-                    yield job_pb2.WatchJobResponse(view=_view_message(self._known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
                 yield item
                 getting = asyncio.ensure_future(queue.get())
         finally:
             getting.cancel()
-
-    def _own_view(self, job_id: str) -> JobView:
-        """The view of a job that the caller may change. Raises `UnknownJob` or `Forbidden`."""
-        view = self._known_view(job_id)
-        CALLER.get().require_own(submitter_of(self._driver, self._history, job_id), job_id)
-        return view
-
-    def _known_view(self, job_id: str) -> JobView:
-        view = self._driver.view(job_id) or self._history.view(job_id)
-        if view is None:
-            raise UnknownJob(job_id)
-        return view
 
 
 def _page_start(token: str) -> int:

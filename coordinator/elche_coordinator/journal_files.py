@@ -35,16 +35,19 @@ class JournalFiles:
 
     async def chunks(self, job_id: str, num_events: int | None = None) -> AsyncIterator[bytes]:
         """The job's journal, or its newest events. Raises `InvalidJob` when there is none."""
-        extract = self._driver.journal(job_id, num_events)
+        extract = self._extract(job_id, num_events)
         lines = extract.lines() if extract is not None else await asyncio.to_thread(self._read, job_id, num_events)
         while part := await asyncio.to_thread(lambda: "".join(f"{line}\n" for line in islice(lines, LINES))):
             data = part.encode()
             for start in range(0, len(data), CHUNK_BYTES):
                 yield data[start : start + CHUNK_BYTES]
 
+    def _extract(self, job_id: str, num_events: int | None = None) -> Extract | None:
+        return self._driver.journals.extract(job_id, self._driver.now_s, num_events)
+
     def _take_report(self, job_id: JobId, report: Report) -> None:
         if isinstance(report, JobResult) and report.outcome is not Outcome.SUCCEEDED:
-            extract = self._driver.journal(job_id)
+            extract = self._extract(job_id)
             if extract is not None:
                 self._writer.submit(self._write, extract)
 

@@ -9,8 +9,8 @@ from google.protobuf.message import DecodeError
 
 from elche.errors import ElcheError, InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
+from elche_coordinator.agents import Agents
 from elche_coordinator.core.messages.ids import AgentId
-from elche_coordinator.driver import Driver
 from elche_coordinator.transfers import TooLong, Transfers
 
 SECRET_BYTES = 32
@@ -26,8 +26,8 @@ class Unmeasured(ElcheError):
 class LinkTrials:
     """Measures one link after the other: two at a time would disturb each other."""
 
-    def __init__(self, driver: Driver, transfers: Transfers) -> None:
-        self._driver = driver
+    def __init__(self, agents: Agents, transfers: Transfers) -> None:
+        self._agents = agents
         self._transfers = transfers
         self._is_busy = False
 
@@ -35,7 +35,7 @@ class LinkTrials:
         """What each two of these hosts find, or of all that are connected; of hosts with one name, the first. Raises
         `InvalidJob` where there are no two, and `TooMuch` for too many, and while others measure.
         """
-        hosts = {host.host: host.agent_id for host in reversed(self._driver.hosts())}
+        hosts = {host.host: host.agent_id for host in reversed(self._agents.hosts())}
         wanted = sorted(set(names or hosts))
         if unknown := [name for name in wanted if name not in hosts]:
             raise InvalidJob(f"no host named {unknown[0]!r} is connected; `elche hosts` lists them")
@@ -77,8 +77,9 @@ class LinkTrials:
 
     async def _answer(self, host: str, agent_id: AgentId, order: agent_pb2.AttendResponse, transfer: str) -> bytes:
         """What an agent delivers. Raises `ElcheError`."""
-        problem = "" if self._driver.can_measure(agent_id) else f"the agent of {host} is older and cannot: upgrade it"
-        if problem or not self._driver.ask_agent(agent_id, order):
+        can = agent_id in self._agents.measuring
+        problem = "" if can else f"the agent of {host} is older and cannot: upgrade it"
+        if problem or not self._agents.ask(agent_id, order):
             self._transfers.drop(transfer)
             raise Unmeasured(problem or f"{host} has disconnected")
         return await self._transfers.whole(transfer, MAX_ANSWER_BYTES)

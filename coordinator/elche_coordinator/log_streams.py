@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 from elche.errors import ElcheError, InvalidJob
 from elche.v1 import job_pb2
+from elche_coordinator.agents import Agents
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.messages.ids import Rank
-from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
 from elche_coordinator.transfers import Transfers
 
@@ -26,12 +26,12 @@ Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
 
 async def stream_logs(
-    request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], driver: Driver, transfers: Transfers
+    request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], agents: Agents, transfers: Transfers
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing."""
     ranks = await _begun(request, view)
     parts: Parts = asyncio.Queue(DEPTH)
-    readers = [asyncio.ensure_future(_read(request, view().job_id, rank, driver, transfers, parts)) for rank in ranks]
+    readers = [asyncio.ensure_future(_read(request, view().job_id, rank, agents, transfers, parts)) for rank in ranks]
     problems: list[str] = []
     num_open = len(readers)
     try:
@@ -77,14 +77,14 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
 
 
 async def _read(
-    request: job_pb2.StreamLogsRequest, job_id: str, rank: RankView, driver: Driver, transfers: Transfers, parts: Parts
+    request: job_pb2.StreamLogsRequest, job_id: str, rank: RankView, agents: Agents, transfers: Transfers, parts: Parts
 ) -> None:
     """Puts the chunks of one rank's log into `parts`, then None."""
     transfer = transfers.begin()
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         how = {"follow": request.follow, "with_times": request.with_times}
-        if not driver.ask_for_log(job_id, Rank(rank.rank), transfer, limit, **how):
+        if not agents.ask_for_log(job_id, Rank(rank.rank), transfer, limit, **how):
             transfers.drop(transfer)
             where = f"{rank.host}:{rank.log_path}"
             raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")

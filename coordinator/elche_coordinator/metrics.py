@@ -1,5 +1,6 @@
 """Prometheus metrics, computed from a snapshot at each scrape. `docs/metrics.md` explains each."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -7,8 +8,10 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.driver import Driver
 
 EXPIRE_S = 15 * 60
 """How long the series of an ended job are still exported."""
@@ -30,6 +33,27 @@ class MetricsSnapshot:
     loop_lag_s: float = 0.0
     persist: Histogram = field(default_factory=lambda: Histogram(PERSIST_SECONDS))
     num_persist_failures: int = 0
+
+
+def snapshot(driver: Driver, catalogue: JobCatalogue) -> MetricsSnapshot:
+    """All that is exported, as it is now."""
+    hosts, streams = driver.agents.hosts(), driver.streams
+    num_connected = {
+        "agent": sum(stream.is_connected for stream in streams.agents.values()),
+        "rank": sum(one.is_connected for of_job in streams.ranks.values() for one in of_job.values()),
+    }
+    return MetricsSnapshot(
+        jobs=catalogue.present_views(),
+        ended=Counter(view.state for view in catalogue.past_views()),
+        num_agents=len(hosts),
+        num_slots=sum(len(host.slots) for host in hosts),
+        num_busy_slots=sum(len(host.ranks) for host in hosts),
+        streams={**num_connected, "watcher": driver.watchers.num_watchers},
+        messages=dict(driver.health.messages),
+        loop_lag_s=driver.health.lag_s,
+        persist=driver.writer.durations.copy(),
+        num_persist_failures=driver.writer.num_failures,
+    )
 
 
 JobFigure = tuple[str, str, Callable[[JobView], float | None]]

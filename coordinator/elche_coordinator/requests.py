@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
-from elche.errors import InvalidJob, TooMuch
+from elche.errors import InvalidJob, TooMuch, UnknownJob
+from elche_coordinator.agents import Agents
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import (
     CheckpointRequested,
@@ -22,7 +24,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
+from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 
 MAX_NAMED = 20
@@ -36,9 +38,9 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
 
     Raises `TooMuch` when the record cannot be written; the job is cancelled then.
     """
-    if driver.failing:
+    if driver.writer.failing:
         driver.sources.discard(spec.source_hash)
-        raise TooMuch(f"the coordinator cannot write its records ({driver.failing}); nothing was submitted")
+        raise TooMuch(f"the coordinator cannot write its records ({driver.writer.failing}); nothing was submitted")
     job_id = new_job_id(spec.name)
     driver.handle(JobSubmitted(job_id=job_id, spec=spec, submitted_at=time.time(), key=key))
     try:
@@ -46,28 +48,28 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
             await driver.durable()
     except TimeoutError:
         driver.handle(JobCancelled(job_id=job_id))
-        why = driver.failing or f"the disk has not responded for {WRITE_S:.0f} s"
+        why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
         raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
     return job_id
 
 
 async def resume(
-    driver: Driver, history: History, view: JobView, settings: Mapping[str, str], submitted_by: str = ""
+    driver: Driver, catalogue: JobCatalogue, view: JobView, settings: Mapping[str, str], submitted_by: str = ""
 ) -> tuple[JobId, str]:
     """Submits an ended job again, from its newest checkpoint. Returns the new job's id and the checkpoints' folder.
 
     Raises `InvalidJob` for a job that has not ended, has no checkpoint, is complete, or was started by a script.
     """
-    found = driver.resumable(view.job_id) or history.resumable(view.job_id)
-    if found is None:
+    result = catalogue.result(view.job_id)
+    if result is None:
         raise InvalidJob(f"job {view.job_id} has not ended; cancel it first, or let it go on")
-    spec, checkpoints = history.spec(view.job_id), found[1]
+    spec, checkpoints = catalogue.submission(view.job_id), result.checkpoints
     if spec.is_loop:
         where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
         raise InvalidJob(f"job {view.job_id} is a script with its own loop: start the script again, {where}to resume")
     if not checkpoints:
         raise InvalidJob(f"job {view.job_id} has no checkpoint to resume from; submit it again")
-    _refuse_complete(driver.result(view.job_id) or history.result(view.job_id), view.job_id, settings)
+    _refuse_complete(result, view.job_id, settings)
     path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
     spec = replace(
         spec,
@@ -82,9 +84,9 @@ async def resume(
     return await submit(driver, spec), path
 
 
-def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[str, str]) -> None:
+def _refuse_complete(result: JobResult, job_id: str, settings: Mapping[str, str]) -> None:
     """Raises `InvalidJob` for a complete training, unless the settings ask for more epochs or steps."""
-    if result is None or result.outcome != "succeeded" or result.ended_early:
+    if result.outcome != "succeeded" or result.ended_early:
         return
     if json.loads(settings.get("epochs", "0")) <= result.epochs and "max_steps" not in settings:
         raise InvalidJob(
@@ -92,19 +94,22 @@ def _refuse_complete(result: JobResult | None, job_id: str, settings: Mapping[st
         )
 
 
-def submitter_of(driver: Driver, history: History, job_id: str) -> str:
-    """Whose a known job is."""
-    details = driver.details(JobId(job_id))
-    return (details.spec if details is not None else history.spec(job_id)).submitted_by
+def own_view(catalogue: JobCatalogue, job_id: str) -> JobView:
+    """The view of a job that the caller may change. Raises `UnknownJob` or `Forbidden`."""
+    view, spec = catalogue.view(job_id), catalogue.spec(job_id)
+    if view is None or spec is None:
+        raise UnknownJob(job_id)
+    CALLER.get().require_own(spec.submitted_by, job_id)
+    return view
 
 
-def ask_for_model(driver: Driver, history: History, transfers: Transfers, view: JobView) -> str:
+def ask_for_model(catalogue: JobCatalogue, agents: Agents, transfers: Transfers, view: JobView) -> str:
     """Starts the transfer of the job's model from its host; returns the transfer's name. Raises `InvalidJob`."""
-    result = driver.result(view.job_id) or history.result(view.job_id)
+    result = catalogue.result(view.job_id)
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
     transfer = transfers.begin()
-    if not driver.ask_for_model(view.job_id, transfer):
+    if not agents.ask_for_model(view.job_id, transfer):
         transfers.drop(transfer)
         raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
     return transfer
@@ -117,11 +122,11 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
 
 
-def scale(driver: Driver, view: JobView, num_ranks: int) -> int:
+def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int) -> int:
     """Changes how many ranks a job is to have; returns how many it was to have. Raises `InvalidJob`."""
     if num_ranks < 1:
         raise InvalidJob("a job has at least 1 rank; pause it to have none train")
-    before = driver.num_wanted(view.job_id)
+    before = catalogue.num_wanted(view.job_id)
     if before is None:
         raise InvalidJob(
             f"job {view.job_id} is {view.state}, or repeats a recording, or is a script with its own loop: "
@@ -135,9 +140,9 @@ def drain(driver: Driver, name: str, *, is_drained: bool) -> int:
     """Drains all hosts of this name, or the one with this agent id, or offers them again; returns how many ranks they
     have. Raises `InvalidJob` when none is connected.
     """
-    found = [host for host in driver.hosts() if name in (host.host, host.agent_id)]
+    found = [host for host in driver.agents.hosts() if name in (host.host, host.agent_id)]
     if not found:
-        there = ", ".join(sorted({host.host for host in driver.hosts()})[:MAX_NAMED]) or "none"
+        there = ", ".join(sorted({host.host for host in driver.agents.hosts()})[:MAX_NAMED]) or "none"
         raise InvalidJob(f"no host {name!r} is connected; connected are {there}")
     for host in found:
         driver.handle(DrainRequested(agent_id=host.agent_id, is_drained=is_drained))

@@ -32,6 +32,7 @@ from elche_coordinator.core.messages.commands import (
     SendThrottle,
     SessionCommand,
 )
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
@@ -84,10 +85,11 @@ class Timelines:
 
     def begin(self, job_id: str, rank: int) -> None:
         """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""
-        if self._driver.result(job_id) is None and self._driver.is_alive(job_id):
+        core = self._driver.core
+        if core.spec(JobId(job_id)) is not None and core.result(JobId(job_id)) is None:
             self._lines.setdefault(job_id, [])
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
-        self._driver.tell_clock(job_id, time.time())
+        self._tell_clock(job_id, time.time())
 
     def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
         """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's.
@@ -133,11 +135,17 @@ class Timelines:
                 if time.time() - clock_s >= CLOCK_EVERY_S:
                     clock_s = time.time()
                     for job_id in self._lines:
-                        self._driver.tell_clock(job_id, clock_s)
+                        self._tell_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
             async with self._writing:  # a write that was running when this was cancelled may not be done
                 self._write(self._take())
+
+    def _tell_clock(self, job_id: str, now_s: float) -> None:
+        """Sends the coordinator's clock to every rank of a job."""
+        message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
+        for stream in self._driver.streams.ranks.get(JobId(job_id), {}).values():
+            stream.pass_on(message)
 
     def _take_command(self, command: SessionCommand, why: str) -> None:
         if command.job_id in self._lines and (told := _told(command)) is not None:

@@ -131,7 +131,7 @@ def test_a_command_that_cannot_be_carried_out_fails_its_own_job_and_what_waits_b
             assert (await said(queue)).start_rank.job_id == "good"
             await asyncio.wait_for(driver.durable(), 10)
             assert (await said(queue)).stop_rank.job_id == "bad"
-            view = driver.view("bad")
+            view = driver.core.view(JobId("bad"), 0.0)
             assert view is not None
             assert view.reason.startswith("StartRank cannot be carried out: ")
             assert watch.is_closed is False
@@ -149,7 +149,7 @@ def test_a_record_that_is_no_json_fails_its_own_job(tmp_path: Path) -> None:
             started = {(await said(queue)).start_rank.job_id}
             await asyncio.wait_for(driver.durable(), 10)
             assert "good" in started or (await said(queue)).start_rank.job_id == "good"
-            view = driver.view("bad")
+            view = driver.core.view(JobId("bad"), 0.0)
             assert view is not None
             assert "its record cannot be written" in view.reason
 
@@ -190,6 +190,6 @@ def test_who_has_stopped_decides_nothing_more(tmp_path: Path) -> None:
         for late in (lambda: driver.attend(hello), lambda: driver.handle(submitted("job"))):
             with pytest.raises(Unreachable, match="stopping"):
                 late()
-        assert [host.agent_id for host in driver.hosts()] == [agent_id]
+        assert [host.agent_id for host in driver.agents.hosts()] == [agent_id]
 
     in_loop(story)

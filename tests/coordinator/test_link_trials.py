@@ -48,7 +48,7 @@ def found(
             _, _, queue = driver.attend(hello)
             serving.append(asyncio.ensure_future(serve(queue, transfers, answer or well)))
         try:
-            answers = [one async for one in LinkTrials(driver, transfers).measure(names)]
+            answers = [one async for one in LinkTrials(driver.agents, transfers).measure(names)]
             assert not transfers._open, "nothing waits for an agent any more"
             return answers
         finally:

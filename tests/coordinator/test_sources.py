@@ -109,7 +109,7 @@ def test_a_job_whose_file_the_database_has_lost_fails_and_says_so(tmp_path: Path
         driver = started(tmp_path)
         driver.attend(HELLO)
         await asyncio.sleep(0)
-        view = driver.view("job")
+        view = driver.core.view(JobId("job"), 0.0)
         assert view is not None
         assert view.reason == "StartRank cannot be carried out: its file is not in the database any more"
         driver.stop()

@@ -112,8 +112,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def abandon(driver: Driver) -> None:
     """The process is gone: nothing is closed in order."""
-    driver._writer._queue.put(None)
-    driver._writer._thread.join(5)
+    driver.writer._queue.put(None)
+    driver.writer._thread.join(5)
     if driver._timer is not None:
         driver._timer.cancel()
 
@@ -134,13 +134,13 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         one.handle(RankStarted(**RANK, agent_id=agent_id, log_path="/log"), number=1)
         await until(lambda: stream.num_taken == 1)
         assert said(queue)[-1].taken.seq == 1
-        one._writer.write = lambda batch: None  # type: ignore[method-assign]  # what follows never becomes durable
+        one.writer.write = lambda batch: None  # type: ignore[method-assign]  # what follows never becomes durable
         one.handle(RankStarted(**{**RANK, "rank": Rank(1)}, agent_id=agent_id, log_path="/log"), number=2)
         assert (stream.num_read, stream.num_taken) == (2, 1)
         abandon(one)
 
         two = start(tmp_path)
-        assert two.is_alive("job")
+        assert two.core.job_ids() == ["job"]
         assert two.store == one.store
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
@@ -171,7 +171,7 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
         assert driver.open_session(RANK, 0) is not None
         stream = driver.streams.of_rank(RANK)
         assert stream is not None
-        driver._writer.write = lambda batch: None  # type: ignore[method-assign]
+        driver.writer.write = lambda batch: None  # type: ignore[method-assign]
         pong = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="a word"), seq=1)
         driver.handle(codec.rank_event(RANK, pong), number=1)
         queue = driver.open_session(RANK, 0)

@@ -21,14 +21,14 @@ from starlette.types import ASGIApp
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
 from elche_coordinator.access import Credentials
 from elche_coordinator.audit import Audit
+from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
 from elche_coordinator.journal_files import JournalFiles
-from elche_coordinator.metrics import SnapshotCollector
-from elche_coordinator.requests import ask_for_model, pause, request_checkpoint, resume, scale, submitter_of
+from elche_coordinator.metrics import SnapshotCollector, snapshot
+from elche_coordinator.requests import ask_for_model, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import MAX_RANKS
@@ -60,7 +60,7 @@ class Web:
     def __init__(
         self,
         driver: Driver,
-        history: History,
+        catalogue: JobCatalogue,
         transfers: Transfers,
         credentials: Credentials,
         audit: Audit,
@@ -68,7 +68,7 @@ class Web:
         journals: JournalFiles | None = None,
     ) -> None:
         self._driver = driver
-        self._history = history
+        self._catalogue = catalogue
         self._transfers = transfers
         self._recordings = recordings
         self._recorder = Recorder(load=self._recorded_before)
@@ -118,7 +118,7 @@ class Web:
 
     def _take_views(self) -> None:
         try:
-            self._views = self._driver.views()
+            self._views = self._catalogue.present_views()
             self._recorder.take_views(self._views)
         except Exception:
             log.exception("a view could not be recorded")
@@ -129,7 +129,7 @@ class Web:
             recording = self._recorder.jobs.get(view.job_id)
             if self._recordings is None or recording is None or view.job_id in self._saved:
                 continue
-            if is_told and self._driver.result(view.job_id) is None:
+            if is_told and self._catalogue.result(view.job_id) is None:
                 continue
             self._saved.add(view.job_id)
             await self._write(self._recordings, view, recording)
@@ -177,7 +177,7 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(SnapshotCollector(self._driver.metrics_snapshot(self._history.views())))
+        registry.register(SnapshotCollector(snapshot(self._driver, self._catalogue)))
         registry.register(self._process)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
@@ -198,9 +198,9 @@ class Web:
             parts = {
                 "you": you,
                 "jobs": payloads.jobs(self._all_views(), _list_query(params)),
-                "hosts": payloads.hosts(self._driver.hosts(), _list_query(params, "host_")),
+                "hosts": payloads.hosts(self._driver.agents.hosts(), _list_query(params, "host_")),
             }
-            view = self._view(job_id)
+            view = self._catalogue.view(job_id)
             if view is not None:
                 kept = await self._kept(view)
                 job, about = self._shown(view, kept)
@@ -211,7 +211,7 @@ class Web:
 
     def _all_views(self) -> list[JobView]:
         """All jobs, oldest first; views of this run are at most a second old."""
-        return [*self._history.views(), *(self._views or self._driver.views())]
+        return [*self._catalogue.past_views(), *(self._views or self._catalogue.present_views())]
 
     async def _kept(self, view: JobView) -> SavedRecording:
         """The job's recording: of this run, or of an earlier one."""
@@ -224,20 +224,14 @@ class Web:
 
     def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
         """The job as it is now, and what was asked for."""
-        known = self._driver.details(view.job_id) or self._history.details(view.job_id)
+        known = self._catalogue.details(view.job_id)
         job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
-        if self._driver.view(view.job_id) is None:  # a job of an earlier run: its record lacks some figures
+        if self._catalogue.is_past(view.job_id):
             about = payloads.with_saved(about, kept.shown)
         return (job if view.ranks else payloads.with_saved(job, kept.shown)), about
 
-    def _view(self, job_id: str) -> JobView | None:
-        return self._driver.view(job_id) or self._history.view(job_id)
-
     def _known(self, request: Request) -> JobView:
-        view = self._view(request.path_params["job"])
-        if view is None:
-            raise UnknownJob(request.path_params["job"])
-        return view
+        return self._catalogue.known_view(request.path_params["job"])
 
     async def _jobs(self, request: Request) -> Response:
         return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params)))
@@ -258,7 +252,7 @@ class Web:
         """The end of a rank's log, fetched from its host."""
         view = self._known(request)
         transfer = self._transfers.begin()
-        if not self._driver.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
+        if not self._driver.agents.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
             raise ElcheError("the host of the rank, which has its log, is not connected")
         text = await self._transfers.whole(transfer, MAX_LOG_BYTES)
@@ -288,27 +282,26 @@ class Web:
         return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
-        transfer = ask_for_model(self._driver, self._history, self._transfers, view)
+        transfer = ask_for_model(self._catalogue, self._driver.agents, self._transfers, view)
         return await self._downloads.begin(transfer, f"{view.job_id}.safetensors")
 
     # What the page changes
 
     async def _change_job(self, request: Request) -> Response:
-        view = self._known(request)
-        if request.path_params["verb"] not in FETCHED:
-            CALLER.get().require_own(submitter_of(self._driver, self._history, view.job_id), view.job_id)
-        match request.path_params["verb"]:
+        job_id, verb = request.path_params["job"], request.path_params["verb"]
+        view = self._known(request) if verb in FETCHED else own_view(self._catalogue, job_id)
+        match verb:
             case "cancel":
                 self._driver.handle(JobCancelled(job_id=JobId(view.job_id)))
-            case "pause" | "unpause" as verb:
+            case "pause" | "unpause":
                 pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
                 request_checkpoint(self._driver, view)
             case "scale":
-                scale(self._driver, view, _num_ranks(request.query_params))
+                scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
             case "resume":
-                job_id, checkpoint = await resume(self._driver, self._history, view, {}, submitted_by=CALLER.get().name)
-                return JSONResponse({"job": job_id, "checkpoint": checkpoint})
+                new_id, path = await resume(self._driver, self._catalogue, view, {}, submitted_by=CALLER.get().name)
+                return JSONResponse({"job": new_id, "checkpoint": path})
             case "model":
                 return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
             case "journal":
@@ -323,7 +316,7 @@ class Web:
         if verb not in ("drain", "undrain"):
             return JSONResponse({"error": "there is no such action"}, 404)
         agent_id = AgentId(request.path_params["agent"])
-        if all(host.agent_id != agent_id for host in self._driver.hosts()):
+        if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
         return JSONResponse({})

@@ -1,0 +1,97 @@
+"""Which jobs there are and how they are: those of this run, which the core has, and those that had ended before it."""
+
+import logging
+
+from elche.errors import UnknownJob
+from elche_coordinator.core.describe import JobDetails, JobView
+from elche_coordinator.core.messages.events import JobsForgotten
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.driver import Driver
+from elche_coordinator.history import History
+
+log = logging.getLogger(__name__)
+
+
+class JobCatalogue:
+    """Answers about jobs. Whoever asks need not know in which run of the coordinator a job was."""
+
+    def __init__(self, driver: Driver, history: History) -> None:
+        self._driver = driver
+        self._core = driver.core
+        self._history = history
+
+    def submitted_as(self, key: str) -> str | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._core.submitted_as(key) or self._history.submitted_as(key)
+
+    def job_ids(self) -> list[str]:
+        """All jobs, oldest first."""
+        return [*self._history.job_ids(), *self._core.job_ids()]
+
+    def past_views(self) -> list[JobView]:
+        """The jobs that had ended before this run, oldest first."""
+        return self._history.views()
+
+    def present_views(self) -> list[JobView]:
+        """The jobs of this run as they are now, oldest first."""
+        return [view for job_id in self._core.job_ids() if (view := self._present_view(job_id)) is not None]
+
+    def is_past(self, job_id: str) -> bool:
+        """Whether the job had ended before this run: some figures of it are not known any more."""
+        return self._history.view(job_id) is not None
+
+    def view(self, job_id: str) -> JobView | None:
+        """One job as it is now; None when it is not known."""
+        return self._present_view(JobId(job_id)) or self._history.view(job_id)
+
+    def known_view(self, job_id: str) -> JobView:
+        """One job as it is now. Raises `UnknownJob`."""
+        view = self.view(job_id)
+        if view is None:
+            raise UnknownJob(job_id)
+        return view
+
+    def details(self, job_id: str) -> JobDetails | None:
+        """What was asked of a job, and what came of it; None when it is not known."""
+        return self._core.details(JobId(job_id), self._driver.now_s) or self._history.details(job_id)
+
+    def result(self, job_id: str) -> JobResult | None:
+        """How the job ended; None before that is durable, and when the job is not known."""
+        present = None if job_id in self._driver.ending else self._core.result(JobId(job_id))
+        return present or self._history.result(job_id)
+
+    def spec(self, job_id: str) -> JobSpec | None:
+        """What is asked of a job now: the number of its ranks may have been changed. None when it is not known."""
+        return self._core.spec(JobId(job_id)) or self._history.spec(job_id)
+
+    def submission(self, job_id: str) -> JobSpec:
+        """What the job was submitted with, but for rounds to repeat. Raises `KeyError` before that is durable."""
+        return self._history.submission(job_id)
+
+    def num_wanted(self, job_id: str) -> int | None:
+        """How many ranks the job is to have; None when that cannot be changed."""
+        return self._core.num_wanted(JobId(job_id))
+
+    def forget_oldest(self, keep_jobs: int) -> int:
+        """Forgets the jobs that ended first, but for so many that have ended; returns how many these were."""
+        if len(self.job_ids()) <= keep_jobs:
+            return 0
+        views = [view for view in self.present_views() if self.result(view.job_id) is not None]
+        views.sort(key=lambda view: -(view.ended_for_s or 0.0))
+        ended = [*self._history.job_ids(), *(view.job_id for view in views)]
+        old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
+        if old:
+            self._history.forget(old)
+            self._driver.handle(JobsForgotten(job_ids=old))
+            log.info("%d jobs are forgotten, the oldest of %d that have ended", len(old), len(ended))
+        return len(old)
+
+    def _present_view(self, job_id: JobId) -> JobView | None:
+        """One that cannot be described does not hide the others."""
+        try:
+            return self._core.view(job_id, self._driver.now_s)
+        except Exception:
+            log.exception("job=%s cannot be described; this is a bug", job_id)
+            return self._core.view_without_figures(job_id, "its figures cannot be shown")
