@@ -191,7 +191,7 @@ def _parsed(handler: Any, sent: Any) -> Any:
 def authenticated(driver: Driver, context: Context) -> Address:
     """The rank whose secret the call presents. Raises `NotAllowed`, and `Superseded` for a rank of another store."""
     metadata = dict(context.invocation_metadata() or ())
-    if metadata.get(STORE, driver.store.id) != driver.store.id:
+    if metadata.get(STORE, driver.identity.id) != driver.identity.id:
         raise Superseded("the rank is another coordinator's; it waits for that")
     address = driver.authenticate(str(metadata.get(SECRET, "")))
     if address is None:

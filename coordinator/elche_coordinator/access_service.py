@@ -8,8 +8,8 @@ from elche.errors import InvalidJob
 from elche.status import answering
 from elche.v1 import access_pb2, access_pb2_grpc
 from elche_coordinator.access import Credentials
-from elche_coordinator.roles import CALLER, Role
-from elche_coordinator.tokens import Token, Tokens
+from elche_coordinator.roles import CALLER, Role, Token
+from elche_coordinator.tokens import Tokens
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

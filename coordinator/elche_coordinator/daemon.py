@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import sqlalchemy as sa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
@@ -42,7 +41,6 @@ from elche_coordinator.bundles import Bundles
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
-from elche_coordinator.database import Database, reason_of
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import Encryption
 from elche_coordinator.history import History
@@ -51,9 +49,10 @@ from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
-from elche_coordinator.records import Records
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import BadStore, Store, StoreFailed, reason_of
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.tokens import Tokens
@@ -120,28 +119,28 @@ class Config:
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     stop = _stop_asked(config.exit_with_stdin)
-    database = _open_database(config)
-    shared = SharedBundles(database, config.data / "bundles") if database.is_shared else None
-    leadership = Leadership(database, f"{socket.gethostname()} {config.listen}", _start_over)
-    if shared is not None and not await _lead(leadership, database, shared, config, stop):
+    store = _open_store(config)
+    shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
+    leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", _start_over)
+    if shared is not None and not await _lead(leadership, store, shared, config, stop):
         return
     try:
-        await _serve(config, stop, database, shared, leadership)
+        await _serve(config, stop, store, shared, leadership)
     finally:
         leadership.resign()
 
 
 async def _serve(
-    config: Config, stop: asyncio.Event, database: Database, shared: SharedBundles | None, leadership: Leadership
+    config: Config, stop: asyncio.Event, store: Store, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
-    records, tokens = Records(database), Tokens(database)
+    tokens = Tokens(store)
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
     server, port = _new_server(config, AccessInterceptor(credentials, audit), encryption)
     transfers = Transfers()
-    driver = Driver(Coordinator(), records, recorded=tape.read(records))
-    history = History(records, living=driver.core.job_ids())
+    driver = Driver(Coordinator(), store, recorded=tape.read(store))
+    history = History(store, living=driver.core.job_ids())
     catalogue = JobCatalogue(driver, history)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
@@ -222,25 +221,25 @@ async def _page(
     await server.stop()
 
 
-def _open_database(config: Config) -> Database:
+def _open_store(config: Config) -> Store:
     data = config.data
     try:
         data.mkdir(parents=True, exist_ok=True)
         keep_out(data)
         _lock(data)
         if config.store:
-            return Database.at(config.store)
-        database = Database.in_file(data / DATABASE)
+            return SqlStore.at(config.store)
+        store = SqlStore.in_file(data / DATABASE)
         (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
-        return database
-    except ElcheError:
+        return store
+    except (BadStore, CannotStart):
         raise
     except Exception as error:
         raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
 
 
 async def _lead(
-    leadership: Leadership, database: Database, shared: SharedBundles, config: Config, stop: asyncio.Event
+    leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
 ) -> bool:
     """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
     _check_free(config.listen)
@@ -254,17 +253,17 @@ async def _lead(
     if not await waiting:
         return False
     try:
-        database.migrate()
+        store.prepare()
         shared.restore()
-    except (sa.exc.SQLAlchemyError, OSError) as error:
-        raise CannotStart(f"the database {database.name} cannot be used: {reason_of(error)}") from error
+    except (StoreFailed, OSError) as error:
+        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
     return True
 
 
 async def _copy(shared: SharedBundles) -> None:
     """Keeps the folder of bundles like the database, so that taking over takes no longer for large ones."""
     while True:
-        with suppress(sa.exc.SQLAlchemyError, OSError):  # it may not answer now, or have no tables yet
+        with suppress(StoreFailed, OSError):  # it may not answer now, or have no tables yet
             await asyncio.to_thread(shared.restore)
         await asyncio.sleep(COPY_EVERY_S)
 

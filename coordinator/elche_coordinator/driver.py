@@ -44,13 +44,14 @@ from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Journals
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.presence import Presence
-from elche_coordinator.records import Records, Writer
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.snapshots import Snapshots
 from elche_coordinator.sources import Sources
+from elche_coordinator.store import Store
 from elche_coordinator.streams import Secrets, Stream, Streams, Superseded
 from elche_coordinator.tape import Entry, Recorded, Tape
 from elche_coordinator.watchers import Watchers
+from elche_coordinator.writer import Writer
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +83,20 @@ class Driver:
     Others ask the core what they like, and change nothing in it.
     """
 
-    def __init__(self, core: Coordinator, records: Records, *, recorded: Recorded | None = None) -> None:
+    def __init__(self, core: Coordinator, store: Store, *, recorded: Recorded | None = None) -> None:
         """With `recorded` it goes on where the coordinator before it was; `core` is what a new one begins with."""
         self.health = LoopHealth()
         self.journals = Journals()
         self._loop = asyncio.get_running_loop()
-        self.store = records.identity()
-        self._secrets = Secrets(self.store.secret)
+        self.identity = store.identity()
+        self._secrets = Secrets(self.identity.secret)
         self.core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
         """What the core's clock is ahead of the event loop's, which is another one on each machine."""
-        self.writer = Writer(records, self._on_written_in_thread, self._on_refused_in_thread)
+        self.writer = Writer(store, self._on_written_in_thread, self._on_refused_in_thread)
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
-        self.sources = Sources(records.load_source)
+        self.sources = Sources(store.load_source)
         self._tape = Tape(
             self.writer,
             self._snapshots,
@@ -239,13 +240,13 @@ class Driver:
         and `Unreachable` when this driver has been stopped.
         """
         self._require_running()
-        if hello.store not in ("", self.store.id) and hello.num_ranks:
+        if hello.store not in ("", self.identity.id) and hello.num_ranks:
             raise Superseded(f"ranks of another coordinator's run on {hello.host}; {OTHER_STORE}")
         self.presence.lose_identities(hello.gone)
         known = self.streams.identities.get(hello.identity) if hello.identity else None
-        if known is not None and hello.store != self.store.id:
+        if known is not None and hello.store != self.identity.id:
             self.presence.lose_agent(known)
-        is_new = known is None or hello.store != self.store.id
+        is_new = known is None or hello.store != self.identity.id
         agent_id = self.streams.next_agent_id if is_new or known is None else known
         if is_new:
             log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
@@ -254,7 +255,9 @@ class Driver:
         if hello.measures_links:
             self.agents.measuring.add(agent_id)
         queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
-        welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=self.store.id, taken=stream.num_taken, is_new=is_new)
+        welcome = agent_pb2.AgentWelcome(
+            agent_id=agent_id, store=self.identity.id, taken=stream.num_taken, is_new=is_new
+        )
         queue.put(agent_pb2.AttendResponse(welcome=welcome))
         stream.resend()
         return agent_id, stream, queue
@@ -280,7 +283,7 @@ class Driver:
             return None
         assert stream is not None
         queue: RankQueue = stream.connect(num_heard or 0)
-        welcome = rank_pb2.Welcome(store=self.store.id, taken=stream.num_taken)
+        welcome = rank_pb2.Welcome(store=self.identity.id, taken=stream.num_taken)
         queue.put(rank_pb2.ConverseResponse(welcome=welcome))
         stream.resend()
         return queue

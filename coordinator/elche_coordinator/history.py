@@ -6,15 +6,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sqlalchemy as sa
-
 from elche_coordinator.core.describe import JobDetails, JobView, from_json
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.job_rows import FORMAT
-from elche_coordinator.records import EncodedRow, Record, Records
+from elche_coordinator.job_rows import FORMAT, Record
+from elche_coordinator.store import JobRow, Store, StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +33,9 @@ class History:
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
-    def __init__(self, records: Records, living: Collection[str] = ()) -> None:
+    def __init__(self, store: Store, living: Collection[str] = ()) -> None:
         """Leaves out jobs that are `living`: the core goes on with them."""
-        self._records = records
+        self._store = store
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
         self.unfinished: list[JobSubmitted] = []
@@ -45,7 +43,7 @@ class History:
         self.last_incarnation = 0
         """The highest incarnation that was used."""
         lost: dict[str, Record] = {}
-        for job_id, record in records.load().items():
+        for job_id, record in _records(store.load_rows()).items():
             if job_id in living:
                 continue
             try:
@@ -102,12 +100,12 @@ class History:
         rows = []
         for job_id, record in lost.items():
             rest = {name: value for name, value in record.items() if name != "spec"}
-            rows.append(EncodedRow(id=job_id, record=json.dumps(rest)))
+            rows.append(JobRow(id=job_id, record=json.dumps(rest)))
         try:
             if rows:
-                self._records.write(rows)
-        except sa.exc.SQLAlchemyError as error:
-            log.error("the jobs that have failed cannot be recorded: %s", str(error).splitlines()[0])
+                self._store.write(rows)
+        except StoreFailed as error:
+            log.error("the jobs that have failed cannot be recorded: %s", error.reason)
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
@@ -138,7 +136,7 @@ class History:
 
     def submission(self, job_id: str) -> JobSpec:
         """What any job with a durable record was submitted with. Raises `KeyError` without one."""
-        return _spec(self._records.load_spec(job_id))
+        return _spec(_record(self._store.load_row(job_id))["spec"])
 
     def details(self, job_id: str) -> JobDetails | None:
         """What was asked of a job, and what came of it; None when it is not known."""
@@ -149,6 +147,33 @@ class History:
         """How the job ended; None when it is not known."""
         job = self._jobs.get(job_id)
         return job.result if job else None
+
+
+def _records(rows: Iterable[JobRow]) -> dict[str, Record]:
+    """By job id, oldest first. What cannot be read is logged and left out."""
+    found: dict[str, Record] = {}
+    for row in rows:
+        try:
+            found[row.id] = _record(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("job=%s the record is damaged and is ignored: %r", row.id, error)
+    return dict(sorted(found.items(), key=lambda item: _when(item[1])))
+
+
+def _record(row: JobRow) -> Record:
+    """A row and its spec, which in rows of an older version is inside the record."""
+    record: Record = json.loads(row.record)
+    if row.spec is not None:
+        record["spec"] = json.loads(row.spec)
+    if not isinstance(record["spec"], dict):
+        raise TypeError("its spec is no table")
+    return record
+
+
+def _when(record: Record) -> float:
+    """When the job was submitted; an unreadable time is the oldest."""
+    at = record.get("submitted_at")
+    return at if isinstance(at, float) else 0.0
 
 
 def _closed(record: Record) -> Record:

@@ -13,9 +13,11 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import to_json
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import plain
-from elche_coordinator.records import Record
 
 log = logging.getLogger(__name__)
+
+Record = dict[str, object]
+"""A row, before it is JSON."""
 
 FORMAT = 1
 """A coordinator sets rows of newer formats aside."""

@@ -93,6 +93,27 @@ class Caller:
         return f"{self.name} ({self.role})" if self.role else "the coordinator's own token"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token that has not been revoked."""
+
+    id: str
+    hash: str
+    """SHA-256 of its text, in hex. The text is random: a slow hash would not make it harder to guess."""
+    name: str
+    role: Role
+    made_at: float
+    """Seconds since 1970."""
+    expires_at: float
+    """Seconds since 1970; 0: it does not expire."""
+    made_by: str
+
+    @property
+    def caller(self) -> Caller:
+        """Its bearer."""
+        return Caller(self.name, self.role, self.id)
+
+
 ANYBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 """Who has made the present call."""

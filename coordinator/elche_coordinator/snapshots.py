@@ -12,7 +12,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.records import SavedState
+from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Process, Stream, Streams
 from elche_coordinator.unpickling import loads
 

@@ -19,9 +19,11 @@ import elche_coordinator.core
 from elche_coordinator import streams
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
-from elche_coordinator.records import Batch, Record, Records, Writer
+from elche_coordinator.job_rows import Record
 from elche_coordinator.snapshots import Snapshots, join
+from elche_coordinator.store import Store
 from elche_coordinator.unpickling import loads
+from elche_coordinator.writer import Batch, Writer
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +139,9 @@ class Recorded(NamedTuple):
     """The jobs that are in the saved state."""
 
 
-def read(records: Records) -> Recorded | None:
+def read(store: Store) -> Recorded | None:
     """What a former coordinator has left; None when nothing, or nothing that this code can go on with."""
-    saved, pieces, age_s = records.load_state()
+    saved, pieces, age_s = store.load_state()
     why = "was another version" if saved and saved.code != code_version() else ""
     if saved is not None and not why:
         try:
@@ -150,7 +152,7 @@ def read(records: Records) -> Recorded | None:
             why = f"has left what cannot be read ({error!r})"
     if why:
         log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
-    records.drop_tape()
+    store.drop_tape()
     return None
 
 

@@ -7,38 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import sqlalchemy as sa
-
 from elche.errors import InvalidJob
-from elche_coordinator.database import Database
-from elche_coordinator.roles import Caller, Role
-from elche_coordinator.schema import tokens as _tokens
+from elche_coordinator.roles import Role, Token
+from elche_coordinator.store import Store
 
 PREFIX = "elche_"
 """How the text of a token begins, so that scanners for secrets find it."""
 MAX_TOKENS = 10_000
 MAX_NAME = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """A token that has not been revoked."""
-
-    id: str
-    hash: str
-    """SHA-256 of its text, in hex. The text is random: a slow hash would not make it harder to guess."""
-    name: str
-    role: Role
-    made_at: float
-    """Seconds since 1970."""
-    expires_at: float
-    """Seconds since 1970; 0: it does not expire."""
-    made_by: str
-
-    @property
-    def caller(self) -> Caller:
-        """Its bearer."""
-        return Caller(self.name, self.role, self.id)
 
 
 @dataclass(slots=True)
@@ -52,13 +28,10 @@ class Grant:
 class Tokens:
     """The tokens of a coordinator. Its methods are called on one thread, which waits for the disk."""
 
-    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
-        self._database = database
+    def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
+        self._store = store
         self._now = now
-        with database.connect() as connection:
-            rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
-        found = [Token(**{**row, "role": Role(row["role"])}) for row in rows]
-        self._grants = {one.hash: Grant(one) for one in found}
+        self._grants = {one.hash: Grant(one) for one in store.load_tokens()}
 
     def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[Token, str]:
         """A new token, and its text, which nobody can be told again. Raises `InvalidJob` for a name that cannot be
@@ -81,9 +54,7 @@ class Tokens:
             expires_at=expires_at,
             made_by=made_by,
         )
-        with self._database.writing() as connection:
-            values = {column.name: getattr(token, column.name) for column in _tokens.columns}
-            connection.execute(_tokens.insert().values(**{**values, "role": str(role)}))
+        self._store.add_token(token)
         self._grants[token.hash] = Grant(token)
         return token, text
 
@@ -98,8 +69,7 @@ class Tokens:
                 break
         else:
             raise InvalidJob(f"no token has the id {token_id!r}; `elche token list` shows them")
-        with self._database.writing() as connection:
-            connection.execute(_tokens.delete().where(_tokens.c.id == token_id))
+        self._store.remove_token(token_id)
         del self._grants[grant.token.hash]
         grant.revoked.set()
         return grant.token

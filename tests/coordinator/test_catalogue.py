@@ -13,17 +13,16 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.database import Database
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.records import Records
+from elche_coordinator.sql.store import SqlStore
 
 
 def started(folder: Path) -> tuple[Driver, JobCatalogue]:
     """As a coordinator starts."""
-    records = Records(Database.in_file(folder / "elche.sqlite"))
-    driver = Driver(Coordinator(), records, recorded=tape.read(records))
-    return driver, JobCatalogue(driver, History(records, living=driver.core.job_ids()))
+    store = SqlStore.in_file(folder / "elche.sqlite")
+    driver = Driver(Coordinator(), store, recorded=tape.read(store))
+    return driver, JobCatalogue(driver, History(store, living=driver.core.job_ids()))
 
 
 def submit(driver: Driver, name: str) -> None:

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-import elche_coordinator.migrations
-from elche_coordinator import schema
-from elche_coordinator.database import REVISION, BadStore, Database
+import elche_coordinator.sql.migrations
 from elche_coordinator.leadership import Leadership
-from elche_coordinator.records import Records, SavedState
+from elche_coordinator.sql.database import REVISION, metadata
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import BadStore, SavedState
 from elche_coordinator.tokens import Tokens
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
@@ -29,7 +29,7 @@ def columns(path: Path) -> dict[str, set[str]]:
 
 def test_the_newest_migration_is_the_one_that_is_expected() -> None:
     config = Config()
-    config.set_main_option("script_location", elche_coordinator.migrations.__path__[0])
+    config.set_main_option("script_location", elche_coordinator.sql.migrations.__path__[0])
     scripts = ScriptDirectory.from_config(config)
     assert scripts.get_heads() == [REVISION]
     assert {path.stem for path in SCHEMAS} == {"before_numbers"} | {
@@ -43,21 +43,23 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     with sqlite3.connect(path) as old:
         old.executescript(dump.read_text(encoding="utf-8"))
         old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
-    database = Database.in_file(path)
-    new = {table.name: {column.name for column in table.columns} for table in schema.metadata.sorted_tables}
+    store = SqlStore.in_file(path)
+    new = {table.name: {column.name for column in table.columns} for table in metadata.sorted_tables}
     assert columns(path) == new | {"alembic_version": {"version_num"}}
-    records = Records(database)
-    assert records.load()["job"]["submitted_at"] == 3.0
-    found = records.load_spec("job")
-    assert records.load_source(str(found.pop("source_hash"))) == RECORD["spec"]["source"]
+    (row,) = store.load_rows()
+    assert row == store.load_row("job")
+    assert json.loads(row.record)["submitted_at"] == 3.0
+    assert row.spec is not None
+    found = json.loads(row.spec)
+    assert store.load_source(str(found.pop("source_hash"))) == RECORD["spec"]["source"]
     assert found == {name: value for name, value in RECORD["spec"].items() if name != "source"}
-    records.write([], last=7, entries=b"a piece")
-    assert records.load_state().pieces == [b"a piece"]
+    store.write([], last=7, entries=b"a piece")
+    assert store.load_state().pieces == [b"a piece"]
     if dump.stem != "before_numbers":
-        assert records.identity().id == "the-store"
-        assert [one.name for one in Tokens(database).all()] == ["ada"]
-    Database.in_file(path)  # once more changes nothing
-    assert records.load_state().pieces == [b"a piece"]
+        assert store.identity().id == "the-store"
+        assert [one.name for one in Tokens(store).all()] == ["ada"]
+    SqlStore.in_file(path)  # once more changes nothing
+    assert store.load_state().pieces == [b"a piece"]
 
 
 @pytest.mark.parametrize("dump", SCHEMAS, ids=lambda path: path.stem)
@@ -72,18 +74,18 @@ def test_a_migration_that_is_cut_short_leaves_the_database_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "sha256", lambda _: 1 / 0)  # at its last step
         with pytest.raises(ZeroDivisionError):
-            Database.in_file(path)
+            SqlStore.in_file(path)
     assert columns(path) == before
-    assert Records(Database.in_file(path)).load()["job"]["submitted_at"] == 3.0
+    assert json.loads(SqlStore.in_file(path).load_row("job").record)["submitted_at"] == 3.0
 
 
 def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
-    Database.in_file(path).close()
+    SqlStore.in_file(path).close()
     with sqlite3.connect(path) as database:
         database.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(BadStore, match=r"newer version \(9999; this one knows .*\): start that"):
-        Database.in_file(path)
+        SqlStore.in_file(path)
 
 
 @pytest.mark.parametrize(
@@ -99,26 +101,26 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 )
 def test_a_store_that_is_none(url: str, message: str) -> None:
     with pytest.raises(BadStore, match=message):
-        Database.at(url)
+        SqlStore.at(url)
 
 
 @pytest.mark.parametrize("option", ["hots=db1", "sslmode=on"])
 def test_options_that_are_none_are_not_waited_for(option: str) -> None:
-    database = Database.at(f"postgresql://elche@/elche?{option}")
+    store = SqlStore.at(f"postgresql://elche@/elche?{option}")
     with pytest.raises(BadStore, match=r"the database .* cannot be used"):
-        Leadership(database, "one", lambda reason: None).await_turn(threading.Event())
+        Leadership(store, "one", lambda reason: None).await_turn(threading.Event())
 
 
 def test_how_long_nobody_has_written(tmp_path: Path) -> None:
     """That time counts for the jobs; a clock that went back does not make it negative."""
     path = tmp_path / "elche.sqlite"
-    records = Records(Database.in_file(path))
-    records.write([], last=1, entries=b"one", saved=SavedState(1, "code", b"state"))
-    assert records.load_state().age_s < 5
+    store = SqlStore.in_file(path)
+    store.write([], last=1, entries=b"one", saved=SavedState(1, "code", b"state"))
+    assert store.load_state().age_s < 5
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tape SET written_at = written_at - 100")
         database.execute("UPDATE states SET written_at = written_at - 200")
-    assert records.load_state().age_s == pytest.approx(100, abs=5)
+    assert store.load_state().age_s == pytest.approx(100, abs=5)
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tape SET written_at = written_at + 500")
-    assert records.load_state().age_s == 0.0
+    assert store.load_state().age_s == 0.0

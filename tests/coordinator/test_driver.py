@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, job_pb2
@@ -18,24 +19,24 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.database import Database
 from elche_coordinator.driver import AgentQueue, Driver, Visible
 from elche_coordinator.history import History
-from elche_coordinator.records import EncodedRow, Records
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import JobRow
 from support.real_processes import eventually
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 4)
 
 
-class SlowDisk(Records):
+class SlowDisk(SqlStore):
     """Writes when it is let."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(Database.in_file(path))
+    def __init__(self, url: sa.URL) -> None:
+        super().__init__(url)
         self.may_write = threading.Semaphore(0)
         self.num_begun = self.num_writes = 0
 
-    def write(self, rows: Sequence[EncodedRow], **tape: Any) -> None:
+    def write(self, rows: Sequence[JobRow], **tape: Any) -> None:
         self.num_begun += 1
         self.may_write.acquire()
         super().write(rows, **tape)
@@ -44,7 +45,7 @@ class SlowDisk(Records):
 
 @asynccontextmanager
 async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentQueue]]:
-    disk = SlowDisk(path / "elche.sqlite")
+    disk = SlowDisk.in_file(path / "elche.sqlite")
     driver = Driver(Coordinator(), disk)
     _, _, queue = driver.attend(HELLO)
     assert (await said(queue)).HasField("welcome")
@@ -90,7 +91,7 @@ def test_nothing_leaves_before_its_record_is_on_disk(tmp_path: Path) -> None:
             assert message.start_rank.job_id == "job"
             assert disk.num_writes == 1
             await asyncio.wait_for(durable, 10)
-            written = History(Records(Database.in_file(tmp_path / "elche.sqlite")))
+            written = History(SqlStore.in_file(tmp_path / "elche.sqlite"))
             assert [one.job_id for one in written.unfinished] == ["job"]
 
     in_loop(story)
@@ -179,7 +180,7 @@ def test_who_has_stopped_decides_nothing_more(tmp_path: Path) -> None:
     """The next coordinator would not know of it: agents, ranks and clients are to try again."""
 
     async def story() -> None:
-        driver = Driver(Coordinator(), Records(Database.in_file(tmp_path / "elche.sqlite")))
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
         hello.identity = "an agent"

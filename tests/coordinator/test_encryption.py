@@ -7,9 +7,9 @@ import pytest
 from elche.errors import NotAllowed
 from elche_coordinator.access import Credentials
 from elche_coordinator.daemon import CannotStart, Config
-from elche_coordinator.database import Database
 from elche_coordinator.encryption import caller_of
 from elche_coordinator.roles import Caller, Role
+from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.tokens import Tokens
 
 ANNA = b"elche://user/anna"
@@ -30,7 +30,7 @@ def test_a_certificate_names_its_holder(uris: list[bytes], found: Caller | None)
 
 
 def test_a_token_counts_more_than_a_certificate_and_one_of_both_is_needed(tmp_path: Path) -> None:
-    tokens = Tokens(Database.in_file(tmp_path / "db.sqlite"))
+    tokens = Tokens(SqlStore.in_file(tmp_path / "db.sqlite"))
     _, text = tokens.make("ops", Role.OPERATOR, expires_s=0.0, made_by="")
     asking = Credentials("", tokens, asks_certificates=True)
     assert asking.find("", [ANNA])[0] == Caller("anna", Role.USER)

@@ -4,8 +4,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, LoopAttached
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.job_rows import JobRows
-from elche_coordinator.records import Record
+from elche_coordinator.job_rows import JobRows, Record
 
 JOB = JobId("job")
 

@@ -9,10 +9,9 @@ import pytest
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.database import Database
 from elche_coordinator.driver import AgentQueue, Driver
 from elche_coordinator.link_trials import LinkTrials
-from elche_coordinator.records import Records
+from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.transfers import Transfers
 
 Answer = Callable[[agent_pb2.AttendResponse], bytes | InvalidJob]
@@ -39,7 +38,7 @@ def found(
     """What these agents, by host, find; None is an older one."""
 
     async def story() -> list[job_pb2.MeasureLinksResponse]:
-        driver, transfers = Driver(Coordinator(), Records(Database.in_file(folder / "elche.sqlite"))), Transfers()
+        driver, transfers = Driver(Coordinator(), SqlStore.in_file(folder / "elche.sqlite")), Transfers()
         serving: list[asyncio.Future[None]] = []
         for host, answer in agents:
             hello = agent_pb2.AgentHello(

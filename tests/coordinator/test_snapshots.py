@@ -8,10 +8,11 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.database import Database
-from elche_coordinator.records import Batch, Records, SavedState
 from elche_coordinator.snapshots import MAX_QUEUED, Snapshots, join
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Streams
+from elche_coordinator.writer import Batch
 
 
 class Saving:
@@ -94,14 +95,14 @@ def test_a_save_is_due_when_many_have_come() -> None:
 
 
 def test_states_that_are_written_together_are_written_as_the_last_with_the_parts_of_both(tmp_path: Path) -> None:
-    records = Records(Database.in_file(tmp_path / "elche.sqlite"))
-    records.write([], saved=SavedState(1, "code", b"1", parts={"old": b"old", "kept": b"kept"}))
+    store = SqlStore.in_file(tmp_path / "elche.sqlite")
+    store.write([], saved=SavedState(1, "code", b"1", parts={"old": b"old", "kept": b"kept"}))
     first, then = Batch(last=2), Batch(last=3)
     first.saved = SavedState(2, "code", b"2", parts={"a": b"a2", "b": b"b2", "c": b"c2"}, gone={"old"})
     then.saved = SavedState(3, "code", b"3", parts={"a": b"a3", "old": b"again"}, gone={"b"})
     first.add(then)
-    records.write([], last=first.last, saved=first.saved)
-    saved = records.load_state().saved
+    store.write([], last=first.last, saved=first.saved)
+    saved = store.load_state().saved
     assert saved is not None
     assert (saved.last, saved.state) == (3, b"3")
     assert saved.parts == {"kept": b"kept", "a": b"a3", "c": b"c2", "old": b"again"}

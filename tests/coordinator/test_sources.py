@@ -14,10 +14,9 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, JobsForgotten, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.database import Database
 from elche_coordinator.driver import Driver
-from elche_coordinator.records import Records
 from elche_coordinator.sources import Sources
+from elche_coordinator.sql.store import SqlStore
 
 MIB = 1 << 20
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")])
@@ -28,8 +27,8 @@ def in_loop(story: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def started(folder: Path) -> Driver:
-    records = Records(Database.in_file(folder / "elche.sqlite"))
-    return Driver(Coordinator(), records, recorded=tape.read(records))
+    store = SqlStore.in_file(folder / "elche.sqlite")
+    return Driver(Coordinator(), store, recorded=tape.read(store))
 
 
 def submit(driver: Driver, name: str, text: str) -> None:

@@ -15,10 +15,9 @@ from elche_coordinator.core.messages.events import JobSubmitted, RankStarted
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
-from elche_coordinator.database import Database
 from elche_coordinator.driver import Driver
-from elche_coordinator.records import Records
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.streams import Secrets, Stream, Superseded
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
@@ -100,8 +99,8 @@ Story = Callable[[Path], Awaitable[None]]
 
 
 def start(path: Path) -> Driver:
-    records = Records(Database.in_file(path / "elche.sqlite"))
-    return Driver(Coordinator(), records, recorded=tape.read(records))
+    store = SqlStore.in_file(path / "elche.sqlite")
+    return Driver(Coordinator(), store, recorded=tape.read(store))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -141,10 +140,10 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
 
         two = start(tmp_path)
         assert two.core.job_ids() == ["job"]
-        assert two.store == one.store
+        assert two.identity == one.identity
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
-        hello.store, hello.heard, hello.num_ranks = two.store.id, 1, 2
+        hello.store, hello.heard, hello.num_ranks = two.identity.id, 1, 2
         again, stream, queue = two.attend(hello)
         welcome, order = said(queue)
         assert again == agent_id
@@ -219,7 +218,7 @@ def test_a_saved_state_that_is_damaged_is_left_with_a_word(
         driver.stop()
         with sqlite3.connect(tmp_path / "elche.sqlite") as database:
             assert database.execute("UPDATE states SET state = ?", (damage,)).rowcount == 1
-        assert tape.read(Records(Database.in_file(tmp_path / "elche.sqlite"))) is None
+        assert tape.read(SqlStore.in_file(tmp_path / "elche.sqlite")) is None
         assert "has left what cannot be read" in caplog.text
 
     asyncio.run(story())
@@ -238,7 +237,7 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
             driver.handle(JobSubmitted(job_id=JobId(f"job-{number}"), spec=spec, submitted_at=1.0))
             await asyncio.wait_for(driver.durable(), 10)
         driver.stop()
-        recorded = tape.read(Records(Database.in_file(tmp_path / "elche.sqlite")))
+        recorded = tape.read(SqlStore.in_file(tmp_path / "elche.sqlite"))
         assert recorded is not None
         assert recorded.last == 101
         assert len(recorded.entries) < 25

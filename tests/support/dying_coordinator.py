@@ -6,20 +6,23 @@ for it has been done. DIE_AT counts the writes of this process that are waited f
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
-from elche_coordinator import driver, main, records
+from elche_coordinator import driver, main
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import JobRow
 
 WHEN, LAST = os.environ["DIE"], int(os.environ["DIE_AT"])
 
 
-class DyingRecords(records.Records):
+class DyingStore(SqlStore):
     """Counts its writes."""
 
     num_writes = 0
 
-    def write(self, rows: dict[str, tuple[str, str | None]], **tape: Any) -> None:
-        DyingRecords.num_writes += 1
+    def write(self, rows: Sequence[JobRow], **tape: Any) -> None:
+        DyingStore.num_writes += 1
         die("before")
         super().write(rows, **tape)
         die("after")
@@ -35,13 +38,13 @@ class DyingDriver(driver.Driver):
 
 def die(when: str) -> None:
     """Kills this process at once if its time has come."""
-    if when == WHEN and DyingRecords.num_writes >= LAST:
+    if when == WHEN and DyingStore.num_writes >= LAST:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     from elche_coordinator import daemon
 
-    daemon.Records = DyingRecords  # type: ignore[misc]
+    daemon.SqlStore = DyingStore  # type: ignore[misc]
     daemon.Driver = DyingDriver  # type: ignore[misc]
     main.main()

@@ -19,9 +19,9 @@ import sqlalchemy as sa
 from elche.errors import Unreachable
 from elche_client import Client
 from elche_client.client import JobHandle
-from elche_coordinator.database import Database, Replaced
 from elche_coordinator.leadership import Leadership
-from elche_coordinator.records import EncodedRow, Records
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import JobRow, Replaced
 from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
 
@@ -256,21 +256,21 @@ class Way:
 
 
 @pytest.fixture
-def candidate(store: str) -> Iterator[Callable[[str], tuple[Leadership, Records, list[str]]]]:
-    """A coordinator's part in leadership, its records, and why it was replaced."""
+def candidate(store: str) -> Iterator[Callable[[str], tuple[Leadership, SqlStore, list[str]]]]:
+    """A coordinator's part in leadership, its store, and why it was replaced."""
     made = []
 
-    def new(name: str, lease_s: float = 5.0) -> tuple[Leadership, Records, list[str]]:
-        database, reasons = Database.at(store), list[str]()
-        made.append(Leadership(database, name, reasons.append, lease_s=lease_s))
-        return made[-1], Records(database), reasons
+    def new(name: str, lease_s: float = 5.0) -> tuple[Leadership, SqlStore, list[str]]:
+        own, reasons = SqlStore.at(store), list[str]()
+        made.append(Leadership(own, name, reasons.append, lease_s=lease_s))
+        return made[-1], own, reasons
 
     yield new
     for one in made:
         one.resign()
 
 
-Candidate = Callable[..., tuple[Leadership, Records, list[str]]]
+Candidate = Callable[..., tuple[Leadership, SqlStore, list[str]]]
 
 
 def test_what_a_former_leader_writes_is_refused(
@@ -280,13 +280,13 @@ def test_what_a_former_leader_writes_is_refused(
     monkeypatch.setattr("elche_coordinator.leadership.RENEW_S", 1e9)
     one, records, reasons = candidate("one")
     assert one.await_turn(threading.Event())
-    Database.at(store).migrate()
-    records.write([EncodedRow(id="job", record="{}")], last=1, entries=b"first")
+    SqlStore.at(store).prepare()
+    records.write([JobRow(id="job", record="{}")], last=1, entries=b"first")
     other, others, _ = candidate("other", 0.2)
     assert other.await_turn(threading.Event())
     assert (one.term, other.term) == (1, 2)
     with pytest.raises(Replaced, match="other leads, since term 2; this one was term 1"):
-        records.write([EncodedRow(id="job", record="{}")], last=2, entries=b"late")
+        records.write([JobRow(id="job", record="{}")], last=2, entries=b"late")
     assert len(reasons) == 1
     assert others.load_state().pieces == [b"first"]
     others.write([], last=2, entries=b"second")
@@ -315,9 +315,9 @@ def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store
     """What the leader before has begun to write is there, or not, when the next one reads."""
     one, _, _ = candidate("one")
     assert one.await_turn(threading.Event())
-    database = Database.at(store)
-    database.migrate()
-    database.fence = one.check
+    database = SqlStore.at(store)
+    database.prepare()
+    database.fence(one.term, lambda reason: None)
     other, others, _ = candidate("other", 0.0)
     leads = threading.Thread(target=other.await_turn, args=(threading.Event(),))
     with database.writing() as connection:
@@ -332,7 +332,7 @@ def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store
 
 def test_a_leader_stopped_in_a_transaction(lab: Lab) -> None:
     """The database ends a transaction in which nothing comes, and with it the lock that keeps the other waiting."""
-    database = Database.at(lab.store)
+    database = SqlStore.at(lab.store)
     connection = database.connect()  # as that of a leader which is stopped
     connection.exec_driver_sql("SELECT term FROM leader FOR SHARE")
     lab.processes["a"].kill()

@@ -4,12 +4,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import sqlalchemy as sa
 
-from elche.errors import ElcheError
-from elche_coordinator import schema
+from elche_coordinator.store import BadStore, Replaced, StoreFailed, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +32,93 @@ POSTGRESQL_OPTIONS: dict[str, Any] = {
     "options": f"-c idle_in_transaction_session_timeout={NETWORK_S}s",
 }
 """A coordinator that is stopped in the middle of a transaction must not keep the next one waiting."""
+TERM = sa.text("SELECT term, name FROM leader FOR SHARE")
+
+metadata = sa.MetaData()
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("record", sa.Text, nullable=False),
+    sa.Column("spec", sa.Text),
+    sa.Column("source", sa.String),
+)
+sources = sa.Table(
+    "sources",
+    metadata,
+    sa.Column("hash", sa.String, primary_key=True),
+    sa.Column("text", sa.Text, nullable=False),
+)
+"""The texts of users' files, each once; `jobs.source` names them."""
+store = sa.Table(
+    "store",
+    metadata,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("secret", sa.LargeBinary, nullable=False),
+)
+tape = sa.Table(
+    "tape",
+    metadata,
+    sa.Column("last", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("entries", sa.LargeBinary, nullable=False),
+    sa.Column("written_at", sa.Float),
+)
+states = sa.Table(
+    "states",
+    metadata,
+    sa.Column("last", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("code", sa.String, nullable=False),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+    sa.Column("written_at", sa.Float),
+)
+parts = sa.Table(
+    "parts",
+    metadata,
+    sa.Column("job", sa.String, primary_key=True),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+)
+"""Of the saved state, what each job has to itself."""
+tokens = sa.Table(
+    "tokens",
+    metadata,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("hash", sa.String, nullable=False, unique=True),
+    sa.Column("name", sa.String, nullable=False),
+    sa.Column("role", sa.String, nullable=False),
+    sa.Column("made_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+    sa.Column("made_by", sa.String, nullable=False),
+)
+bundles = sa.Table(
+    "bundles",
+    metadata,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("part", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+"""Packed folders of user code, in parts, where several coordinators share a database."""
 
 
-class BadStore(ElcheError):
-    """The database cannot be used, and waiting will not change that."""
-
-
-class Replaced(ElcheError):
-    """Another coordinator leads: this one may not write any more."""
+@contextmanager
+def failing() -> Iterator[None]:
+    """Errors of the database are raised as `StoreFailed`."""
+    try:
+        yield
+    except sa.exc.SQLAlchemyError as error:
+        is_refused = not isinstance(error, sa.exc.DBAPIError) or any(text in str(error.orig) for text in REFUSALS)
+        raise StoreFailed(reason_of(error), is_final=is_refused) from error
 
 
 class Database:
-    """Connections and transactions. Every transaction that writes is `fence`d: where several coordinators share the
-    database, it fails in one that another has replaced.
+    """Connections and transactions. Where several coordinators share the database, one that writes first looks at the
+    term, under a lock on its row: nobody else can begin to lead before it ends.
     """
 
     def __init__(self, url: sa.URL) -> None:
         self.is_shared = url.get_backend_name() == "postgresql"
-        self.fence: Callable[[sa.Connection], None] | None = None
-        """Is called at the beginning of each such transaction; raises `Replaced`."""
+        self._term = 0
+        """That in which this coordinator may write; 0: there are no terms."""
+        self._on_replaced: Callable[[str], None] = lambda reason: None
         self._engine = sa.create_engine(
             url,
             poolclass=sa.pool.NullPool,
@@ -60,14 +127,14 @@ class Database:
         )
 
     @classmethod
-    def in_file(cls, path: Path) -> "Database":
+    def in_file(cls, path: Path) -> Self:
         """A file of SQLite, brought to the present schema."""
         database = cls(sa.URL.create("sqlite", database=str(path)))
-        database.migrate()
+        database.prepare()
         return database
 
     @classmethod
-    def at(cls, url: str) -> "Database":
+    def at(cls, url: str) -> Self:
         """PostgreSQL at a URL. Raises `BadStore` for what is none."""
         try:
             parsed = sa.make_url(url)
@@ -94,16 +161,33 @@ class Database:
         return self._engine.connect()
 
     @contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """A connection of its own. Raises `StoreFailed`."""
+        with failing(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
     def writing(self, connection: sa.Connection | None = None) -> Iterator[sa.Connection]:
-        """A transaction that writes, on this connection or a new one."""
+        """A transaction that writes, on this connection or a new one. Raises `StoreFailed` and `Replaced`."""
         if connection is None:
-            with self._engine.connect() as own, self.writing(own):
+            with self.reading() as own, self.writing(own):
                 yield own
             return
-        with connection.begin():
-            if self.fence is not None:
-                self.fence(connection)
+        with failing(), connection.begin():
+            if self._term:
+                self._check_term(connection)
             yield connection
+
+    def fence(self, term: int, on_replaced: Callable[[str], None]) -> None:
+        """From now on nothing is written once a later term has begun; `on_replaced` is then called with the reason."""
+        self._term, self._on_replaced = term, on_replaced
+
+    def _check_term(self, connection: sa.Connection) -> None:
+        term, leader = connection.execute(TERM).one()
+        if term != self._term:
+            error = Replaced(f"{leader} leads, since term {term}; this one was term {self._term}")
+            self._on_replaced(str(error))
+            raise error
 
     @property
     def now(self) -> sa.ColumnElement[float]:
@@ -115,12 +199,12 @@ class Database:
         )
         return sa.literal_column(text, sa.Float)
 
-    def migrate(self) -> None:
+    def prepare(self) -> None:
         """Brings the tables to the present schema. Raises `BadStore` for those of a newer version."""
         with self.writing() as connection:
             tables = sa.inspect(connection).get_table_names()
             if "jobs" not in tables:
-                schema.metadata.create_all(connection)
+                metadata.create_all(connection)
                 connection.execute(
                     sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
                 )
@@ -148,18 +232,3 @@ class Database:
         if not self.is_shared:  # its driver begins no transaction for a change of tables
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         command.upgrade(config, "head")
-
-    def close(self) -> None:
-        """Closes what is not in use."""
-        self._engine.dispose()
-
-
-def is_fatal(error: sa.exc.DBAPIError) -> bool:
-    """Whether the database refuses, and will go on to; else it does not answer, or not yet."""
-    return any(text in str(error.orig) for text in REFUSALS)
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of an error, without the driver's class names."""
-    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
