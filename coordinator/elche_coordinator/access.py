@@ -193,8 +193,9 @@ def authenticated(driver: Driver, context: Context) -> Address:
     metadata = dict(context.invocation_metadata() or ())
     if metadata.get(STORE, driver.identity.id) != driver.identity.id:
         raise Superseded("the rank is another coordinator's; it waits for that")
-    address = driver.authenticate(str(metadata.get(SECRET, "")))
-    if address is None:
+    address = driver.secrets.read(str(metadata.get(SECRET, "")))
+    stream = None if address is None else driver.streams.of_rank(address)
+    if address is None or not driver.core.is_there(address) or (stream is not None and stream.is_over):
         raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
     return address
 

@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Ran
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.sessions import attend
 from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
         async with answering(context):
-            agent_id, stream, queue = self._driver.attend(first.hello)
+            agent_id, stream, queue = attend(self._driver, first.hello)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for response in queue:

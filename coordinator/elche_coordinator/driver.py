@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
 from elche.errors import Unreachable
-from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.agents import Agents
 from elche_coordinator.core.coordinator import Coordinator
@@ -30,38 +29,33 @@ from elche_coordinator.core.messages.events import (
     JobBroken,
     JobsForgotten,
     JobSubmitted,
-    LoopAttached,
     PingSent,
     RankEvent,
     SessionLost,
     SessionOpened,
 )
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
-from elche_coordinator.core.records.ranks import Address, address_of
+from elche_coordinator.core.records.ranks import address_of
 from elche_coordinator.job_rows import JobRows
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Journals
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.presence import Presence
-from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.snapshots import Snapshots
 from elche_coordinator.sources import Sources
 from elche_coordinator.store import Store
-from elche_coordinator.streams import Secrets, Stream, Streams, Superseded
+from elche_coordinator.streams import Secrets, Stream, Streams
 from elche_coordinator.tape import Entry, Recorded, Tape
 from elche_coordinator.watchers import Watchers
 from elche_coordinator.writer import Writer
 
 log = logging.getLogger(__name__)
 
-AgentQueue = SendQueue[agent_pb2.AttendResponse]
-RankQueue = SendQueue[rank_pb2.ConverseResponse]
 AnyStream = Stream[Any]
 
 MAX_AWAY_S = 600.0
 """At most so much time without a coordinator counts for the core: agents then end their ranks."""
-OTHER_STORE = "they wait for that; end the agent to give them up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,7 @@ class Driver:
         self.journals = Journals()
         self._loop = asyncio.get_running_loop()
         self.identity = store.identity()
-        self._secrets = Secrets(self.identity.secret)
+        self.secrets = Secrets(self.identity.secret)
         self.core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
         """What the core's clock is ahead of the event loop's, which is another one on each machine."""
@@ -138,7 +132,7 @@ class Driver:
         An exception out of the core is a bug: it fails the job of the event and leaves the others alone. Raises
         `Unreachable` when this driver has been stopped.
         """
-        self._require_running()
+        self.require_running()
         entry = Entry(self.now_s, event, number, identity)
         self._tape.add(entry)
         visible, commands, fault = self._take_in(entry)
@@ -154,8 +148,8 @@ class Driver:
             self.handle(asked)
         self._arm()
 
-    def _require_running(self) -> None:
-        """A coordinator that is stopping decides nothing more: its successor would not know of it."""
+    def require_running(self) -> None:
+        """Raises `Unreachable` once this one is stopping: it decides nothing of which its successor does not know."""
         if self._is_stopped:
             raise Unreachable("the coordinator is stopping")
 
@@ -231,71 +225,6 @@ class Driver:
             return self.streams.agents.get(agent_id)
         return self.streams.of_rank(address_of(event)) if isinstance(event, RankEvent) else None
 
-    # Streams
-
-    def attend(self, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStream, AgentQueue]:
-        """Opens an agent's stream, for the first time or again; also returns the queue of messages to it.
-
-        Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this,
-        and `Unreachable` when this driver has been stopped.
-        """
-        self._require_running()
-        if hello.store not in ("", self.identity.id) and hello.num_ranks:
-            raise Superseded(f"ranks of another coordinator's run on {hello.host}; {OTHER_STORE}")
-        self.presence.lose_identities(hello.gone)
-        known = self.streams.identities.get(hello.identity) if hello.identity else None
-        if known is not None and hello.store != self.identity.id:
-            self.presence.lose_agent(known)
-        is_new = known is None or hello.store != self.identity.id
-        agent_id = self.streams.next_agent_id if is_new or known is None else known
-        if is_new:
-            log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
-            self.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
-        stream = self.streams.agents[agent_id]
-        if hello.measures_links:
-            self.agents.measuring.add(agent_id)
-        queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
-        welcome = agent_pb2.AgentWelcome(
-            agent_id=agent_id, store=self.identity.id, taken=stream.num_taken, is_new=is_new
-        )
-        queue.put(agent_pb2.AttendResponse(welcome=welcome))
-        stream.resend()
-        return agent_id, stream, queue
-
-    def attach(self, event: LoopAttached) -> list[str]:
-        """Makes a job of a script with its own loop; returns the secrets of its ranks, in rank order."""
-        self.handle(event)
-        return [self._secrets.new(address) for address in self.core.addresses(event.job_id)]
-
-    def open_session(self, address: Address, num_heard: int | None = None) -> RankQueue | None:
-        """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
-        does not say how many messages it has heard. Raises `Superseded`, and `Unreachable` when this driver has been
-        stopped.
-        """
-        self._require_running()
-        stream = self.streams.of_rank(address)
-        if stream is None and num_heard:
-            raise Superseded("the coordinator's store is older than its ranks; start it on the newer one")
-        if stream is None:
-            self.handle(SessionOpened(**address), identity="" if num_heard is None else "rank")
-            stream = self.streams.of_rank(address)
-        elif num_heard is None or not stream.is_resumable or stream.is_over:
-            return None
-        assert stream is not None
-        queue: RankQueue = stream.connect(num_heard or 0)
-        welcome = rank_pb2.Welcome(store=self.identity.id, taken=stream.num_taken)
-        queue.put(rank_pb2.ConverseResponse(welcome=welcome))
-        stream.resend()
-        return queue
-
-    def authenticate(self, secret: str) -> Address | None:
-        """The process to which the secret belongs; None for an unknown one."""
-        address = self._secrets.read(secret)
-        if address is None or not self.core.is_there(address):
-            return None
-        stream = self.streams.of_rank(address)
-        return None if stream is not None and stream.is_over else address
-
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
@@ -330,7 +259,7 @@ class Driver:
                     return Visible(command=command)
                 case StartRank():
                     source = self.sources.text(command.spec.source_hash)
-                    message: Any = codec.start_rank(command, self._secrets.new(address_of(command)), source)
+                    message: Any = codec.start_rank(command, self.secrets.new(address_of(command)), source)
                 case StopRank():
                     message = codec.stop_rank(command)
                 case AskStacks():

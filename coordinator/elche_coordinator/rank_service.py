@@ -20,6 +20,7 @@ from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.requests import new_job_id
 from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.sessions import open_session
 from elche_coordinator.timelines import Timelines
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 submitted_at=time.time(),
                 can_regroup=request.can_regroup,
             )
-            secrets = self._driver.attach(attached)
+            self._driver.handle(attached)
+            secrets = [self._driver.secrets.new(address) for address in self._driver.core.addresses(job_id)]
             await self._driver.durable()
         return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 
@@ -68,7 +70,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
         async with answering(context):
             address, num_heard = authenticated(self._driver, context), num_heard_of(context)
-            queue = self._driver.open_session(address, num_heard)
+            queue = open_session(self._driver, address, num_heard)
             stream = self._driver.streams.of_rank(address)
             if queue is None or stream is None:
                 raise NotAllowed("this secret has been used for a session before")

@@ -19,8 +19,9 @@ from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
-from elche_coordinator.driver import AgentQueue, Driver, Visible
+from elche_coordinator.driver import Driver, Visible
 from elche_coordinator.history import History
+from elche_coordinator.sessions import AgentQueue, attend
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.store import JobRow
 from support.real_processes import eventually
@@ -47,7 +48,7 @@ class SlowDisk(SqlStore):
 async def driving(path: Path) -> AsyncIterator[tuple[Driver, SlowDisk, AgentQueue]]:
     disk = SlowDisk.in_file(path / "elche.sqlite")
     driver = Driver(Coordinator(), disk)
-    _, _, queue = driver.attend(HELLO)
+    _, _, queue = attend(driver, HELLO)
     assert (await said(queue)).HasField("welcome")
     try:
         yield driver, disk, queue
@@ -184,11 +185,11 @@ def test_who_has_stopped_decides_nothing_more(tmp_path: Path) -> None:
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
         hello.identity = "an agent"
-        agent_id, stream, queue = driver.attend(hello)
+        agent_id, stream, queue = attend(driver, hello)
         driver.stop()
         stream.disconnect(queue)
         driver.presence.on_agent_away(agent_id)
-        for late in (lambda: driver.attend(hello), lambda: driver.handle(submitted("job"))):
+        for late in (lambda: attend(driver, hello), lambda: driver.handle(submitted("job"))):
             with pytest.raises(Unreachable, match="stopping"):
                 late()
         assert [host.agent_id for host in driver.agents.hosts()] == [agent_id]

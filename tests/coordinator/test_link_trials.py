@@ -9,8 +9,9 @@ import pytest
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.driver import AgentQueue, Driver
+from elche_coordinator.driver import Driver
 from elche_coordinator.link_trials import LinkTrials
+from elche_coordinator.sessions import AgentQueue, attend
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.transfers import Transfers
 
@@ -44,7 +45,7 @@ def found(
             hello = agent_pb2.AgentHello(
                 host=host, slots=[agent_pb2.Slot(device="cpu")], measures_links=answer is not None
             )
-            _, _, queue = driver.attend(hello)
+            _, _, queue = attend(driver, hello)
             serving.append(asyncio.ensure_future(serve(queue, transfers, answer or well)))
         try:
             answers = [one async for one in LinkTrials(driver.agents, transfers).measure(names)]

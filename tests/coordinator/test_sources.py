@@ -15,6 +15,7 @@ from elche_coordinator.core.messages.events import JobCancelled, JobsForgotten, 
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.sessions import attend
 from elche_coordinator.sources import Sources
 from elche_coordinator.sql.store import SqlStore
 
@@ -71,7 +72,7 @@ def test_who_starts_again_has_the_files_of_all_that_wait(tmp_path: Path) -> None
         await asyncio.wait_for(before.durable(), 30)
         before.stop()
         driver = started(tmp_path)
-        _, _, queue = driver.attend(HELLO)
+        _, _, queue = attend(driver, HELLO)
         assert (await asyncio.wait_for(queue.get(), 10)).HasField("welcome")  # type: ignore[union-attr]
         message = await asyncio.wait_for(queue.get(), 10)
         assert message is not None
@@ -106,7 +107,7 @@ def test_a_job_whose_file_the_database_has_lost_fails_and_says_so(tmp_path: Path
         with closing(sqlite3.connect(tmp_path / "elche.sqlite")) as database, database:
             database.execute("DELETE FROM sources")
         driver = started(tmp_path)
-        driver.attend(HELLO)
+        attend(driver, HELLO)
         await asyncio.sleep(0)
         view = driver.core.view(JobId("job"), 0.0)
         assert view is not None

@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.sessions import attend, open_session
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.streams import Secrets, Stream, Superseded
 
@@ -122,7 +123,7 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
 
     async def story() -> None:
         one = start(tmp_path)
-        agent_id, stream, queue = one.attend(HELLO)
+        agent_id, stream, queue = attend(one, HELLO)
         (welcome,) = said(queue)
         assert (welcome.welcome.is_new, welcome.welcome.taken) == (True, 0)
         spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
@@ -144,7 +145,7 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
         hello.store, hello.heard, hello.num_ranks = two.identity.id, 1, 2
-        again, stream, queue = two.attend(hello)
+        again, stream, queue = attend(two, hello)
         welcome, order = said(queue)
         assert again == agent_id
         assert (welcome.welcome.is_new, welcome.welcome.taken) == (False, 1)
@@ -153,7 +154,7 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         assert stream.is_news(2)
         hello.heard = 3
         with pytest.raises(Superseded):
-            two.attend(hello)
+            attend(two, hello)
         two.stop()
 
     asyncio.run(story())
@@ -164,16 +165,16 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
 
     async def story() -> None:
         driver = start(tmp_path)
-        driver.attend(HELLO)
+        attend(driver, HELLO)
         spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        assert driver.open_session(RANK, 0) is not None
+        assert open_session(driver, RANK, 0) is not None
         stream = driver.streams.of_rank(RANK)
         assert stream is not None
         driver.writer.write = lambda batch: None  # type: ignore[method-assign]
         pong = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="a word"), seq=1)
         driver.handle(codec.rank_event(RANK, pong), number=1)
-        queue = driver.open_session(RANK, 0)
+        queue = open_session(driver, RANK, 0)
         assert queue is not None
         assert said(queue)[0].welcome.taken == 0
         abandon(driver)
@@ -190,9 +191,9 @@ def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:
         hello.CopyFrom(HELLO)
         hello.store, hello.num_ranks = "another", 1
         with pytest.raises(Superseded, match="another coordinator's"):
-            driver.attend(hello)
+            attend(driver, hello)
         hello.num_ranks = 0
-        _, _, queue = driver.attend(hello)
+        _, _, queue = attend(driver, hello)
         assert said(queue)[0].welcome.is_new
         driver.stop()
 
@@ -231,7 +232,7 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def story() -> None:
         driver = start(tmp_path)
-        driver.attend(HELLO)
+        attend(driver, HELLO)
         spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=9)
         for number in range(100):
             driver.handle(JobSubmitted(job_id=JobId(f"job-{number}"), spec=spec, submitted_at=1.0))
