@@ -1,26 +1,20 @@
 """The coordinator process: its database, gRPC server and page, from start to a clean shutdown."""
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from elche.errors import ElcheError
-from elche.folders import keep_out
-from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, is_loopback, join_address, split_address
-from elche.token import HOW, MIN_CHARACTERS
+from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, join_address, split_address
 from elche.v1 import (
     access_pb2_grpc,
     agent_pb2_grpc,
@@ -39,6 +33,7 @@ from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
 from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
@@ -51,8 +46,8 @@ from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import BadStore, Store, StoreFailed, reason_of
+from elche_coordinator.standby import lead, open_store, start_over
+from elche_coordinator.store import Store
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.tokens import Tokens
@@ -64,65 +59,17 @@ from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
-DATABASE = "elche.sqlite"
-COPY_EVERY_S = 5.0
 GRACE_S = 1.0
 """How long open calls may take to end at shutdown."""
-
-
-class CannotStart(ElcheError):
-    """The daemon cannot start with this configuration."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Configuration of the daemon. Raises `CannotStart` when it would not be safe."""
-
-    listen: str
-    """HOST:PORT of the gRPC server; port 0: any free one."""
-    http: str | None
-    """HOST:PORT of the page and /metrics; None: neither is served."""
-    data: Path
-    """Folder of the database."""
-    store: str = ""
-    """URL of a PostgreSQL database that several coordinators share; empty: a file in `data`."""
-    keep_jobs: int
-    """How many jobs that have ended are remembered."""
-    token: str = ""
-    """The coordinator's own token, whose bearer may do everything; empty: none is required of anybody."""
-    tls: Path | None = None
-    """Folder with a certificate and its key; None: nothing is encrypted."""
-    asks_certificates: bool = False
-    """Whether clients and agents must present certificates of the authority in that folder."""
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    """How many slots a project may have; "*": each that is not named."""
-    exit_with_stdin: bool = False
-    """Exit when standard input closes, that is when the parent process is gone."""
-
-    def __post_init__(self) -> None:
-        if self.token and len(self.token) < MIN_CHARACTERS:
-            raise CannotStart(
-                f"a token of {len(self.token)} characters can be guessed: it must have at least {MIN_CHARACTERS}, "
-                "such as the output of `openssl rand -hex 32`"
-            )
-        if self.asks_certificates and self.tls is None:
-            raise CannotStart("--client-certificates needs --tls: a folder with the authority that has signed them")
-        for address in filter(None, (self.listen, self.http)):
-            host, _ = split_address(address)
-            if not is_loopback(host) and not self.token and not self.asks_certificates:
-                raise CannotStart(
-                    f"listening on {host} needs a token: {HOW}, a secret that clients and agents share, "
-                    "or listen on 127.0.0.1"
-                )
 
 
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     stop = _stop_asked(config.exit_with_stdin)
-    store = _open_store(config)
+    store = open_store(config)
     shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
-    leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", _start_over)
-    if shared is not None and not await _lead(leadership, store, shared, config, stop):
+    leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", start_over)
+    if shared is not None and not await lead(leadership, store, shared, config, stop):
         return
     try:
         await _serve(config, stop, store, shared, leadership)
@@ -219,77 +166,6 @@ async def _page(
         yield
     web.stop()
     await server.stop()
-
-
-def _open_store(config: Config) -> Store:
-    data = config.data
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-        keep_out(data)
-        _lock(data)
-        if config.store:
-            return SqlStore.at(config.store)
-        store = SqlStore.in_file(data / DATABASE)
-        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
-        return store
-    except (BadStore, CannotStart):
-        raise
-    except Exception as error:
-        raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
-
-
-async def _lead(
-    leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
-) -> bool:
-    """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
-    _check_free(config.listen)
-    stopped = threading.Event()
-    asked = asyncio.create_task(stop.wait())
-    waiting = asyncio.create_task(asyncio.to_thread(leadership.await_turn, stopped))
-    async with _running(_copy(shared)):
-        await asyncio.wait([asked, waiting], return_when=asyncio.FIRST_COMPLETED)
-    stopped.set()
-    asked.cancel()
-    if not await waiting:
-        return False
-    try:
-        store.prepare()
-        shared.restore()
-    except (StoreFailed, OSError) as error:
-        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
-    return True
-
-
-async def _copy(shared: SharedBundles) -> None:
-    """Keeps the folder of bundles like the database, so that taking over takes no longer for large ones."""
-    while True:
-        with suppress(StoreFailed, OSError):  # it may not answer now, or have no tables yet
-            await asyncio.to_thread(shared.restore)
-        await asyncio.sleep(COPY_EVERY_S)
-
-
-def _start_over(reason: str) -> None:
-    """Another coordinator leads: this process ends every connection at once, and becomes one that waits."""
-    log.warning("leads no more: %s; starts over", reason)
-    os.execv(sys.executable, sys.orig_argv)
-
-
-def _check_free(address: str) -> None:
-    """Raises `CannotStart` when an address could not be listened on later."""
-    host, port = split_address(address)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
-
-
-def _lock(data: Path) -> None:
-    """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
-    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None
 
 
 def _new_server(

@@ -117,7 +117,8 @@ def main(
     to a file that contains it. Or it asks them for certificates.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
-    from elche_coordinator.daemon import Config, serve
+    from elche_coordinator.config import Config
+    from elche_coordinator.daemon import serve
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))

@@ -6,7 +6,7 @@ import pytest
 
 from elche.errors import NotAllowed
 from elche_coordinator.access import Credentials
-from elche_coordinator.daemon import CannotStart, Config
+from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.encryption import caller_of
 from elche_coordinator.roles import Caller, Role
 from elche_coordinator.sql.store import SqlStore

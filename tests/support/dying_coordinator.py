@@ -43,8 +43,8 @@ def die(when: str) -> None:
 
 
 if __name__ == "__main__":
-    from elche_coordinator import daemon
+    from elche_coordinator import daemon, standby
 
-    daemon.SqlStore = DyingStore  # type: ignore[misc]
+    standby.SqlStore = DyingStore  # type: ignore[misc]
     daemon.Driver = DyingDriver  # type: ignore[misc]
     main.main()

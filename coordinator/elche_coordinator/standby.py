@@ -1,0 +1,98 @@
+"""Before a coordinator serves: it opens its store and, where several share that, waits until it leads."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from elche.folders import keep_out
+from elche.network import split_address
+from elche_coordinator.config import CannotStart, Config
+from elche_coordinator.leadership import Leadership
+from elche_coordinator.shared_bundles import SharedBundles
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import BadStore, Store, StoreFailed, reason_of
+
+log = logging.getLogger(__name__)
+
+DATABASE = "elche.sqlite"
+COPY_EVERY_S = 5.0
+
+
+def open_store(config: Config) -> Store:
+    """The store, which is this process's alone or is shared. Raises `CannotStart` and `BadStore`."""
+    data = config.data
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        keep_out(data)
+        _lock(data)
+        if config.store:
+            return SqlStore.at(config.store)
+        store = SqlStore.in_file(data / DATABASE)
+        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
+        return store
+    except (BadStore, CannotStart):
+        raise
+    except Exception as error:
+        raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
+
+
+async def lead(
+    leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
+) -> bool:
+    """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
+    _check_free(config.listen)
+    stopped = threading.Event()
+    asked = asyncio.create_task(stop.wait())
+    waiting = asyncio.create_task(asyncio.to_thread(leadership.await_turn, stopped))
+    copying = asyncio.create_task(_copy(shared))
+    await asyncio.wait([asked, waiting], return_when=asyncio.FIRST_COMPLETED)
+    stopped.set()
+    asked.cancel()
+    copying.cancel()
+    await asyncio.wait([copying])
+    if not await waiting:
+        return False
+    try:
+        store.prepare()
+        shared.restore()
+    except (StoreFailed, OSError) as error:
+        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
+    return True
+
+
+async def _copy(shared: SharedBundles) -> None:
+    """Keeps the folder of bundles like the database, so that taking over takes no longer for large ones."""
+    while True:
+        with suppress(StoreFailed, OSError):  # it may not answer now, or have no tables yet
+            await asyncio.to_thread(shared.restore)
+        await asyncio.sleep(COPY_EVERY_S)
+
+
+def start_over(reason: str) -> None:
+    """Another coordinator leads: this process ends every connection at once, and becomes one that waits."""
+    log.warning("leads no more: %s; starts over", reason)
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _check_free(address: str) -> None:
+    """Raises `CannotStart` when an address could not be listened on later."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
+
+
+def _lock(data: Path) -> None:
+    """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
+    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None
