@@ -42,10 +42,6 @@ def hosts(mark: Mark, tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(mark, tmp_path, stack)
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
     hosts.join("a", "cpu,cpu")
     leaving = hosts.join("b", "cpu")
@@ -69,11 +65,12 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
 def test_a_rank_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts, begin: Callable[..., Story]) -> None:
     """As with Slurm or systemd, which send it to every process of a job or service; here the agent's come later."""
     hosts.join("a", "cpu,cpu")
+    others = eventually(lambda: hosts.mark.living("elche spawner"), "it can start ranks").keys()
     leaving = hosts.join("b", "cpu")
     story = begin(client=hosts.client)
     trains(story, 0, 1, 2)
     [before] = hosts.mark.living(f"elche rank 2 of {story.job.id}")
-    [spawner] = [pid for pid in hosts.mark.living("elche spawner") if parent_of(pid) == leaving.process.pid]
+    [spawner] = hosts.mark.living("elche spawner").keys() - others
     for pid in (before, spawner):
         os.kill(pid, signal.SIGTERM)
     eventually(lambda: story.of(MembershipReport), "it is told")

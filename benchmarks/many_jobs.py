@@ -1,0 +1,85 @@
+"""What queued jobs cost a coordinator: bytes on disk, processor time per submission, and the time of a restart.
+
+Nobody offers devices, so all jobs wait. The coordinator is killed and started again on the same folder; the restart is
+over when a client's first question is answered. Prints a JSON object for each number of jobs.
+
+    python benchmarks/many_jobs.py --jobs 10 10000      # two minutes
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from elche_client import Client
+
+SOURCE = "# {number}\nprint()\n" + "# a line of the user's file\n" * 300
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def start(folder: Path) -> "tuple[subprocess.Popen[str], Client]":
+    """A coordinator on the folder, and a client of it."""
+    command = [sys.executable, "-m", "elche_coordinator", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, "--data", str(folder / "data")], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    assert process.stdout is not None
+    return process, Client(process.stdout.readline().split()[-1])
+
+
+def processor_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def measure(num_jobs: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "job.py"
+        coordinator, client = start(folder)
+        before_s = processor_s(coordinator.pid)
+        for number in range(num_jobs):
+            path.write_text(SOURCE.format(number=number % 100))  # a hundred files, each submitted again and again
+            client.submit(path, num_ranks=1)
+        spent_s = processor_s(coordinator.pid) - before_s
+        coordinator.send_signal(signal.SIGKILL)
+        coordinator.wait()
+        killed_bytes, began_s = size_of(folder / "data"), time.perf_counter()
+        coordinator, client = start(folder)
+        num_known = len(client.jobs())
+        restart_s = time.perf_counter() - began_s
+        restart_processor_s = processor_s(coordinator.pid)
+        coordinator.terminate()
+        coordinator.wait()
+        assert num_known == num_jobs
+        return {
+            "jobs": num_jobs,
+            "bytes": killed_bytes,
+            "bytes_per_job": round(killed_bytes / num_jobs),
+            "submission_ms": round(1000 * spent_s / num_jobs, 2),
+            "restart_s": round(restart_s, 2),
+            "restart_processor_s": round(restart_processor_s, 2),
+            "bytes_after_restart": size_of(folder / "data"),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, nargs="+", default=[10, 10_000])
+    for num_jobs in parser.parse_args().jobs:
+        print(json.dumps(measure(num_jobs)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
