@@ -68,6 +68,13 @@ class Rendezvous:
             self.set(key, desired)
         return self._values.get(key, expected)
 
+    def append(self, key: str, value: bytes) -> None:
+        """Adds to the end of a key's value, which is empty when it is missing. Raises `TooMuch` as `set` does."""
+        self.set(key, self._values.get(key, b"") + value)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
     def has(self, keys: Iterable[str]) -> bool:
         """Whether all keys exist."""
         return all(key in self._values for key in keys)
@@ -89,7 +96,7 @@ class Rendezvous:
                     await self._changed.wait()
         except TimeoutError:
             missing = [key for key in keys if key not in self._values]
-            raise NotInTime(f"after {timeout_s:.0f} s nobody has set {', '.join(missing[:3])}") from None
+            raise NotInTime(f"timeout after {timeout_s:g} s: nobody has set {', '.join(missing[:3])}") from None
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """Waits for a key and returns its value. Raises as `wait` does."""

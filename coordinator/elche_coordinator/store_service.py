@@ -61,6 +61,16 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
             deleted = self._table(context).delete(request.key)
         return store_pb2.DeleteKeyResponse(deleted=deleted)
 
+    async def Append(self, request: store_pb2.AppendRequest, context: Context) -> store_pb2.AppendResponse:  # noqa: N802
+        async with answering(context):
+            self._table(context).append(request.key, request.value)
+        return store_pb2.AppendResponse()
+
+    async def NumKeys(self, request: store_pb2.NumKeysRequest, context: Context) -> store_pb2.NumKeysResponse:  # noqa: N802
+        async with answering(context):
+            count = len(self._table(context))
+        return store_pb2.NumKeysResponse(count=count)
+
     def _drop(self, job_id: JobId) -> None:
         table = self._tables.pop(job_id, None)
         if table is not None:

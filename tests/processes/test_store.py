@@ -1,14 +1,17 @@
 """The rendezvous store, and who may use it: a fake agent gets the secrets that ranks would get."""
 
+import gc
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import torch.distributed as dist
 
 from elche.v1 import rank_pb2, rank_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_client import Client
@@ -107,6 +110,66 @@ def test_two_ranks_meet_at_the_store(
     assert not one.check(["plain"])
     with pytest.raises(RuntimeError, match="cannot take"):
         one.set("large", b"x" * ((1 << 20) + 1))
+
+
+@pytest.fixture(params=["itself", "through a prefix"])
+def store(request: pytest.FixtureRequest, client: Client, agent: FakeAgent, channel: grpc.Channel, job_file: JobFile):
+    """A store that nobody keeps, as torch uses it, or directly."""
+    client.submit(job_file(), num_ranks=1)
+    secret = agent.started().secret
+    if request.param == "itself":
+        return CoordinatorStore(channel, secret)
+    prefixed = dist.PrefixStore("1/2", CoordinatorStore(channel, secret))
+    gc.collect()
+    return prefixed
+
+
+def test_all_that_a_store_of_torch_has(store: Any) -> None:
+    """What torch's own suite asks of a store (test/distributed/test_store.py), and what NCCL calls."""
+    store.set("key0", "value0")
+    assert store.get("key0") == b"value0"
+    assert [store.add("key3", amount) for amount in (1, 2, 3, 4, 5, 6)][-1] == 21
+    assert store.get("key3") == b"21"
+    assert store.num_keys() == 2
+    store.set("-key3", "7")
+    assert store.delete_key("-key3")
+    assert not store.delete_key("-key3")
+    assert store.num_keys() == 2
+
+    assert store.compare_set("cs", "wrong", "new") == b"wrong"
+    assert store.compare_set("cs", "", "new") == b"new"
+    assert store.compare_set("cs", "wrong", "other") == b"new"
+    assert store.check(["cs", "key0"])
+    assert not store.check(["cs", "nothing"])
+
+    assert store.has_extended_api()
+    store.append("log", "one")
+    store.append("log", b" two")
+    assert store.get("log") == b"one two"
+    store.multi_set(["a", "b"], ["1", "2"])
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    assert store.clone().get("a") == b"1"
+
+
+def test_a_store_of_torch_says_what_is_wrong_in_torchs_errors(store: Any, alone: Coordinator) -> None:
+    with pytest.raises(dist.DistStoreError, match=r"timeout after 0\.2 s: nobody has set .*bad_key"):
+        store.wait(["bad_key"], timedelta(seconds=0.2))
+    store.set_timeout(timedelta(seconds=0.3))
+    assert store.timeout == timedelta(seconds=0.3)
+    with pytest.raises(dist.DistStoreError, match=r"timeout after 0\.3 s"):
+        store.get("bad_key")
+    store.set("text", "no number")
+    with pytest.raises(dist.DistStoreError, match="holds no number"):
+        store.add("text", 1)
+    with pytest.raises(NotImplementedError, match="queue"):
+        store.queue_push("queue", "value")
+
+
+def test_a_store_whose_coordinator_is_away_says_so() -> None:
+    with grpc.insecure_channel("127.0.0.1:1") as nobody:
+        store = dist.PrefixStore("1", CoordinatorStore(nobody, "secret"))
+        with pytest.raises(dist.DistNetworkError, match="rendezvous through the coordinator failed"):
+            store.set("key", "value")
 
 
 def test_a_rank_sees_its_own_jobs_keys_only(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/store.proto\x12\x08\x65lche.v1\x1a\x1egoogle/protobuf/duration.proto\"(\n\nSetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\r\n\x0bSetResponse\"E\n\nGetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x0bGetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\")\n\nAddRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"\x1c\n\x0b\x41\x64\x64Response\x12\r\n\x05value\x18\x01 \x01(\x03\"G\n\x0bWaitRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0e\n\x0cWaitResponse\"\x1c\n\x0c\x43heckRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1e\n\rCheckResponse\x12\r\n\x05\x65xist\x18\x01 \x01(\x08\"C\n\x11\x43ompareSetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"#\n\x12\x43ompareSetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"\x1f\n\x10\x44\x65leteKeyRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"$\n\x11\x44\x65leteKeyResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\x32\xaa\x03\n\x0cStoreService\x12\x32\n\x03Set\x12\x14.elche.v1.SetRequest\x1a\x15.elche.v1.SetResponse\x12\x32\n\x03Get\x12\x14.elche.v1.GetRequest\x1a\x15.elche.v1.GetResponse\x12\x32\n\x03\x41\x64\x64\x12\x14.elche.v1.AddRequest\x1a\x15.elche.v1.AddResponse\x12\x35\n\x04Wait\x12\x15.elche.v1.WaitRequest\x1a\x16.elche.v1.WaitResponse\x12\x38\n\x05\x43heck\x12\x16.elche.v1.CheckRequest\x1a\x17.elche.v1.CheckResponse\x12G\n\nCompareSet\x12\x1b.elche.v1.CompareSetRequest\x1a\x1c.elche.v1.CompareSetResponse\x12\x44\n\tDeleteKey\x12\x1a.elche.v1.DeleteKeyRequest\x1a\x1b.elche.v1.DeleteKeyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65lche/v1/store.proto\x12\x08\x65lche.v1\x1a\x1egoogle/protobuf/duration.proto\"(\n\nSetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\r\n\x0bSetResponse\"E\n\nGetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\x0bGetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\")\n\nAddRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"\x1c\n\x0b\x41\x64\x64Response\x12\r\n\x05value\x18\x01 \x01(\x03\"G\n\x0bWaitRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0e\n\x0cWaitResponse\"\x1c\n\x0c\x43heckRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1e\n\rCheckResponse\x12\r\n\x05\x65xist\x18\x01 \x01(\x08\"C\n\x11\x43ompareSetRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"#\n\x12\x43ompareSetResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\"\x1f\n\x10\x44\x65leteKeyRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"$\n\x11\x44\x65leteKeyResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"+\n\rAppendRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x10\n\x0e\x41ppendResponse\"\x10\n\x0eNumKeysRequest\" \n\x0fNumKeysResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x32\xa7\x04\n\x0cStoreService\x12\x32\n\x03Set\x12\x14.elche.v1.SetRequest\x1a\x15.elche.v1.SetResponse\x12\x32\n\x03Get\x12\x14.elche.v1.GetRequest\x1a\x15.elche.v1.GetResponse\x12\x32\n\x03\x41\x64\x64\x12\x14.elche.v1.AddRequest\x1a\x15.elche.v1.AddResponse\x12\x35\n\x04Wait\x12\x15.elche.v1.WaitRequest\x1a\x16.elche.v1.WaitResponse\x12\x38\n\x05\x43heck\x12\x16.elche.v1.CheckRequest\x1a\x17.elche.v1.CheckResponse\x12G\n\nCompareSet\x12\x1b.elche.v1.CompareSetRequest\x1a\x1c.elche.v1.CompareSetResponse\x12\x44\n\tDeleteKey\x12\x1a.elche.v1.DeleteKeyRequest\x1a\x1b.elche.v1.DeleteKeyResponse\x12;\n\x06\x41ppend\x12\x17.elche.v1.AppendRequest\x1a\x18.elche.v1.AppendResponse\x12>\n\x07NumKeys\x12\x18.elche.v1.NumKeysRequest\x1a\x19.elche.v1.NumKeysResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,6 +60,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEKEYREQUEST']._serialized_end=585
   _globals['_DELETEKEYRESPONSE']._serialized_start=587
   _globals['_DELETEKEYRESPONSE']._serialized_end=623
-  _globals['_STORESERVICE']._serialized_start=626
-  _globals['_STORESERVICE']._serialized_end=1052
+  _globals['_APPENDREQUEST']._serialized_start=625
+  _globals['_APPENDREQUEST']._serialized_end=668
+  _globals['_APPENDRESPONSE']._serialized_start=670
+  _globals['_APPENDRESPONSE']._serialized_end=686
+  _globals['_NUMKEYSREQUEST']._serialized_start=688
+  _globals['_NUMKEYSREQUEST']._serialized_end=704
+  _globals['_NUMKEYSRESPONSE']._serialized_start=706
+  _globals['_NUMKEYSRESPONSE']._serialized_end=738
+  _globals['_STORESERVICE']._serialized_start=741
+  _globals['_STORESERVICE']._serialized_end=1292
 # @@protoc_insertion_point(module_scope)

@@ -70,6 +70,16 @@ class StoreServiceStub:
                 request_serializer=elche_dot_v1_dot_store__pb2.DeleteKeyRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_store__pb2.DeleteKeyResponse.FromString,
                 _registered_method=True)
+        self.Append = channel.unary_unary(
+                '/elche.v1.StoreService/Append',
+                request_serializer=elche_dot_v1_dot_store__pb2.AppendRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_store__pb2.AppendResponse.FromString,
+                _registered_method=True)
+        self.NumKeys = channel.unary_unary(
+                '/elche.v1.StoreService/NumKeys',
+                request_serializer=elche_dot_v1_dot_store__pb2.NumKeysRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_store__pb2.NumKeysResponse.FromString,
+                _registered_method=True)
 
 
 class StoreServiceServicer:
@@ -125,6 +135,20 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Append(self, request, context):
+        """Adds bytes to the end of a key's value. A missing key counts as empty.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NumKeys(self, request, context):
+        """Counts the keys of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +186,16 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.DeleteKey,
                     request_deserializer=elche_dot_v1_dot_store__pb2.DeleteKeyRequest.FromString,
                     response_serializer=elche_dot_v1_dot_store__pb2.DeleteKeyResponse.SerializeToString,
+            ),
+            'Append': grpc.unary_unary_rpc_method_handler(
+                    servicer.Append,
+                    request_deserializer=elche_dot_v1_dot_store__pb2.AppendRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_store__pb2.AppendResponse.SerializeToString,
+            ),
+            'NumKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.NumKeys,
+                    request_deserializer=elche_dot_v1_dot_store__pb2.NumKeysRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_store__pb2.NumKeysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +388,60 @@ class StoreService:
             '/elche.v1.StoreService/DeleteKey',
             elche_dot_v1_dot_store__pb2.DeleteKeyRequest.SerializeToString,
             elche_dot_v1_dot_store__pb2.DeleteKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Append(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.StoreService/Append',
+            elche_dot_v1_dot_store__pb2.AppendRequest.SerializeToString,
+            elche_dot_v1_dot_store__pb2.AppendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NumKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.StoreService/NumKeys',
+            elche_dot_v1_dot_store__pb2.NumKeysRequest.SerializeToString,
+            elche_dot_v1_dot_store__pb2.NumKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

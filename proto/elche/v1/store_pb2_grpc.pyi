@@ -47,6 +47,10 @@ class StoreServiceStub:
     """Sets a key if its value is the expected one, or if it is missing and the expected one is empty."""
     DeleteKey: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteKeyRequest, _store_pb2.DeleteKeyResponse]
     """Deletes a key."""
+    Append: _grpc.UnaryUnaryMultiCallable[_store_pb2.AppendRequest, _store_pb2.AppendResponse]
+    """Adds bytes to the end of a key's value. A missing key counts as empty."""
+    NumKeys: _grpc.UnaryUnaryMultiCallable[_store_pb2.NumKeysRequest, _store_pb2.NumKeysResponse]
+    """Counts the keys of the job."""
 
 @_typing.type_check_only
 class StoreServiceAsyncStub(StoreServiceStub):
@@ -67,6 +71,10 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Sets a key if its value is the expected one, or if it is missing and the expected one is empty."""
     DeleteKey: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteKeyRequest, _store_pb2.DeleteKeyResponse]  # type: ignore[assignment]
     """Deletes a key."""
+    Append: _aio.UnaryUnaryMultiCallable[_store_pb2.AppendRequest, _store_pb2.AppendResponse]  # type: ignore[assignment]
+    """Adds bytes to the end of a key's value. A missing key counts as empty."""
+    NumKeys: _aio.UnaryUnaryMultiCallable[_store_pb2.NumKeysRequest, _store_pb2.NumKeysResponse]  # type: ignore[assignment]
+    """Counts the keys of the job."""
 
 class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keys and values live as long as their job (protocol P1.8). A rank sees only its own job's."""
@@ -126,5 +134,21 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.DeleteKeyResponse, _abc.Awaitable[_store_pb2.DeleteKeyResponse]]:
         """Deletes a key."""
+
+    @_abc_1.abstractmethod
+    def Append(
+        self,
+        request: _store_pb2.AppendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.AppendResponse, _abc.Awaitable[_store_pb2.AppendResponse]]:
+        """Adds bytes to the end of a key's value. A missing key counts as empty."""
+
+    @_abc_1.abstractmethod
+    def NumKeys(
+        self,
+        request: _store_pb2.NumKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.NumKeysResponse, _abc.Awaitable[_store_pb2.NumKeysResponse]]:
+        """Counts the keys of the job."""
 
 def add_StoreServiceServicer_to_server(servicer: StoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

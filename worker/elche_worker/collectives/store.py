@@ -1,34 +1,49 @@
 """A `torch.distributed.Store` on the coordinator's store service: one address and one credential find all peers."""
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
+import torch.distributed as dist
 from google.protobuf.duration_pb2 import Duration
 from torch.distributed.distributed_c10d import Store
 
 from elche.v1 import store_pb2, store_pb2_grpc
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
 CALL_MARGIN_S = 10.0
+NOT_IN_TIME = grpc.StatusCode.FAILED_PRECONDITION
+"""How the service answers when a key does not come within the timeout."""
 
 
 class CoordinatorStore(Store):
-    """Keys and values of one job. Raises `RuntimeError`, as torch's stores do, when a key does not come in time."""
+    """Keys and values of one job. Raises `DistStoreError` when a key does not come in time or a value is no counter,
+    and `DistNetworkError` when the coordinator cannot be asked; both are `RuntimeError`.
+
+    torch calls its methods from C++, mostly through a `PrefixStore`, by the names that its trampoline looks for
+    (`PythonStore` in torch/csrc/distributed/c10d/init.cpp, torch 2.13): of two methods these are not the names that
+    Python's callers use. The trampoline knows no queues and no `list_keys`; they raise torch's `NotImplementedError`.
+    """
+
+    _alive: ClassVar[list["CoordinatorStore"]] = []
+    """All of the process: C++ keeps its own half of a store and not this one, without which it can call nothing. NCCL
+    does so as late as its first collective.
+    """
 
     def __init__(self, channel: grpc.Channel, secret: str) -> None:
         super().__init__()
         self._stub = store_pb2_grpc.StoreServiceStub(channel)
         self._metadata = (("elche-secret", secret),)
-        self._timeout = DEFAULT_TIMEOUT
+        self._alive.append(self)
+
+    @property
+    def _limit(self) -> timedelta:
+        """That of `set_timeout`, which C++ keeps and a `PrefixStore` sets as well."""
+        return self.timeout  # type: ignore[attr-defined, no-any-return]
 
     def clone(self) -> "CoordinatorStore":
-        """Returns this store, which has no connection that two users could disturb. The caller must keep it alive."""
+        """Returns this store, which has no connection that two users could disturb."""
         return self
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of `get` and `wait`."""
-        self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets a key."""
@@ -36,8 +51,8 @@ class CoordinatorStore(Store):
 
     def get(self, key: str) -> bytes:
         """Waits for a key and returns its value."""
-        request = store_pb2.GetRequest(key=key, timeout=_duration(self._timeout))
-        return bytes(self._call(self._stub.Get, request, self._timeout).value)
+        request = store_pb2.GetRequest(key=key, timeout=_duration(self._limit))
+        return bytes(self._call(self._stub.Get, request, self._limit).value)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns it."""
@@ -45,7 +60,7 @@ class CoordinatorStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys exist."""
-        limit = timeout or self._timeout
+        limit = timeout or self._limit
         self._call(self._stub.Wait, store_pb2.WaitRequest(keys=keys, timeout=_duration(limit)), limit)
 
     def check(self, keys: list[str]) -> bool:
@@ -61,11 +76,38 @@ class CoordinatorStore(Store):
         """Deletes a key; whether it existed."""
         return bool(self._call(self._stub.DeleteKey, store_pb2.DeleteKeyRequest(key=key)).deleted)
 
+    def num_keys(self) -> int:
+        """How many keys the job has, whatever their prefixes."""
+        return int(self._call(self._stub.NumKeys, store_pb2.NumKeysRequest()).count)
+
+    deleteKey = delete_key  # noqa: N815 torch's trampoline looks for these names
+    getNumKeys = num_keys  # noqa: N815
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Adds to the end of a key's value."""
+        self._call(self._stub.Append, store_pb2.AppendRequest(key=key, value=_bytes(value)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits for keys and returns their values, in order."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Sets keys, one after the other."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """That there are `append`, `multi_get` and `multi_set`."""
+        return True
+
     def _call(self, method: Any, request: Any, limit: timedelta = timedelta()) -> Any:
         try:
             return method(request, metadata=self._metadata, timeout=limit.total_seconds() + CALL_MARGIN_S)
         except grpc.RpcError as error:
-            raise RuntimeError(f"rendezvous through the coordinator failed: {error.details()}") from error
+            words = f"rendezvous through the coordinator failed: {error.details()}"
+            if error.code() is NOT_IN_TIME:
+                raise dist.DistStoreError(words) from error
+            raise dist.DistNetworkError(words) from error
 
 
 def _bytes(value: str | bytes) -> bytes:
