@@ -8,12 +8,14 @@ Streams and threads have vector clocks. Work that a thread queues comes after wh
 after another where it waits for it or for an event; a thread comes after a stream where it waits for that. What is read
 must come after its last write, what is written after its last write and all reads since, and memory that is given back
 must not be in use on another stream than the one it was taken on, unless it was lent to that (`record_stream`).
+
+What is queued is done at once, unless it comes after something that is late (`late_streams`).
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from support.late_streams import Latch, Late, again
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 DEFAULT = "the default stream"
@@ -132,7 +136,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        device().order(device().thread, device().moment(self.name))
+        device().host_waits(device().moment(self.name))
 
 
 class Event:
@@ -148,10 +152,12 @@ class Event:
         (stream or device().stream).wait_event(self)
 
     def synchronize(self) -> None:
-        device().order(device().thread, self.moment)
+        device().host_waits(self.moment)
 
     def query(self) -> bool:
         """Only what the host has waited for is known to be done."""
+        if device().late.before(self.moment):
+            return False
         own = device().clock(device().thread)
         return all(own.get(timeline, 0) >= time for timeline, time in self.moment.items())
 
@@ -180,6 +186,9 @@ class Device:
         self.memory = Memory()
         self.num_operations: dict[str, int] = {}
         """By stream."""
+        self.late = Late()
+        self.run_collective: Callable[[Any, Any, dict[str, Any]], Any] | None = None
+        """Runs a collective of torch's process groups on tensors of the device, if there is something that can."""
         self._lock = threading.RLock()
         self._local = threading.local()
         self._numbers = count(1)
@@ -226,10 +235,41 @@ class Device:
         with self._lock:
             join(self.clock(timeline), moment)
 
+    def host_waits(self, moment: Clock) -> bool:
+        """The thread waits; whether there was anything to wait for."""
+        self.order(self.thread, moment)
+        return self.late.wait(moment)
+
     # What is done
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs an operation on the values, and notes it."""
+        """Runs an operation on the values, and notes it. The thread waits where the host does."""
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        self._local.waits = False
+        result = self._run(func, args, kwargs)
+        if self._local.waits and self.late.wait(self.clock(self.thread)) and not isinstance(result, torch.Tensor):
+            return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))  # a number, of values that are there now
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not any(isinstance(one, OnDevice) for one in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
+        assert self.run_collective is not None, func
+        return self.run_collective(func, args, kwargs)
+
+    def launch(self, name: str, reads: Any, writes: Any, stream: Stream, ended: Latch) -> tuple[list[Latch], Event]:
+        """Queues a library's kernel, which ends with `ended`. What has not ended before it, and an event after it."""
+        func = SimpleNamespace(_schema=SimpleNamespace(name=name))
+        with self._lock, self.on(stream):
+            before = self.late.before(self.moment(stream.name))
+            self._note(func, [self._buffer(one) for one in reads], [self._buffer(one) for one in writes], True, False)
+            self.late.add(stream.name, self.clock(stream.name)[stream.name], ended)
+            event = Event()
+            event.record(stream)
+            return before, event
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with self._lock:
             given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
             target = kwargs.get("device")
@@ -239,7 +279,6 @@ class Device:
             plain = dict(kwargs)
             is_pinned = bool(plain.pop("pin_memory", False)) or func._schema.name == "aten::_pin_memory"
             plain = tree_map(_plain, plain)
-            values = args[0].clone() if is_pinned and given else func(*tree_map(_plain, args), **plain)
             written = [
                 one
                 for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -247,6 +286,12 @@ class Device:
                 for one in tree_flatten(value)[0]
                 if isinstance(one, torch.Tensor)
             ]
+            on_device = is_device or to_device
+            before = self.late.before(self.moment(self.stream.name)) if on_device else []
+            if before and written:
+                values: Any = written[0]
+            else:
+                values = args[0].clone() if is_pinned and given else func(*tree_map(_plain, args), **plain)
             is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
             if is_view:
                 return (
@@ -260,8 +305,12 @@ class Device:
             is_form = any(word in func._schema.name for word in ("empty", "_like"))  # reads no value
             reads = [self._buffer(one) for one in given if one.numel() and not any(one is other for other in written)]
             reads = [] if is_form else reads
-            waits = self._waits(func, args, kwargs, values, is_device or to_device)
-            self._note(func, reads, buffers, is_device or to_device, waits)
+            waits = self._waits(func, args, kwargs, values, on_device)
+            self._note(func, reads, buffers, on_device, waits)
+            self._local.waits = waits
+            if before and not is_form:
+                run = again(func, tree_map(_plain, args), plain, None if written else values)
+                self.late.defer(self.stream.name, self.clock(self.stream.name)[self.stream.name], before, run)
             if written:
                 return args[0] if len(func._schema.returns) == 1 else None
             return tree_map(lambda one: OnDevice.of(one, made[id(one)]) if to_device and _is_bare(one) else one, values)
