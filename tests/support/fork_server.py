@@ -67,6 +67,9 @@ SERVER_OF = {
 """By module that is run: its server."""
 ENDS_WITH_PARENT = "elche_worker.agent.for_run"
 """Is killed by the kernel when its parent ends; here the parent is the server, which sees to it."""
+FINDS_DEVICES = "elche_worker.device.discovery"
+GPUS = "TEST_GPUS"
+"""See `gpus`."""
 READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC", "TORCH", "MKL", "KMP", "OPENBLAS", "GRPC", "LC_", "LANG")
 """Variables that count when Python starts or a library is imported: who has others than the server is executed."""
 OWN = {
@@ -157,7 +160,7 @@ def _request(how: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     environment = dict(how["env"]) if how["env"] is not None else dict(os.environ)
     if rest[:1] == ["-m"] and rest[1] in SERVER_OF:
         kind = SERVER_OF[rest[1]]
-    elif rest and rest[0].endswith(".py"):
+    elif (rest[:2] == ["-m", FINDS_DEVICES] and GPUS in environment) or (rest and rest[0].endswith(".py")):
         kind = TORCH
     else:
         return None
@@ -372,8 +375,10 @@ def _run(order: Mapping[str, Any]) -> None:
             import_module("elche_worker.process.parent").end_with_parent = lambda _: None
         if "-P" not in order["flags"]:
             sys.path.insert(0, order["folder"])
+        import_module("support.gpus").take_part(rest[1])
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
+        import_module("support.gpus").take_part(rest[0])
         sys.argv = list(rest)
         sys.path.insert(0, str(Path(rest[0]).resolve().parent))
         runpy.run_path(rest[0], run_name="__main__")

@@ -1,0 +1,180 @@
+"""A rank's rounds over NCCL, by its strict stand-in, on the simulated device.
+
+Those that are marked fail today; each says what a GPU would do there.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elche_worker.collectives import process_group
+from elche_worker.collectives.averaging import Averaging
+from elche_worker.collectives.header import AveragingOptions, Row
+from elche_worker.collectives.operations import CollectiveFailed, RanksDiffer
+from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.device.streams import CudaStreams
+from elche_worker.model.layout import Layout
+from support.nccl import nccl_in_use
+from support.nccl.communicator import pace
+from support.nccl.forked import SHORT, ends, until
+from support.simulated_cuda import CUDA, Device
+from support.worlds import Worlds
+
+SOON_S = 20.0
+"""For what happens within milliseconds where the machine is free."""
+A_WHILE_S = 0.2
+"""Long enough for what should not happen."""
+
+
+def group(store: dist.Store, position: int = 0, size: int = 2) -> ProcessGroupCollectives:
+    return ProcessGroupCollectives(
+        store, backend="nccl", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
+    )
+
+
+def connected(store: dist.Store, position: int = 0, size: int = 2) -> ProcessGroupCollectives:
+    made = group(store, position, size)
+    made._group.eager_connect_single_device(CUDA)
+    return made
+
+
+class Rank:
+    """A model on the device, and its rounds."""
+
+    def __init__(self, collectives: ProcessGroupCollectives) -> None:
+        self.streams = CudaStreams(CUDA)
+        self.collectives = collectives
+        with self.streams.compute():
+            self.model = nn.Linear(2, 1, bias=False).to(CUDA)
+            with torch.no_grad():
+                self.model.weight.fill_(float(collectives.position + 1))
+            self.layout = Layout(self.model)
+        self.averaging = Averaging(self.layout, AveragingOptions(), wake=lambda: None, streams=self.streams)
+
+    @property
+    def collective(self) -> "Future[Any]":
+        assert self.averaging._running is not None
+        return self.averaging._running
+
+    def enter(self) -> None:
+        row = Row(
+            attempt=1, generation=1, round=1, layout_hash=self.layout.hash, weight=1, finite=1, cut=0, local_step=0,
+            compute_us=0, version=1,
+        )  # fmt: skip
+        with self.streams.compute():
+            self.averaging.start(self.collectives, row, keeps_snapshot=True)
+
+    def complete(self, *, has_newer_steps: bool = False) -> list[float]:
+        with self.streams.compute():
+            self.averaging.complete(has_newer_steps=has_newer_steps)
+            return self.model.weight.detach()[0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """On which nothing may have been out of order."""
+    with Device().in_order(monkeypatch) as device, nccl_in_use(monkeypatch):
+        yield device
+
+
+@contextmanager
+def two_ranks() -> Iterator[list[Rank]]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [Rank(one) for one in threads.map(lambda position: connected(store, position), range(2))]
+    try:
+        yield ranks
+    finally:
+        pace.may_run.set()
+        for rank in ranks:
+            rank.collectives.abort()
+
+
+def test_two_ranks_average(device: Device) -> None:
+    with two_ranks() as ranks:
+        for rank in ranks:
+            rank.enter()
+        assert [rank.complete() for rank in ranks] == [[1.5, 1.5]] * 2
+
+
+def test_a_result_that_comes_late_is_added_to_what_was_trained_meanwhile(device: Device) -> None:
+    with two_ranks() as ranks:
+        pace.hold("ALLREDUCE")
+        for rank in ranks:
+            rank.enter()
+            with rank.streams.compute(), torch.no_grad():
+                rank.model.weight.add_(10)
+        pace.may_run.set()
+        assert [rank.complete(has_newer_steps=True) for rank in ranks] == [[11.5, 11.5]] * 2
+
+
+@pytest.mark.xfail(strict=True, reason="`is_done` comes after the header: that the values are queued is taken for done")
+def test_a_round_is_not_done_before_its_values_are_there(device: Device) -> None:
+    with two_ranks() as ranks:
+        pace.hold("ALLREDUCE")
+        for rank in ranks:
+            rank.enter()
+        finished, _ = wait([rank.collective for rank in ranks], A_WHILE_S)
+        assert not finished
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=(RanksDiffer, dist.DistBackendError),  # the latter where the abort comes before the header is queued
+    reason="the garbage that an abort leaves is read as the header",
+)
+def test_a_round_that_is_aborted_in_its_header_has_failed(device: Device) -> None:
+    with two_ranks() as (rank, _):
+        rank.enter()
+        finished, _ = wait([rank.collective], A_WHILE_S)
+        assert not finished
+        assert rank.averaging.abort(SOON_S)
+        with pytest.raises(CollectiveFailed):
+            rank.complete()
+
+
+@pytest.mark.xfail(strict=True, raises=dist.DistBackendError, reason="an error of the call itself passes `_finish` by")
+def test_what_follows_an_abort_has_failed_in_the_words_of_a_collective(device: Device) -> None:
+    with two_ranks() as (rank, _):
+        rank.collectives.abort()
+        with rank.streams.communication(), pytest.raises(CollectiveFailed):
+            rank.collectives.all_reduce(torch.ones(4, device=CUDA))
+
+
+@pytest.mark.xfail(strict=True, reason="the communicator is made in the first round, and the group is said to be ready")
+def test_a_group_is_not_ready_before_all_its_ranks_are_there(device: Device) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(group, store, 0)
+        finished, _ = wait([first], A_WHILE_S)
+        others = threads.submit(group, store, 1)
+        assert first.result(SOON_S).size == others.result(SOON_S).size == 2
+    assert not finished
+
+
+def outlasts_its_timeout() -> None:
+    """A round that takes longer than its group's timeout, as beside a rank that evaluates for long."""
+    process_group.JOIN_TIMEOUT = timedelta(milliseconds=50)
+    collectives = connected(dist.HashStore(), 0, 1)
+    pace.hold()
+    with CudaStreams(CUDA).communication():
+        collectives.all_reduce(torch.ones(4, device=CUDA))
+    beats = collectives._group._shared.beats
+    until(lambda: collectives._group._shared.beats > beats + 20)
+
+
+def in_a_process(folder: Path) -> list[int]:
+    return ends([outlasts_its_timeout], [SHORT])
+
+
+@pytest.mark.xfail(strict=True, reason="the watchdog ends the process; nothing tells it not to")
+def test_a_round_that_takes_long_does_not_end_the_process(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(1, in_a_process, tmp_path) == [[0]]

@@ -1,0 +1,145 @@
+"""Jobs whose ranks believe that they have a GPU each (`support.gpus`), and average over NCCL's strict stand-in."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elche.errors import JobFailed
+from elche_client import Client
+from elche_client.events import JobState
+from support import two_ranks
+from support.gpus import VARIABLE
+from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+
+JOBS = Path(__file__).parent / "jobs"
+JobFile = Callable[..., Path]
+NUM_SAMPLES, EPOCHS = 500, 3  # of jobs/linear.py
+ON_THE_DEVICE = (
+    "import dataclasses",
+    "def train_step_of_cuda(model, batch):",
+    "    assert next(model.parameters()).is_cuda and batch[0].is_cuda",
+    "    return train_step(model, batch)",
+    "job = dataclasses.replace(job, evaluate=None, train_step=train_step_of_cuda)",
+)
+STORES_LIVE = (
+    "from elche_worker.collectives.store import CoordinatorStore",
+    "made, kept = CoordinatorStore.__init__, []",
+    "CoordinatorStore.__init__ = lambda self, *given: kept.append(self) or made(self, *given)",
+)
+"""Keeps the Python half of each store, of which `PrefixStore` keeps the C++ half alone."""
+
+DIES_IN_A_COLLECTIVE = (
+    "from elche_worker.collectives.process_group import ProcessGroupCollectives",
+    "all_reduce, calls, died = ProcessGroupCollectives.all_reduce, [], NOTES.with_name('died')",
+    "def dies(self, tensor):",
+    "    calls.append(1)",
+    "    if os.environ['ELCHE_RANK'] == '1' and len(calls) == 4 and not died.exists():",
+    "        died.touch()",
+    "        os.kill(os.getpid(), 9)",
+    "    all_reduce(self, tensor)",
+    "ProcessGroupCollectives.all_reduce = dies",
+)
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A coordinator, and an agent with two GPUs."""
+    mark, folder = Mark(), tmp_path_factory.mktemp("gpus")
+    environment = {VARIABLE: "2", "TMPDIR": str(folder)}
+    with (
+        coordinator(mark, folder) as one,
+        agent(mark, folder, one.address, devices="auto", env=environment) as other,
+        Client(one.address, token="") as client,
+    ):
+        yield Cluster(one, other, client, mark)
+    mark.assert_none_left()
+
+
+def trained(gpus: Cluster, path: Path, backend: str, **options: object) -> str:
+    """Trains on two unequal ranks, equal after every round, each sample once; how they averaged."""
+    job = gpus.client.submit(path, num_ranks=2, backend=backend, verify_rounds=True, slow_factors={1: 2.0}, **options)  # type: ignore[arg-type]
+    result = job.result()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+    return next(one.backend for one in gpus.client.jobs() if one.job_id == job.id)
+
+
+def test_an_agent_finds_its_gpus(gpus: Cluster) -> None:
+    assert "offers cuda:0 NVIDIA Simulated, cuda:1 NVIDIA Simulated" in gpus.agent.log.read_text()
+
+
+def test_ranks_with_gpus_average_over_gloo(gpus: Cluster, job_file: JobFile) -> None:
+    assert trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "gloo").startswith("gloo")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=JobFailed,
+    reason="NCCL reads its store at the first collective, and nothing keeps the store's Python half: Not implemented",
+)
+def test_ranks_with_gpus_average_over_nccl(gpus: Cluster, job_file: JobFile) -> None:
+    assert trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "auto").startswith("nccl")
+
+
+def test_a_store_of_which_only_the_cpp_half_lives_ends_a_job_over_nccl_at_its_first_round(
+    gpus: Cluster, job_file: JobFile
+) -> None:
+    """How the job above fails today; to be removed with its mark."""
+    with pytest.raises(JobFailed, match=r"Not implemented.* at batch 0"):
+        trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "nccl")
+
+
+@pytest.mark.parametrize("policy", ["cadence", "sync"])
+def test_nothing_but_the_store_keeps_ranks_from_averaging_over_nccl(
+    gpus: Cluster, job_file: JobFile, policy: str
+) -> None:
+    path = job_file("linear.py", *ON_THE_DEVICE, *STORES_LIVE)
+    assert trained(gpus, path, "auto", policy=policy).startswith("nccl")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the training thread waits for a collective that never ends, and so cannot be told to abandon the round",
+)
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_a_rank_that_dies_in_a_collective_does_not_stall_the_other(
+    gpus: Cluster, job_file: JobFile, averaging: str
+) -> None:
+    path = job_file("linear.py", *ON_THE_DEVICE, *STORES_LIVE, *DIES_IN_A_COLLECTIVE)
+    job = gpus.client.submit(path, num_ranks=2, backend="nccl", averaging=averaging)
+    try:
+        stalled = f"job={job.id} rank 0 on"
+        eventually(lambda: has_ended(gpus, job.id) or stalled in gpus.coordinator.log.read_text(), "it ends or stalls")
+        assert has_ended(gpus, job.id)
+    finally:
+        job.cancel()
+
+
+def test_a_loop_of_the_users_own_shares_batches_over_nccl(tmp_path: Path) -> None:
+    """`cpu:gloo,cuda:nccl` of `init_process_group`, with the store of the launcher, which lives."""
+    text, of_host = (JOBS / "own_loop.py").read_text(encoding="utf-8"), "model(x), x.sum(1, keepdim=True)"
+    assert of_host in text
+    script = tmp_path / "own_loop.py"
+    script.write_text(text.replace(of_host, "model(x.cuda()), x.cuda().sum(1, keepdim=True)"), encoding="utf-8")
+    environment = {VARIABLE: "2", "TMPDIR": str(tmp_path), "LOOP_NOTES": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, two_ranks.__file__, str(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert first["digest"] == second["digest"]
+    assert "2 devices: Simulated" in done.stderr
+
+
+def has_ended(gpus: Cluster, job_id: str) -> bool:
+    return next(one.state.has_ended for one in gpus.client.jobs() if one.job_id == job_id)
