@@ -1,7 +1,4 @@
-"""A rank's rounds over NCCL, by its strict stand-in, on the simulated device.
-
-Those that are marked fail today; each says what a GPU would do there.
-"""
+"""A rank's rounds over NCCL, by its strict stand-in, on the simulated device."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elche_worker.collectives import process_group
+from elche_worker.collectives import nccl
 from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
-from elche_worker.collectives.operations import CollectiveFailed, RanksDiffer
+from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device.streams import CudaStreams
 from elche_worker.model.layout import Layout
@@ -38,12 +35,6 @@ def group(store: dist.Store, position: int = 0, size: int = 2) -> ProcessGroupCo
     return ProcessGroupCollectives(
         store, backend="nccl", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
     )
-
-
-def connected(store: dist.Store, position: int = 0, size: int = 2) -> ProcessGroupCollectives:
-    made = group(store, position, size)
-    made._group.eager_connect_single_device(CUDA)
-    return made
 
 
 class Rank:
@@ -89,7 +80,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def two_ranks() -> Iterator[list[Rank]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        ranks = [Rank(one) for one in threads.map(lambda position: connected(store, position), range(2))]
+        ranks = [Rank(one) for one in threads.map(lambda position: group(store, position), range(2))]
     try:
         yield ranks
     finally:
@@ -116,7 +107,6 @@ def test_a_result_that_comes_late_is_added_to_what_was_trained_meanwhile(device:
         assert [rank.complete(has_newer_steps=True) for rank in ranks] == [[11.5, 11.5]] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="`is_done` comes after the header: that the values are queued is taken for done")
 def test_a_round_is_not_done_before_its_values_are_there(device: Device) -> None:
     with two_ranks() as ranks:
         pace.hold("ALLREDUCE")
@@ -126,11 +116,6 @@ def test_a_round_is_not_done_before_its_values_are_there(device: Device) -> None
         assert not finished
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(RanksDiffer, dist.DistBackendError),  # the latter where the abort comes before the header is queued
-    reason="the garbage that an abort leaves is read as the header",
-)
 def test_a_round_that_is_aborted_in_its_header_has_failed(device: Device) -> None:
     with two_ranks() as (rank, _):
         rank.enter()
@@ -141,7 +126,25 @@ def test_a_round_that_is_aborted_in_its_header_has_failed(device: Device) -> Non
             rank.complete()
 
 
-@pytest.mark.xfail(strict=True, raises=dist.DistBackendError, reason="an error of the call itself passes `_finish` by")
+@pytest.mark.parametrize("has_newer_steps", [False, True])
+def test_a_round_that_is_aborted_in_its_values_has_failed_and_leaves_the_model(
+    device: Device, has_newer_steps: bool
+) -> None:
+    """The abort returns without a word, and leaves garbage in the buffers."""
+    with two_ranks() as ranks:
+        pace.hold("ALLREDUCE")
+        for rank in ranks:
+            rank.enter()
+        finished, _ = wait([rank.collective for rank in ranks], A_WHILE_S)
+        assert not finished
+        for rank in ranks:
+            assert rank.averaging.abort(SOON_S)
+            with pytest.raises(CollectiveFailed, match="was aborted"):
+                rank.complete(has_newer_steps=has_newer_steps)
+            with rank.streams.compute():
+                assert rank.model.weight.detach()[0].tolist() == [float(rank.collectives.position + 1)] * 2
+
+
 def test_what_follows_an_abort_has_failed_in_the_words_of_a_collective(device: Device) -> None:
     with two_ranks() as (rank, _):
         rank.collectives.abort()
@@ -149,7 +152,6 @@ def test_what_follows_an_abort_has_failed_in_the_words_of_a_collective(device: D
             rank.collectives.all_reduce(torch.ones(4, device=CUDA))
 
 
-@pytest.mark.xfail(strict=True, reason="the communicator is made in the first round, and the group is said to be ready")
 def test_a_group_is_not_ready_before_all_its_ranks_are_there(device: Device) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
@@ -162,19 +164,19 @@ def test_a_group_is_not_ready_before_all_its_ranks_are_there(device: Device) -> 
 
 def outlasts_its_timeout() -> None:
     """A round that takes longer than its group's timeout, as beside a rank that evaluates for long."""
-    process_group.JOIN_TIMEOUT = timedelta(milliseconds=50)
-    collectives = connected(dist.HashStore(), 0, 1)
+    nccl.keep_survivors_alive()
+    nccl.PATIENCE = timedelta(milliseconds=50)
+    communicator = nccl.Communicator(dist.HashStore(), 0, 1, CUDA)
     pace.hold()
     with CudaStreams(CUDA).communication():
-        collectives.all_reduce(torch.ones(4, device=CUDA))
-    beats = collectives._group._shared.beats
-    until(lambda: collectives._group._shared.beats > beats + 20)
+        communicator._group.allreduce([torch.ones(4, device=CUDA)])
+    beats = communicator._group._shared.beats
+    until(lambda: communicator._group._shared.beats > beats + 20)
 
 
 def in_a_process(folder: Path) -> list[int]:
     return ends([outlasts_its_timeout], [SHORT])
 
 
-@pytest.mark.xfail(strict=True, reason="the watchdog ends the process; nothing tells it not to")
 def test_a_round_that_takes_long_does_not_end_the_process(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(1, in_a_process, tmp_path) == [[0]]

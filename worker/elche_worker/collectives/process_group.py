@@ -1,7 +1,12 @@
-"""Collectives among the ranks themselves: over gloo in the host's memory, or over NCCL in that of the GPUs."""
+"""Collectives among the ranks themselves: over gloo in the host's memory, and over NCCL in that of the GPUs.
+
+Ranks that average over NCCL have a group over gloo as well, for what is on the host, such as a round's header: they
+wait for each other there, where waiting costs nothing and can be ended.
+"""
 
 import json
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,18 +15,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from elche.errors import InvalidJob
+from elche_worker.collectives.nccl import PATIENCE, Communicator
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.sockets import Address, listening, shut_connections
+from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
 JOIN_TIMEOUT = timedelta(minutes=5)
+"""For the ranks to meet."""
 ATTEMPTS = 5
 """How often gloo's device is made anew when something else in the process began to listen at the same moment."""
 _new_device = threading.Lock()
 
 
 class ProcessGroupCollectives:
-    """Collectives on a torch process group. `finish` does nothing: one rank with the result is enough."""
+    """Collectives on torch's process groups. `finish` does nothing: one rank with the result is enough."""
 
     def __init__(
         self,
@@ -44,8 +52,7 @@ class ProcessGroupCollectives:
         self.size = size
         self.attempt = attempt
         self.generation = generation
-        self._is_nccl = backend == "nccl"
-        self.device = device if self._is_nccl else torch.device("cpu")
+        self.device = device if backend == "nccl" else CPU
         self.sent_bytes = 0
         """Payload sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
@@ -54,8 +61,10 @@ class ProcessGroupCollectives:
         self._others: set[Address] = set()
         """The same of the other ranks."""
         try:
-            here = "" if self._is_nccl else listening_address(peer, interface)
-            self._group = self._new_nccl(store) if self._is_nccl else self._new_gloo(store, here)
+            self._on_host = self._new_gloo(PrefixStore("gloo", store), listening_address(peer, interface))
+            self._on_device = (
+                Communicator(PrefixStore("nccl", store), position, size, device) if backend == "nccl" else None
+            )
         except (RuntimeError, InvalidJob) as error:
             raise CollectiveFailed(
                 f"the ranks could not meet: {error}. Where ranks cannot reach each other, backend='cpu' averages "
@@ -67,19 +76,18 @@ class ProcessGroupCollectives:
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         self.sent_bytes += row.nbytes * (self.size - 1)
-        row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        _finish(self._group.allgather([rows], [row]))
+        self._run(row, lambda group: group.allgather([rows], [row]))
         return rows
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.sent_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        _finish(self._group.allreduce([tensor]))
+        self._run(tensor, lambda group: group.allreduce([tensor]))
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent_bytes += rows.nbytes * (self.size - 1) // self.size
-        received = torch.empty_like(rows)
-        _finish(self._group.alltoall_base(received, rows.contiguous(), [], []))
+        received, sent = torch.empty_like(rows), rows.contiguous()
+        self._run(rows, lambda group: group.alltoall_base(received, sent, [], []))
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -87,22 +95,29 @@ class ProcessGroupCollectives:
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        _finish(self._group.broadcast([tensor], options))
+        self._run(tensor, lambda group: group.broadcast([tensor], options))
 
     def finish(self) -> None:
         return
 
-    def abort(self) -> None:
-        """Over gloo, shuts the group's own connections, which ends the own operation within some 10 ms; gloo's abort
-        ends none. Each rank shuts its own: one that waits for another pair of ranks is not woken.
+    def _run(self, tensor: torch.Tensor, begin: Callable[[Any], Work]) -> None:
+        """Runs an operation where its tensor is. Raises `CollectiveFailed`."""
+        if self._on_device is not None and tensor.device.type != "cpu":
+            self._on_device.run(begin)
+            return
+        try:
+            begin(self._on_host).wait()
+        except RuntimeError as error:
+            raise CollectiveFailed(f"a collective failed: {error}") from error
 
-        Over NCCL, aborts the communicator. That this ends an operation that waits for a rank which is gone has not
-        been tried on several GPUs.
+    def abort(self) -> None:
+        """Shuts gloo's own connections, which ends the own operation within some 10 ms; gloo's abort ends none. Each
+        rank shuts its own: one that waits for another pair of ranks is not woken. Then NCCL's communicator.
         """
-        if self._is_nccl:
-            self._group.abort()
-        elif self._own is not None:
+        if self._own is not None:
             shut_connections({self._own}, self._others)
+        if self._on_device is not None:
+            self._on_device.abort()
 
     def _new_gloo(self, store: Store, host: str) -> Any:
         gloo: Any = ProcessGroupGloo  # its stub lacks most of it
@@ -112,18 +127,12 @@ class ProcessGroupCollectives:
         options._timeout = JOIN_TIMEOUT
         store.set(f"listens/{self.position}", json.dumps(self._own))
         group = gloo(store, self.position, self.size, options)
+        group._set_default_timeout(PATIENCE)
         for position in range(self.size):  # all have said so before the group stood
             if position != self.position:
                 host, port = json.loads(store.get(f"listens/{position}"))
                 self._others.add((host, port))
         return group
-
-    def _new_nccl(self, store: Store) -> Any:
-        nccl: Any = dist.ProcessGroupNCCL  # not in every build
-        options = nccl.Options()
-        options._timeout = JOIN_TIMEOUT
-        with torch.cuda.device(self.device):
-            return nccl(store, self.position, self.size, options)
 
 
 def _listening_device(host: str) -> tuple[Any, Address]:
@@ -137,11 +146,3 @@ def _listening_device(host: str) -> tuple[Any, Address]:
         if len(new) == 1:
             return device, new[0]
     raise RuntimeError(f"gloo's listening socket on {host} cannot be told from others of this process: {new}")
-
-
-def _finish(work: Work) -> None:
-    """Waits for the operation; with NCCL only the current stream waits."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise CollectiveFailed(f"a collective failed: {error}") from error

@@ -20,6 +20,7 @@ from elche.extent import Extent
 from elche.ready import ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
+from elche_worker.collectives.nccl import keep_survivors_alive
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
@@ -82,6 +83,7 @@ def main(launch: Launch) -> None:
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     os.environ.update(launch.environment)
+    keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:

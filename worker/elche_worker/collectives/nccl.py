@@ -1,0 +1,76 @@
+"""A communicator of NCCL, which a rank can be waited for and told to leave.
+
+torch's process group is made for programs that end when a peer does. What is different here, and why:
+
+- It is used for values alone, after the ranks have met in the round's header over gloo. A kernel of NCCL spins on the
+  device until all ranks are there, so nothing waits in one for a slower rank.
+- Its communicator is made with the group, not at the first collective: nothing can abort its making, so a peer that
+  dies then must find the others outside of a round.
+- `Work.wait` returns at once, when the operation is queued. Here an operation has ended when its result is there.
+- An abort ends an operation without an error, and leaves anything in its memory. So whoever aborts says so.
+- torch's watchdog would end this process when an operation takes long, or a peer is gone. `SETTINGS` keep it from that:
+  the coordinator knows who is gone, and has the others abandon the group.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, Work
+
+from elche_worker.collectives.operations import CollectiveFailed
+
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # `NoHandling`: the watchdog ends nothing
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nobody watches the watchdog, which waits while a driver does
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # looks for a key without a prefix, which would stay for later groups
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+"""Variables that torch reads when a group is made (ProcessGroupNCCL.cpp, torch 2.13)."""
+PATIENCE = timedelta(days=365)
+"""An operation takes as long as its ranks do: who is gone is known to the coordinator."""
+
+
+def keep_survivors_alive() -> None:
+    """Sets `SETTINGS` for this process, before it makes its first group."""
+    os.environ.update(SETTINGS)
+
+
+class Communicator:
+    """Connects ranks with a device each. Making it waits for all of them. Raises `RuntimeError`, as torch does."""
+
+    def __init__(self, store: Store, position: int, size: int, device: torch.device) -> None:
+        nccl: Any = dist.ProcessGroupNCCL  # not in every build
+        options = nccl.Options()
+        options._timeout = PATIENCE
+        self._device = device
+        self._is_aborted = threading.Event()
+        with torch.cuda.device(device):
+            self._group: Any = nccl(store, position, size, options)
+            self._group.eager_connect_single_device(device)
+
+    def run(self, begin: Callable[[Any], Work]) -> None:
+        """Runs an operation that `begin` queues on the group; returns when its result is there. Raises
+        `CollectiveFailed` when that will never be, whatever its memory has.
+        """
+        new_event: Any = torch.cuda.Event  # untyped
+        try:
+            with torch.cuda.device(self._device):
+                begin(self._group).wait()
+                ended = new_event(blocking=True)  # a wait that spins would take a core
+                ended.record()
+                ended.synchronize()
+        except RuntimeError as error:
+            raise CollectiveFailed(f"a collective failed: {error}") from error
+        if self._is_aborted.is_set():
+            raise CollectiveFailed("a collective was aborted: its group is abandoned")
+
+    def abort(self) -> None:
+        """Ends what runs, and all that would follow. May take as long as the driver does."""
+        self._is_aborted.set()
+        self._group.abort()
