@@ -32,6 +32,8 @@ NETWORK = "elche-test"
 SUBNET = "10.77.10.0/24"
 HOST = "10.77.10.254"
 """This host's address there."""
+CRASHES = (128 + signal.SIGSEGV, 128 + signal.SIGABRT, 128 + signal.SIGBUS)
+"""Exit codes of programs with bugs, which no test here asks for."""
 STORED = ("Secret", "PersistentVolumeClaim")
 Object = dict[str, Any]
 
@@ -68,6 +70,7 @@ class Pod:
     spec: Object
     podman: Podman
     address: str = ""
+    made_s: float = field(default_factory=time.time)
 
     def container(self, name: str = "") -> str:
         """How podman knows one of its containers, by default the first."""
@@ -83,8 +86,11 @@ class Pod:
         return int(named.get(made["port"], made["port"]))
 
     def execute(self, *command: str) -> str:
-        """What a command prints in its first container."""
-        return self.podman("exec", self.container(), *command)
+        """What a command prints in its first container. Where that fails, how the container is."""
+        try:
+            return self.podman("exec", self.container(), *command)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.condition()}") from None
 
     def log(self, container: str = "") -> str:
         return self.podman("logs", self.container(container))
@@ -92,6 +98,14 @@ class Pod:
     def state(self, what: str, container: str = "") -> str:
         """A field of `podman inspect`."""
         return self.podman("inspect", "--format", f"{{{{.{what}}}}}", self.container(container))
+
+    def condition(self, container: str = "") -> str:
+        """How one of its containers is, with which exit codes it ended before it was started again, and its log."""
+        name = self.container(container)
+        status, code, is_killed = (self.state(f"State.{one}", container) for one in ("Status", "ExitCode", "OOMKilled"))
+        ends = [code for ended, code in self.podman.ends_since(self.made_s) if ended == name]
+        state = f"{status}, exit code {code}, killed for its memory: {is_killed}, has ended with {ends}"
+        return f"--- {name}: {state}\n{self.log(container)[-4000:]}"
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the first process of its first container, as the kernel would."""
@@ -262,7 +276,7 @@ def _emptied(spec: Object) -> set[str]:
 @contextmanager
 def node(podman: Podman, images: dict[str, str]) -> Iterator[Node]:
     """Nothing of it is left afterwards."""
-    one = Node(podman, images)
+    one, began_s = Node(podman, images), time.time()
     one.clear()
     podman("network", "create", "--subnet", SUBNET, "--gateway", HOST, NETWORK)
     try:
@@ -270,5 +284,7 @@ def node(podman: Podman, images: dict[str, str]) -> Iterator[Node]:
     finally:
         for pod in one.pods.values():  # shown for a test that fails
             for container in pod.spec["containers"]:
-                print(f"--- {pod.container(container['name'])}\n{pod.log(container['name'])[-4000:]}")
+                print(pod.condition(container["name"]))
         one.clear()
+    crashed = [end for end in podman.ends_since(began_s) if end[1] in CRASHES]
+    assert not crashed, f"they were started again, so that nobody has noticed: {crashed}"

@@ -20,6 +20,7 @@ PROGRAMS = ("usr/bin/podman", "usr/lib/podman/netavark", "usr/lib/podman/aardvar
 LIBRARIES = ("gpgme.so.11", "assuan.so.9", "gpg-error.so.0", "seccomp.so.2", "sqlite3.so.0", "subid.so.5")
 NEXT = ("podman", "netavark", "aardvark-dns", "libc6", "libgpgme11t64", "libassuan9", "libgpg-error0", "libseccomp2")
 NEXT_TOO = ("libsqlite3-0", "libsubid5")
+ENDED = "{{.Name}} {{.ContainerExitCode}}"
 
 CONFIGURATION = """
 [containers]
@@ -68,6 +69,11 @@ class Podman:
         engine.docker("save", "--output", str(saved), name)
         self("load", "--quiet", "--input", str(saved))
         saved.unlink()
+
+    def ends_since(self, at_s: float) -> list[tuple[str, int]]:
+        """The names and exit codes of containers that have ended since, in order; some have been started again."""
+        told = self("events", "--stream=false", "--since", f"{at_s:.3f}", "--filter", "event=died", "--format", ENDED)
+        return [(name, int(code)) for name, code in map(str.split, told.splitlines())]
 
 
 @contextmanager
