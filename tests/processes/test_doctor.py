@@ -138,7 +138,7 @@ def test_certificates_that_do_not_fit(mark: Mark, tmp_path: Path, doctor: Doctor
     env = {"ELCHE_TLS": str(server), "ELCHE_CLIENT_CERTIFICATES": "1"}
     with coordinator(mark, tmp_path, env=env) as one:
         found = doctor(one.address, ELCHE_TLS=str(anna))
-        assert [found[name].state for name in ("own certificate", "TLS", "access")] == ["ok", "ok", "ok"]
+        assert [found[name].state for name in ("own certificate", "TLS", "access")] == ["ok", "ok", "ok"], found
         assert "its certificate is refused" in doctor(one.address, ELCHE_TLS=str(stranger))["TLS"].text
         assert "it has ended" in doctor(one.address, ELCHE_TLS=str(ended))["own certificate"].text
         assert "if it asks for TLS" in doctor(one.address)["access"].text

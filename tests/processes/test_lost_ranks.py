@@ -322,6 +322,10 @@ def test_a_rank_dies_while_it_writes_the_last_model(begin: Callable[..., Story])
 # Who does not come back
 
 
+STUCK = "has lost the processes that it works with"
+"""Said of a rank whose collective has not returned when it was given up, as gloo's may not while peers come and go: it
+ends, and is started again.
+"""
 DIES_AGAIN = """
 DIES_AT = {1: 10}
 if not IS_FIRST and RANK == 1:
@@ -333,11 +337,13 @@ def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., S
     story = begin(DIES_AGAIN, REPLACE.format("epochs=20"))
     eventually(lambda: len(story.pids(1)) >= 3 or story.job_has_ended, "it is started again")
     story.hurry()
-    succeeds(story, epochs=20)
+    succeeds(story, epochs=20, survivors=())
     assert len(story.pids(1, "batch")) == 1
     lost = [event for event in story.of(MembershipReport) if not event.is_back]
-    assert len(lost) == len(story.pids(1))
-    assert "left with exit code 3" in lost[-1].text
+    own = [event.text for event in lost if event.rank == 1]
+    assert len(own) in (len(story.pids(1)) - 1, len(story.pids(1))), "the job may end before its last process does"
+    assert "left with exit code 3" in own[-1]
+    assert [event.text for event in lost if event.rank != 1 and STUCK not in event.text] == []
 
 
 def test_a_device_that_falls_off_the_bus_costs_its_rank_only(begin: Callable[..., Story]) -> None:

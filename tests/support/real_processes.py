@@ -20,6 +20,8 @@ LISTENING = re.compile(r"elche-coordinator listening on (\S+)")
 PAGE = re.compile(r"page and metrics on (https?://\S+)")
 ATTENDED = re.compile(r"attended as (\S+)")
 LIMIT_S = 30.0
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+"""How a process with a bug ends, which no test asks a daemon for."""
 
 Value = TypeVar("Value")
 
@@ -121,10 +123,12 @@ def coordinator(
             process.stdin.close()
             assert process.wait(10) == 0, log.read_text()
     finally:
+        code = process.poll()
         process.kill()
         process.wait()
         process.stdout.close()
         process.stdin.close()
+        assert code not in CRASHES, f"it crashed, with {code}: {log.read_text()}"
 
 
 @dataclass(slots=True)
@@ -164,9 +168,11 @@ def agent(
             process.stdin.close()
             assert process.wait(10) == 0, log.read_text()
     finally:
+        code = process.poll()
         process.kill()
         process.wait()
         process.stdin.close()
+        assert code not in CRASHES, f"it crashed, with {code}: {log.read_text()}"
 
 
 @dataclass(frozen=True, slots=True)
