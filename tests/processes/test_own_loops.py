@@ -60,6 +60,11 @@ class Run:
         path = self.folder / f"rank-{rank}"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
+    def num_rests(self, rank: int) -> int:
+        """How often it has waited since the job is paused."""
+        path = self.folder / f"rests-{rank}"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
 
 @contextmanager
 def running(mark: Mark, folder: Path, *launcher: str, script: Path = LOOP, **env: str) -> Iterator[Run]:
@@ -155,18 +160,13 @@ def end_of(job: Any) -> JobResult:
 
 
 def test_a_loop_is_paused_and_cancelled(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
-    with attached(cluster, mark, tmp_path / "loop") as (run, job):
+    with attached(cluster, mark, tmp_path / "loop", LOOP_RESTS="1") as (run, job):
         job.pause()
         eventually(lambda: view_of(cluster, job).state is JobState.PAUSED, "it is shown as paused")
-        steps = -1
-
-        def stands_still() -> bool:
-            nonlocal steps
-            before, steps = steps, run.num_steps()
-            time.sleep(0.3)
-            return before == steps == run.num_steps()
-
-        eventually(stands_still, "no step is made any more")
+        eventually(lambda: all(run.num_rests(rank) for rank in range(2)), "both ranks wait")
+        steps = run.num_steps()
+        eventually(lambda: all(run.num_rests(rank) > 5 for rank in range(2)), "they wait on")
+        assert run.num_steps() == steps
         job.pause(is_paused=False)
         eventually(lambda: run.num_steps() > steps + 3, "it goes on")
         job.cancel()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -294,7 +295,21 @@ def test_what_a_former_leader_writes_is_refused(
     assert others.load_state().pieces == [b"first", b"second"]
 
 
-def test_one_of_many_leads(candidate: Candidate) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each candidate has looked who leads, by name."""
+    counted, look = Counter[str](), Leadership._try
+
+    def counting(one: Leadership) -> str:
+        leader = look(one)
+        counted[one._name] += 1
+        return leader
+
+    monkeypatch.setattr(Leadership, "_try", counting)
+    return counted
+
+
+def test_one_of_many_leads(candidate: Candidate, looks: Counter[str]) -> None:
     """However many begin at once, and each time that the leader ends."""
     stop, candidates = threading.Event(), [candidate(f"c{number}")[0] for number in range(6)]
     for one in candidates:
@@ -304,11 +319,15 @@ def test_one_of_many_leads(candidate: Candidate) -> None:
             eventually(lambda term=term: any(one.term == term for one in candidates), "one leads")  # type: ignore[misc]
             leading = [one for one in candidates if one.term == term]
             assert len(leading) == 1
-            time.sleep(0.3)  # others have looked meanwhile
+            before, others = looks.copy(), [one._name for one in candidates if not one.term]
+            eventually(lambda: all(looks[one] > before[one] + 1 for one in others), "the others have looked")  # noqa: B023
             assert max(one.term for one in candidates) == term
             leading[0].resign()
     finally:
         stop.set()
+
+
+WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 
 
 def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store: str) -> None:
@@ -322,7 +341,9 @@ def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store
     leads = threading.Thread(target=other.await_turn, args=(threading.Event(),))
     with database.writing() as connection:
         leads.start()
-        time.sleep(0.5)
+        with Database.at(store).connect() as looking:
+            waiting = sa.text(WAITING)
+            eventually(lambda: looking.execute(waiting).scalar(), "it waits for the transaction")
         assert other.term == 0
         connection.exec_driver_sql("INSERT INTO tape VALUES (1, 'x', 0)")
     leads.join(10)

@@ -17,9 +17,20 @@ SLEEP_S = float(os.environ.get("LOOP_SLEEP_S", "0.002"))
 FAIL_AT = int(os.environ.get("LOOP_FAIL_AT", "-1"))
 EL_CHE = os.environ.get("LOOP_EL_CHE") == "1"
 NOTES = Path(os.environ["LOOP_NOTES"])
+RESTS = os.environ.get("LOOP_RESTS", "")
+sleep = time.sleep
+
+
+def rest(seconds: float) -> None:
+    """What the library waits by while the job is paused: each time is a line of a file."""
+    with (NOTES / f"rests-{os.environ['RANK']}").open("a") as rests:
+        print(seconds, file=rests)
+    sleep(seconds)
 
 
 def main() -> None:
+    if RESTS:
+        time.sleep = rest
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ.get("RANK", "0")))
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -39,7 +50,7 @@ def main() -> None:
                     raise ValueError("on purpose")
                 trainer.forward_batch(batch)
                 record_scalar("seven", 7.0)
-                time.sleep(SLEEP_S * (1 + trainer.rank))
+                sleep(SLEEP_S * (1 + trainer.rank))
                 counted = batch["index"].tolist() if batch.size else []
                 trainer.step()
                 print(epoch, *counted, file=notes, flush=True)
