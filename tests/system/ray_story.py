@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 import elche_ray
 from elche_client.events import JobState
-from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, WORKER, lab
+from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, WORKER, is_exact_so_far, lab
 from support.real_processes import Mark
 
 SOON = {
@@ -23,9 +23,9 @@ SOON = {
 
 
 def tell(folder: Path, mark: Mark) -> None:
-    head = {"num_cpus": 0, "_system_config": SOON, "include_dashboard": False}
+    head = {"num_cpus": 1, "_system_config": SOON, "include_dashboard": False, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    lost = cluster.add_node(num_cpus=1, include_log_monitor=False)
     engine = ("--on", "ray", cluster.address)
     ray.init(cluster.address, namespace="elche", log_to_driver=False)
     with lab(mark, folder, {}) as one:
@@ -34,7 +34,7 @@ def tell(folder: Path, mark: Mark) -> None:
         job = one.train(3)
         one.up(*engine, "--agents", "3")
         assert one.states(*engine) == ["running", "running", "waiting"]
-        nodes.append(cluster.add_node(num_cpus=1))
+        cluster.add_node(num_cpus=1, include_log_monitor=False)
         one.until_ranks(job, 3)
 
         killed_s = time.monotonic()
@@ -44,12 +44,12 @@ def tell(folder: Path, mark: Mark) -> None:
         print(f"an actor that was killed: three ranks again after {time.monotonic() - killed_s:.1f} s")
 
         lost_s = time.monotonic()
-        cluster.remove_node(nodes[0], allow_graceful=False)
+        cluster.remove_node(lost, allow_graceful=False)
         one.until_ranks(job, 2)
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, include_log_monitor=False)
         one.until_ranks(job, 3)
         print(f"a node that was lost: three ranks again after {time.monotonic() - lost_s:.1f} s")
-        one.ends_exactly(job)
+        is_exact_so_far(job)
 
         one.up(*engine, "--agents", "1")
         one.until_attended(1)

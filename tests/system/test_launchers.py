@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fleets import lab
+from support.fleets import is_exact_so_far, lab
 from support.networks import lan, may_make_networks
 from support.real_processes import Mark, eventually
 
@@ -103,7 +103,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (2, 1)
-        one.ends_exactly(job)
+        is_exact_so_far(job)
 
         job = one.train(3)
         urgent = told(slurm, "sbatch", "--parsable", "--partition=urgent", "--wrap=sleep 600").strip()
@@ -112,7 +112,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         told(slurm, "scancel", urgent)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (3, 1), "one was preempted, and left"
-        one.ends_exactly(job)
+        is_exact_so_far(job)
 
         one.up("--on", "slurm", "--agents", "1")
         one.until_attended(1)
@@ -194,7 +194,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
         os.kill(killed, signal.SIGKILL)
         one.until_ranks(job, 2)
         one.until_ranks(job, 3)
-        one.ends_exactly(job)
+        is_exact_so_far(job)
 
         with (tmp_path / "hosts.txt").open("a") as file:
             file.write("\n10.77.9.77")

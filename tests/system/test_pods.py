@@ -11,9 +11,9 @@ import pytest
 
 from elche_client import Client, JobHandle
 from elche_client.certificates import Authority
-from elche_client.events import JobResult
 from support.docker_engine import build_images, docker_engine
-from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, TOKEN
+from support.fleets import EPOCHS as MANY
+from support.fleets import LINEAR, NUM_SAMPLES, SLOWLY, TOKEN, is_exact_so_far
 from support.node import HOST, SUBNET, Node, Object, Pod, node, rendered, secret
 from support.podman import Podman, podman
 from support.postgresql import postgresql
@@ -64,19 +64,9 @@ def until_ready(pod: Pod) -> None:
 def train(client: Client, folder: Path, num_ranks: int = 2) -> JobHandle:
     path = folder / "linear.py"
     path.write_text(LINEAR.read_text() + SLOWLY)
-    job = client.submit(path, num_ranks=num_ranks, min_ranks=1, epochs=10_000, folder=folder)
+    job = client.submit(path, num_ranks=num_ranks, min_ranks=1, epochs=MANY, folder=folder)
     eventually(lambda: client.get(job.id).epoch >= 2, "it trains", 60)
     return job
-
-
-def is_exact_so_far(job: JobHandle) -> None:
-    """Ends the job, which would train for long: each sample of the epochs before the last ones was committed once."""
-    job.cancel()
-    *_, result = job.watch()
-    assert isinstance(result, JobResult)
-    *whole, late, last = result.committed_samples
-    assert set(whole) == {NUM_SAMPLES}
-    assert max(late, last) <= NUM_SAMPLES
 
 
 def test_the_base(here: Node, tmp_path: Path) -> None:
