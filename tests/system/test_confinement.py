@@ -142,8 +142,11 @@ def links_to(token):
     os.mkfifo(OUT / "rank-1.log")
 
 if os.environ.get("ELCHE_RANK") == "0":
+    while not (OUT / "other").exists():
+        time.sleep(0.01)  # started later, rank 1 would have a new log
     links_to(TOKEN)
     os._exit(3)
+(OUT / "other").touch()
 time.sleep(1000)
 """
 
