@@ -27,12 +27,16 @@ class Encryption:
     def server_credentials(self) -> grpc.ServerCredentials:
         """For gRPC. Each connection gets the certificate that is in the folder when it begins."""
 
-        def renewed() -> grpc.ServerCertificateConfiguration:
-            self._of_server.renew()
-            return self._configuration()
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            """None while nothing has changed. gRPC frees what it had for one that is given, also while another
+            connection that begins is about to use it, which ends the process (grpc/grpc#36693).
+            """
+            return self._configuration() if self._of_server.renew() else None
 
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(), renewed, require_client_authentication=self.asks_clients
+            self._configuration(),
+            renewed,  # type: ignore[arg-type]  # the stubs do not know of None
+            require_client_authentication=self.asks_clients,
         )
         return credentials
 

@@ -1,13 +1,18 @@
 """Who a certificate says that its holder is, and which configurations are safe enough to start with."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from elche.errors import NotAllowed
+from elche_client.certificates import Authority
 from elche_coordinator.access import Credentials
 from elche_coordinator.config import CannotStart, Config
-from elche_coordinator.encryption import caller_of
+from elche_coordinator.encryption import Encryption, caller_of
 from elche_coordinator.roles import Caller, Role
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.tokens import Tokens
@@ -48,3 +53,17 @@ def test_beyond_loopback_it_needs_a_token_or_certificates(tmp_path: Path) -> Non
     with pytest.raises(CannotStart, match="--client-certificates needs --tls"):
         Config(**common, asks_certificates=True)
     Config(**common, tls=tmp_path, asks_certificates=True)
+
+
+def test_grpc_is_given_a_certificate_only_when_it_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given one at each connection, gRPC crashed when two began at once: a port scan ended the coordinator."""
+    fetchers: list[Callable[[], Any]] = []
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda given, fetch, **_: fetchers.append(fetch))
+    authority = Authority(tmp_path)
+    holder = authority.server(["gpu1.lab"], expires=timedelta(days=1))
+    Encryption(holder.folder, asks_clients=False).server_credentials()
+    (renewed,) = fetchers
+    assert renewed() is None
+    authority.server(["gpu1.lab"], expires=timedelta(days=2))
+    assert renewed() is not None
+    assert renewed() is None
