@@ -341,7 +341,7 @@ def test_a_transaction_keeps_the_next_leader_waiting(candidate: Candidate, store
     leads = threading.Thread(target=other.await_turn, args=(threading.Event(),))
     with database.writing() as connection:
         leads.start()
-        with Database.at(store).connect() as looking:
+        with SqlStore.at(store).connect() as looking:
             waiting = sa.text(WAITING)
             eventually(lambda: looking.execute(waiting).scalar(), "it waits for the transaction")
         assert other.term == 0
