@@ -21,8 +21,9 @@ from elche.errors import Unreachable
 from elche_client import Client
 from elche_client.client import JobHandle
 from elche_coordinator.leadership import Leadership
+from elche_coordinator.sql.election import Election
 from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow, Replaced
+from elche_coordinator.store import JobRow, Replaced, Standing
 from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
 
@@ -298,14 +299,14 @@ def test_what_a_former_leader_writes_is_refused(
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each candidate has looked who leads, by name."""
-    counted, look = Counter[str](), Leadership._try
+    counted, look = Counter[str](), Election.try_to_lead
 
-    def counting(one: Leadership) -> str:
-        leader = look(one)
-        counted[one._name] += 1
-        return leader
+    def counting(one: Election, name: str, lease_s: float) -> Standing:
+        standing = look(one, name, lease_s)
+        counted[name] += 1
+        return standing
 
-    monkeypatch.setattr(Leadership, "_try", counting)
+    monkeypatch.setattr(Election, "try_to_lead", counting)
     return counted
 
 
