@@ -160,6 +160,28 @@ def test_results_are_bitwise_equal_on_every_member() -> None:
     assert len(digests) == 1
 
 
+def test_frozen_parameters_go_only_where_they_are_others() -> None:
+    """As with adapters on a large model: what is equal on all ranks, a newcomer's included, costs 8 bytes a round."""
+    torch.manual_seed(0)
+    base = torch.randn(10_000)
+    models = weights(1.0, 2.0, 3.0)
+    for model in models:
+        model.base = nn.Parameter(base.clone(), requires_grad=False)
+    ranks = Ranks(models)
+
+    def sent(rows: Callable[[int, Layout], Row]) -> list[int]:
+        return [averaged.sent_bytes for averaged in ranks.round(rows)]
+
+    little = max(sent(lambda position, layout: row(layout, version=0, weight=0)))
+    assert little < 1000
+    assert max(sent(lambda position, layout: row(layout, version=position % 2))) <= little + 100
+    models[1].base.data[9_999] += 1  # of a rank that is not the source
+    assert sum(sent(lambda position, layout: row(layout))) >= 4 * 10_000
+    assert len(ranks.digests()) == 1
+    assert torch.equal(models[1].base, base)
+    assert max(sent(lambda position, layout: row(layout))) <= little
+
+
 def test_the_first_round_gives_everybody_the_source() -> None:
     models = weights(1.5, 2.0, 4.0)
     round_of(models, lambda position, layout: row(layout, weight=0, version=0))

@@ -86,12 +86,41 @@ def test_exchanging_twice_changes_no_bit() -> None:
     assert layout.digest() == digest
 
 
-def test_source_bytes_carry_frozen_parameters_and_counters() -> None:
+def test_source_bytes_carry_counters_and_frozen_parameters_where_they_differ() -> None:
     sender, receiver = Everything(), Everything()
     sender.count.fill_(2**40)
-    placed(receiver).apply_broadcast_bytes(placed(sender).broadcast_bytes())
+    sent, received = placed(sender), placed(receiver)
+    received.apply_bytes(sent.buffer_bytes())
     assert int(receiver.count) == 2**40
+    assert not torch.equal(receiver.frozen, sender.frozen)
+    assert received.frozen_digest() != sent.frozen_digest()
+    received.apply_bytes(torch.cat([sent.buffer_bytes(), sent.frozen_bytes()]))
     assert torch.equal(receiver.frozen, sender.frozen)
+    assert received.frozen_digest() == sent.frozen_digest()
+
+
+@pytest.mark.parametrize("size", [1, 7, 8 * 1024 // 4, 50_000])
+def test_a_frozen_value_that_differs_is_seen_wherever_it_is(size: int) -> None:
+    values = torch.randn(size)
+    model = nn.Linear(2, 2)
+    model.frozen = nn.Parameter(values.clone(), requires_grad=False)
+    layout, seen = placed(model), set()
+    for at in {0, size // 2, size - 1}:
+        model.frozen.copy_(values)
+        seen.add(layout.frozen_digest())
+        model.frozen.data[at] += 1  # also where autograd does not see it
+        seen.add(layout.frozen_digest())
+    assert len(seen) == 1 + len({0, size // 2, size - 1})
+    model.frozen.copy_(values)
+    if size > 1:
+        model.frozen[[0, size - 1]] = model.frozen[[size - 1, 0]]
+        assert layout.frozen_digest() not in seen
+
+
+def test_a_model_without_frozen_parameters_has_nothing_to_digest() -> None:
+    layout = placed(nn.Linear(2, 2))
+    assert layout.frozen_digest() == 0
+    assert not layout.frozen_bytes().numel()
 
 
 def test_divergence_is_relative_to_the_result() -> None:

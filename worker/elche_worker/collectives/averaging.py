@@ -35,6 +35,7 @@ class Average:
     rows: list[Row]
     """The header, in order of position."""
     broadcast_bytes: torch.Tensor
+    """Of the source: of buffers that are not averaged, and of frozen parameters where they differed."""
     collective_ms: float
     """Time from entry to result."""
     sent_bytes: int = 0
@@ -96,7 +97,7 @@ class Averaging:
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
         """The group of the round that was started last."""
-        self._changing: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
         """Copies, made at the entry, of tensors that are broadcast and that training changes."""
 
     @property
@@ -120,15 +121,15 @@ class Averaging:
         self._streams.finish_compute()  # only now are gathered values in host memory complete
         if keeps_snapshot:
             self._layout.keep_snapshot()
-            self._changing = self._layout.changing_bytes()
+            self._buffers = self._layout.copied_buffers()
         is_finite = self._agree(not row.weight or self._layout.is_finite())
         is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
         row = replace(row, finite=int(is_finite), unusual=int(not is_usual))
         self._streams.hand_over()
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
-        raw = self._layout.broadcast_bytes() if self._layout.is_part else None
+        sent = Sent.of(self._layout) if self._layout.is_part else None
         self._group = group
-        self._running = self._thread.submit(self._run, group, row, raw)
+        self._running = self._thread.submit(self._run, group, row, sent)
         self._running.add_done_callback(lambda _: self._wake())
         return is_finite and is_usual
 
@@ -154,10 +155,9 @@ class Averaging:
         wait([running], patience_s)
         return running.done()
 
-    def _run(self, group: Collectives, row: Row, raw: torch.Tensor | None) -> Average:
+    def _run(self, group: Collectives, row: Row, sent: "Sent | None") -> Average:
         with self._streams.communication():
-            raw = self._layout.broadcast_bytes(self._changing) if raw is None else raw
-            return self.reduction.run(group, row, raw)
+            return self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers))
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
@@ -180,8 +180,28 @@ class Averaging:
         else:
             self._layout.apply()
         if averaged.broadcast_bytes.numel():
-            self._layout.apply_broadcast_bytes(averaged.broadcast_bytes)
+            self._layout.apply_bytes(averaged.broadcast_bytes)
         return averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the source sends to all: buffers that are not averaged, and frozen parameters where a rank has others."""
+
+    buffers: torch.Tensor
+    frozen_digest: int
+    frozen: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Sent":
+        """As the layout's tensors are now."""
+        frozen = layout.frozen_bytes()
+        return cls(layout.buffer_bytes(), layout.frozen_digest(), lambda: frozen)
+
+    @classmethod
+    def lazily(cls, layout: Layout, copies: Mapping[str, torch.Tensor] | None = None) -> "Sent":
+        """With frozen parameters read when they are sent, which is seldom: there may be many."""
+        return cls(layout.buffer_bytes(copies), layout.frozen_digest(), layout.frozen_bytes)
 
 
 @dataclass(slots=True)
@@ -267,15 +287,15 @@ class Reduction:
         """Whether an outer optimizer changes the average."""
         return not isinstance(self._options.outer, PlainAverage)
 
-    def run(self, group: Collectives, row: Row, raw: torch.Tensor | None = None) -> Average:
+    def run(self, group: Collectives, row: Row, sent: "Sent | None" = None) -> Average:
         """Runs a round on the layout's flat buffers.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
-        raw = self._layout.broadcast_bytes() if raw is None else raw
+        sent = sent or Sent.lazily(self._layout)
         try:
-            rows, handed, said, is_first = self._collect(group, row, raw)
+            rows, handed, said, is_first, raw = self._collect(group, replace(row, frozen=sent.frozen_digest), sent)
         except Exception:
             self._agree(False)
             raise
@@ -289,10 +309,10 @@ class Reduction:
         return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_discarded=is_out, is_finite=is_finite)
 
     def _collect(
-        self, group: Collectives, row: Row, raw: torch.Tensor
-    ) -> tuple[list[Row], dict[Kind, Memory], Said | None, bool]:
-        """The collectives of a round: header, memories handed to newcomers, what the ranks say of their steps, and
-        whether no rank brought samples.
+        self, group: Collectives, row: Row, sent: "Sent"
+    ) -> tuple[list[Row], dict[Kind, Memory], Said | None, bool, torch.Tensor]:
+        """The collectives of a round: header, memories handed to newcomers, what the ranks say of their steps, whether
+        no rank brought samples, and the bytes of the source.
         """
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
@@ -302,6 +322,7 @@ class Reduction:
         is_first = not any(weights)
         handed: dict[Kind, Memory] = {}
         said: Said | None = None
+        raw = sent.buffers
         if is_first:
             weights[source] = 1
         if group.size > 1:
@@ -310,12 +331,14 @@ class Reduction:
                 said = self._hear_spread(group, weights, source)
             has_newcomers = any(one.version != rows[source].version for one in rows)
             self._average(group, weights, is_exact=is_first or has_newcomers)
+            if any(one.frozen != rows[source].frozen for one in rows):
+                raw = torch.cat([raw, sent.frozen()])
             if raw.numel():
                 group.broadcast(raw, source)
             if has_newcomers:
                 handed = self._handed_memories(group, source)
         group.finish()
-        return rows, handed, said, is_first
+        return rows, handed, said, is_first, raw
 
     def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
         """Averages the flat buffers over the ranks, in place."""

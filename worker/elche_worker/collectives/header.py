@@ -29,6 +29,8 @@ class Row:
     """Samples of the job, over all ranks, in that version."""
     unusual: int = 0
     """Whether the step since the last result is far longer than the rank's steps before (`outliers`)."""
+    frozen: int = 0
+    """Digest of the frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ NOT_NEGATIVE = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "row_var", "col_var", "variance"}
 )
 """Moments of PyTorch's optimizers that are means of squares, or norms."""
+COLUMNS = 1024
+"""Words of 8 bytes in a row of what is digested."""
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -34,7 +36,7 @@ class Entry:
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
-    """Whether it is a trained parameter."""
+    """Whether it is a parameter; one that is broadcast is frozen."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
     moment: str = ""
@@ -70,9 +72,9 @@ class Layout:
 
     For a sharded model it is this process's part: processes of equal position have equal layouts.
 
-    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Frozen parameters and
-    integer buffers are broadcast from the source, bit for bit. `buffers` and `optimizer_state` choose what is done with
-    these: "average", "from_source" or "local" (nothing).
+    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Integer buffers are
+    broadcast from the source in each round, bit for bit; frozen parameters when they are not equal on all ranks.
+    `buffers` and `optimizer_state` choose what is done with these: "average", "from_source" or "local" (nothing).
     """
 
     def __init__(
@@ -176,10 +178,27 @@ class Layout:
                 self._snapshot[kind] = torch.empty_like(flat)
             self._snapshot[kind].copy_(flat)
 
+    @property
+    def _buffers(self) -> list[Entry]:
+        """Broadcast tensors that training changes: all but parameters."""
+        return [entry for entry in self.of_kind("broadcast") if not entry.is_trained]
+
+    @property
+    def _frozen(self) -> list[Entry]:
+        return [entry for entry in self.of_kind("broadcast") if entry.is_trained]
+
     @torch.no_grad()
-    def changing_bytes(self) -> dict[str, torch.Tensor]:
-        """Copies, by name, of broadcast tensors that training changes: all but parameters."""
-        return {entry.name: _raw(entry.tensor).clone() for entry in self.of_kind("broadcast") if not entry.is_trained}
+    def copied_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies, by name, of the bytes of broadcast tensors that training changes."""
+        return {entry.name: _raw(entry.tensor).clone() for entry in self._buffers}
+
+    @torch.no_grad()
+    def frozen_digest(self) -> int:
+        """63-bit digest of the frozen parameters, computed where they are; 0 without any."""
+        digest = 0
+        for entry in self._frozen:
+            digest = digest * 1_000_003 + _fast_digest(_raw(entry.tensor))
+        return digest % 2**63
 
     @torch.no_grad()
     def correct(self) -> None:
@@ -228,23 +247,33 @@ class Layout:
     @torch.no_grad()
     def result_digest(self) -> int:
         """64-bit digest of the result in the flat buffers and of the broadcast tensors."""
-        return _digest([*(_raw(flat) for flat in self.flat_buffers.values()), self.broadcast_bytes()])
+        raws = (*self.flat_buffers.values(), *(entry.tensor for entry in self.of_kind("broadcast")))
+        return _digest([_raw(one) for one in raws])
 
     @torch.no_grad()
-    def broadcast_bytes(self, changing: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The bytes of all broadcast tensors, in order, on the device of the flat buffers; for those in `changing`, its
-        copies.
+    def buffer_bytes(self, copies: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The bytes of the broadcast tensors that training changes, in order, on the device of the flat buffers; for
+        those in `copies`, its copies.
         """
-        kept = changing or {}
-        raws = (kept[one.name] if one.name in kept else _raw(one.tensor) for one in self.of_kind("broadcast"))
+        kept = copies or {}
+        return self._joined(kept[one.name] if one.name in kept else _raw(one.tensor) for one in self._buffers)
+
+    @torch.no_grad()
+    def frozen_bytes(self) -> torch.Tensor:
+        """The bytes of the frozen parameters, in order, on the device of the flat buffers."""
+        return self._joined(_raw(one.tensor) for one in self._frozen)
+
+    def _joined(self, raws: Iterable[torch.Tensor]) -> torch.Tensor:
         parts = [raw.to(self._device) for raw in raws]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     @torch.no_grad()
-    def apply_broadcast_bytes(self, raw: torch.Tensor) -> None:
-        """Copies broadcast bytes into the model."""
+    def apply_bytes(self, raw: torch.Tensor) -> None:
+        """Copies what `buffer_bytes` gave into the model; with what `frozen_bytes` gave behind it, that as well."""
         offset = 0
-        for entry in self.of_kind("broadcast"):
+        for entry in (*self._buffers, *self._frozen):
+            if offset == raw.numel():
+                return
             size = entry.size * entry.dtype.itemsize
             part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
             entry.tensor.copy_(part)
@@ -363,6 +392,21 @@ def _digest(parts: list[torch.Tensor]) -> int:
     for part in parts:
         digest.update(part.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest()[:8], "little")
+
+
+def _fast_digest(raw: torch.Tensor) -> int:
+    """64 bits of the sums of its words by row and by column: one pass over the bytes where they are, and no copy."""
+    num_words = raw.numel() // 8 - raw.numel() // 8 % COLUMNS
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    rest = raw[8 * num_words :].to(torch.int64)
+    weights = torch.arange(1, 2 * len(rest) + 1, 2, device=raw.device)
+    total = (rest * weights).sum()
+    if num_words:
+        rows = raw[: 8 * num_words].view(torch.int64).view(-1, COLUMNS)
+        for sums in (rows.sum(0), rows.sum(1)):
+            total += (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=raw.device)).sum()
+    return int(total) % 2**64
 
 
 def _hash(entries: list[Entry]) -> int:
