@@ -11,7 +11,7 @@ import pytest
 
 from elche_client import Client
 from elche_client.events import JobState, MembershipReport
-from support import two_ranks
+from support import own_launchers, two_ranks
 from support.gpus import VARIABLE
 from support.real_processes import Cluster, Mark, agent, coordinator
 
@@ -105,3 +105,27 @@ def test_a_loop_of_the_users_own_shares_batches_over_nccl(tmp_path: Path) -> Non
     first, second = (json.loads(line) for line in done.stdout.splitlines())
     assert first["digest"] == second["digest"]
     assert "2 devices: Simulated" in done.stderr
+
+
+def test_a_loop_over_nccl_ends_with_one_line_when_a_rank_has_died(gpus: Cluster, tmp_path: Path) -> None:
+    """The survivor waits in a collective that nothing but the end of its process ends."""
+    text, raised = (JOBS / "own_loop.py").read_text(encoding="utf-8"), 'raise ValueError("on purpose")'
+    assert raised in text
+    script = tmp_path / "own_loop.py"
+    script.write_text(
+        text.replace(raised, "os.kill(os.getpid(), 9)").replace("model(x), x", "model(x.cuda()), x.cuda()")
+    )
+    given = {"LOOP_NOTES": str(tmp_path), "LOOP_FAIL_AT": "7", "LOOP_EPOCHS": "1000", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, VARIABLE: "2", "TMPDIR": str(tmp_path), **given}
+    done = subprocess.run(
+        [sys.executable, own_launchers.__file__, "2", str(script)],
+        env={**environment, "ELCHE_COORDINATOR": gpus.coordinator.address},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "rank 0 ends" in line)
+    assert "rank 1 on" in line
+    assert "disconnected without reporting an exit" in line

@@ -108,6 +108,11 @@ class World:
         return self._is_own and self.device.type == "cpu" and OF_TORCHRUN not in os.environ
 
     @property
+    def waits_on_device(self) -> bool:
+        """True when collectives wait for other ranks where nothing in this process can end them: over NCCL."""
+        return self.size > 1 and self.device.type == "cuda"
+
+    @property
     def is_given_up(self) -> bool:
         """Whether the present group has come to its end."""
         return self._given_up >= self.generation

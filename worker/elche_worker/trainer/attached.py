@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -45,6 +46,8 @@ AWAY_LIMIT_S = 60.0
 """For how long a rank that needs another group waits for a coordinator that is away."""
 MAX_BATCH_TIMES = 64
 LAST_WORDS_S = 10.0
+STUCK_S = 5.0
+"""How long a rank of a failed loop may take to come to its next step, if it may wait for another one over NCCL."""
 """For how long a loop that has ended tries to tell that to a coordinator that is away: no agent would."""
 MAX_NAME_CHARS = 100
 MAX_REASON_CHARS = 300
@@ -183,6 +186,8 @@ class CoordinatorAttachment:
             match command.WhichOneof("message"):
                 case "shutdown":
                     operator.cancelled = command.shutdown.reason or "the job is over"
+                    if command.shutdown.failed and self._world.waits_on_device:
+                        threading.Thread(target=self._end_if_stuck, name="stuck", daemon=True).start()
                 case "save_checkpoint":
                     operator.wants_checkpoint = True
                 case "pause_loop":
@@ -212,6 +217,20 @@ class CoordinatorAttachment:
                 case unreachable:
                     assert_never(unreachable)
             operator.changed.notify_all()
+
+    def _end_if_stuck(self) -> None:
+        """The job has failed. A collective over NCCL waits for a rank that is gone until torch's watchdog ends the
+        process, minutes later and in words of its own: nothing but the end of the process ends it.
+        """
+        time.sleep(STUCK_S)
+        if not self._is_leaving:
+            print(
+                f"elche: rank {self._world.rank} ends: {self.operator.cancelled}; and it has not come to its next step "
+                f"in {STUCK_S:g} s, since it waits for that rank over NCCL",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
     def _lose(self, reason: str) -> None:
         self._is_lost = True

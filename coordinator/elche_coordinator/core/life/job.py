@@ -291,7 +291,7 @@ class Job(ABC):
             if record.is_done_without:
                 self.roster.stop(record)
             elif record.phase is not RankPhase.EXITED:
-                self.roster.shut_down(record, reason)
+                self.roster.shut_down(record, reason, failed=outcome is Outcome.FAILED)
         self.set_deadline(STOP_GRACE_S)
         self.end_if_gone()
 

@@ -169,9 +169,11 @@ class SendKeepBest(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
-    """End: the job's outcome is decided."""
+    """End: the job's outcome is decided, or the rank is not needed any more."""
 
     reason: str
+    failed: bool = False
+    """True when the job has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

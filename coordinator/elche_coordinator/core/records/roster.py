@@ -56,10 +56,10 @@ class Roster:
 
     # How ranks go
 
-    def shut_down(self, record: RankRecord, reason: str) -> None:
+    def shut_down(self, record: RankRecord, reason: str, *, failed: bool = False) -> None:
         """Asks a rank to exit, over its session if it has one."""
         if record.is_connected:
-            self._outbox.add(SendShutdown(**record.address(self._job_id), reason=reason))
+            self._outbox.add(SendShutdown(**record.address(self._job_id), reason=reason, failed=failed))
         else:
             self.stop(record)
 
