@@ -25,17 +25,27 @@ ON_THE_DEVICE = (
     "    return train_step(model, batch)",
     "job = dataclasses.replace(job, evaluate=None, train_step=train_step_of_cuda)",
 )
-DIES_IN_A_COLLECTIVE = (
-    "from elche_worker.collectives.process_group import ProcessGroupCollectives",
-    "all_reduce, calls, died = ProcessGroupCollectives.all_reduce, [], NOTES.with_name('died')",
-    "def dies(self, tensor):",
+ONCE = (
+    "from elche_worker.collectives.nccl import Communicator",
+    "once, calls = NOTES.with_name('once'), []",
+    "def ends_once(number):",
     "    calls.append(1)",
-    "    if os.environ['ELCHE_RANK'] == '1' and len(calls) == 4 and not died.exists():",
-    "        died.touch()",
-    "        os.kill(os.getpid(), 9)",
-    "    all_reduce(self, tensor)",
-    "ProcessGroupCollectives.all_reduce = dies",
+    "    if os.environ['ELCHE_RANK'] == '1' and len(calls) == number and not once.exists():",
+    "        once.touch()",
+    "        os.kill(os.getpid(), SIGNAL)",
 )
+"""Rank 1 gets a signal once, at the call of this number."""
+IN_A_COLLECTIVE = (
+    *ONCE,
+    "run = Communicator.run",
+    "Communicator.run = lambda self, begin: ends_once(4) or run(self, begin)",
+)
+IN_THE_MAKING = (
+    *ONCE,
+    "made = Communicator.__init__",
+    "Communicator.__init__ = lambda self, *given: ends_once(1) or made(self, *given)",
+)
+"""Rank 0 waits in the making of its communicator, which nothing can abort."""
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +85,11 @@ def test_ranks_with_gpus_average_over_nccl(gpus: Cluster, job_file: JobFile, pol
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
-def test_a_rank_that_dies_in_a_collective_is_replaced_and_the_other_trains_on(
-    gpus: Cluster, job_file: JobFile, averaging: str
+@pytest.mark.parametrize(("where", "how"), [(IN_A_COLLECTIVE, 9), (IN_A_COLLECTIVE, 19), (IN_THE_MAKING, 9)])
+def test_a_rank_that_dies_or_stops_is_replaced_and_the_other_trains_on(
+    gpus: Cluster, job_file: JobFile, where: tuple[str, ...], how: int, averaging: str
 ) -> None:
-    path = job_file("linear.py", *ON_THE_DEVICE, *DIES_IN_A_COLLECTIVE)
+    path = job_file("linear.py", *ON_THE_DEVICE, f"SIGNAL = {how}", *where)
     job = gpus.client.submit(path, num_ranks=2, backend="nccl", averaging=averaging, verify_rounds=True)
     *events, result = job.watch()
     assert result.state is JobState.SUCCEEDED
