@@ -123,16 +123,20 @@ def test_a_model_without_frozen_parameters_has_nothing_to_digest() -> None:
     assert not layout.frozen_bytes().numel()
 
 
-def test_divergence_is_relative_to_the_result() -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_divergence_is_relative_to_the_result(keep: bool) -> None:
     model = nn.Linear(2, 1, bias=False)
     layout = placed(model)
-    layout.flat_buffers["float32"].copy_(torch.tensor([3.0, 4.0]))
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 9.0]]))
-    assert layout.distance() == pytest.approx((5.0, 5.0))
-    assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == pytest.approx(1.0)
+    layout.gather(keep=keep)
+    layout.flat_buffers["float32"].copy_(torch.tensor([3.0, 4.0]))
+    distance = layout.compare()
+    assert distance == pytest.approx((5.0, 5.0))
+    assert Average([], torch.empty(0), 0.0, distance=distance).divergence == pytest.approx(1.0)
+    layout.gather(keep=keep)
     layout.flat_buffers["float32"].zero_()
-    assert Average([], torch.empty(0), 0.0, distance=layout.distance()).divergence == 0.0
+    assert Average([], torch.empty(0), 0.0, distance=layout.compare()).divergence == 0.0
 
 
 def test_divergence_from_a_result_that_is_lost_is_not_small() -> None:

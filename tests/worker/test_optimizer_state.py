@@ -80,8 +80,8 @@ def test_moments_keep_newer_steps_under_a_correction_as_parameters_do() -> None:
     layout = layout_of(model, optimizer, optimizer_state="average")
     layout.place(torch.device("cpu"))
     train(model, optimizer, seed=1)
-    layout.gather()
-    layout.keep_snapshot()
+    layout.gather(keep=True)
+    layout.fill()
     layout.flat_buffers["float32"].mul_(2)
     train(model, optimizer, seed=2)
     names = {"0.weight": model[0].weight.data}
@@ -89,6 +89,7 @@ def test_moments_keep_newer_steps_under_a_correction_as_parameters_do() -> None:
         names[f"optimizer state {name} of 0.weight"] = optimizer.state[model[0].weight][name]
     before = {name: tensor.clone() for name, tensor in names.items()}
     held = {entry.name: view.clone() for entry, view in layout.averaged()}
+    layout.compare()
     layout.correct()
     for name, tensor in names.items():  # the snapshot was half of the result
         torch.testing.assert_close(tensor, before[name] + held[name] / 2, rtol=1e-5, atol=0)
@@ -99,14 +100,15 @@ def test_a_mean_of_squares_is_never_below_the_ranks_own_and_the_result() -> None
     layout = layout_of(model, optimizer, optimizer_state="average")
     layout.place(torch.device("cpu"))
     train(model, optimizer, seed=1)
-    layout.gather()
-    layout.keep_snapshot()
+    layout.gather(keep=True)
+    layout.fill()
     layout.flat_buffers["float32"].mul_(0.25)
     state = optimizer.state[model[0].weight]
     kept = state["exp_avg_sq"].clone()
     state["exp_avg_sq"].mul_(0.5)
     state["exp_avg"].mul_(0.5)
     mean = state["exp_avg"].clone()
+    layout.compare()
     layout.correct()
     torch.testing.assert_close(state["exp_avg_sq"], kept / 4, rtol=1e-5, atol=0)
     torch.testing.assert_close(state["exp_avg"], -mean / 2, rtol=1e-5, atol=0)

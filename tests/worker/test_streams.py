@@ -350,10 +350,10 @@ NOTHING = "nothing orders them"
     [
         (CudaStreams, "hand_over", "on the device", joining, NOTHING),
         (CudaStreams, "hand_over", "on the device", checkpoints_after_a_look, NOTHING),
-        (CudaStreams, "take_back", "on the device", rounds, NOTHING),
-        (CudaStreams, "take_back", "on the device", evaluations, NOTHING),
+        (CudaStreams, "take_back", "on the device", rounds, "is given back"),
+        (CudaStreams, "take_back", "on the device", evaluations, "is given back"),
         (CudaStreams, "take_back", "on the device", checkpoints, NOTHING),
-        (CudaStreams, "finish_compute", "over gloo", rounds, "keep_snapshot"),
+        (CudaStreams, "finish_communication", "over gloo", rounds, "in layout.py"),
         (CudaStreams, "communication", "on the device", rounds, "on the default stream"),
         (CudaStreams, "communication", "on the device", checkpoints, "on the default stream"),
         (CudaStreams, "copies", "on the device", batches, "on the default stream"),

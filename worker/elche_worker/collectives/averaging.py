@@ -81,19 +81,26 @@ class Averaging:
         streams: Streams | None = None,
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
-        agree_result: Callable[[bool], bool] = bool,
     ) -> None:
-        """`agree` returns whether a condition holds in all processes of the rank; so does `agree_result`, on the
-        collective's thread.
+        """`agree` returns whether a condition holds in all processes of the rank; it is called on the collective's
+        thread.
         """
         self._agree = agree
         self._layout = layout
         self._wake = wake
         self._streams = streams or HostStreams()
         self._measures_divergence = measures_divergence
-        self.reduction = Reduction(layout, options, agree=agree_result)
+        self.reduction = Reduction(layout, options, agree=agree)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._watch = StepWatch()
+        self._waits_for_check = options.nonfinite == "skip"
+        """Whether nothing is trained on values that are not finite: it could not be undone. (With "fail" the job ends.)
+        """
+        self._is_checked = threading.Event()
+        self.is_unusual = False
+        """True once this rank's values in the round that runs are such that they may be left out of it: it does well to
+        wait for the result.
+        """
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
         """The group of the round that was started last."""
@@ -110,28 +117,23 @@ class Averaging:
         """Whether the round's collective has ended, so that `complete` does not wait."""
         return self._running is not None and self._running.done()
 
-    def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> bool:
-        """Takes the snapshot and starts the collective; returns whether its values are as usual. If not, they may be
-        left out, and the rank does well to wait for the result.
-
-        The snapshot is kept when the rank may train on. The host waits for the device here, once in a round.
+    def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> None:
+        """Takes the snapshot and starts the collective, on whose thread and stream all else is done: nobody waits for
+        the device here. The snapshot is kept when the rank may train on.
         """
         self._layout.place(group.device)
-        self._layout.gather()
-        self._streams.finish_compute()  # only now are gathered values in host memory complete
-        if keeps_snapshot:
-            self._layout.keep_snapshot()
-            self._buffers = self._layout.copied_buffers()
-        is_finite = self._agree(not row.weight or self._layout.is_finite())
-        is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
-        row = replace(row, finite=int(is_finite), unusual=int(not is_usual))
-        self._streams.hand_over()
+        self._layout.gather(keep=keeps_snapshot)
+        self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         sent = Sent.of(self._layout) if self._layout.is_part else None
+        self._streams.hand_over()
+        self.is_unusual = False
+        self._is_checked.clear()
         self._group = group
         self._running = self._thread.submit(self._run, group, row, sent)
         self._running.add_done_callback(lambda _: self._wake())
-        return is_finite and is_usual
+        if self._waits_for_check:
+            self._is_checked.wait()
 
     def abort(self, patience_s: float) -> bool:
         """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
@@ -157,7 +159,37 @@ class Averaging:
 
     def _run(self, group: Collectives, row: Row, sent: "Sent | None") -> Average:
         with self._streams.communication():
-            return self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers))
+            try:
+                if group.device.type == "cpu":
+                    self._streams.finish_communication()  # only now are values in host memory complete
+                self._layout.fill()
+                row = self._check(row)
+            finally:
+                self._is_checked.set()
+            averaged = self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers))
+            if self._is_alone(averaged):
+                return averaged
+            return replace(averaged, distance=self._compared())
+
+    def _compared(self) -> tuple[float, float] | None:
+        """How far this rank's values are from the result, if that is measured; corrections are made in any case."""
+        if not self._measures_divergence and not self._layout.is_kept:
+            return None
+        distance = self._layout.compare()
+        return distance if self._measures_divergence else None
+
+    def _check(self, row: Row) -> Row:
+        """The row with what is to be said of this rank's values."""
+        is_finite = self._agree(not row.weight or self._layout.is_finite())
+        is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
+        if not (is_finite and is_usual):
+            self.is_unusual = True
+            self._wake()
+        return replace(row, finite=int(is_finite), unusual=int(not is_usual))
+
+    def _is_alone(self, averaged: Average) -> bool:
+        """The model has the result already."""
+        return len(averaged.rows) == 1 and not self.reduction.has_outer_step
 
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
@@ -170,11 +202,8 @@ class Averaging:
         averaged = running.result()
         self._watch.learn(is_averaged=not averaged.is_discarded)
         self._streams.take_back(averaged.broadcast_bytes)
-        is_alone = len(averaged.rows) == 1 and not self.reduction.has_outer_step
-        if is_alone:
-            return averaged  # the model has the result already
-        if self._measures_divergence:
-            averaged = replace(averaged, distance=self._layout.distance())
+        if self._is_alone(averaged):
+            return averaged
         if has_newer_steps:
             self._layout.correct()
         else:

@@ -38,6 +38,10 @@ class Streams(Protocol):
         """Waits on the host for everything queued to compute."""
         ...
 
+    def finish_communication(self) -> None:
+        """Waits on the host for everything queued to communicate, and what was handed over before."""
+        ...
+
     def copied(self) -> Any:
         """An event after everything queued among the copies."""
         ...
@@ -70,6 +74,9 @@ class HostStreams:
         return
 
     def finish_compute(self) -> None:
+        return
+
+    def finish_communication(self) -> None:
         return
 
     def copied(self) -> Any:
@@ -109,6 +116,9 @@ class CudaStreams:
 
     def finish_compute(self) -> None:
         self._compute.synchronize()
+
+    def finish_communication(self) -> None:
+        self._communication.synchronize()
 
     def copied(self) -> Any:
         return self._copies.record_event()

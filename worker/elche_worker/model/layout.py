@@ -97,7 +97,9 @@ class Layout:
         """By kind: what is averaged, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
         self._snapshot: dict[Kind, torch.Tensor] = {}
-        """Copy of what this rank brought into the round, kept while it may train on."""
+        """Copy of what this rank brought into the round, kept while it may train on; then the corrections."""
+        self.is_kept = False
+        """Whether the snapshot is of the last round that was gathered."""
         self._by_kind = {
             kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
         }
@@ -107,13 +109,17 @@ class Layout:
         """Allocates the flat buffers on the device that collectives run on. Does nothing if they are there already."""
         if self._device == device:
             return
-        is_pinned = device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
-        for kind, dtype in DTYPES.items():
-            size = sum(entry.size for entry in self.of_kind(kind))
-            self.flat_buffers[kind] = torch.zeros(size, dtype=dtype, device=device, pin_memory=is_pinned)
-            self._views[kind] = _views(self.flat_buffers[kind], self.of_kind(kind))
         self._device = device
+        for kind in DTYPES:
+            self.flat_buffers[kind] = self._new_flat(kind)
+            self._views[kind] = _views(self.flat_buffers[kind], self.of_kind(kind))
         self._snapshot = {}
+
+    def _new_flat(self, kind: Kind) -> torch.Tensor:
+        """Room for all values of a kind; in host memory such that a GPU copies to and from it beside other work."""
+        size = sum(entry.size for entry in self.of_kind(kind))
+        is_pinned = self._device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
+        return torch.zeros(size, dtype=DTYPES[kind], device=self._device, pin_memory=is_pinned)
 
     def num_trained(self, kind: Kind) -> int:
         """Number of values of trained parameters, which come first in the flat buffer."""
@@ -137,21 +143,24 @@ class Layout:
         for kind, views in self._views.items():
             yield from zip(self.of_kind(kind), views, strict=True)
 
-    def _with_snapshot(self) -> Iterator[tuple[Entry, torch.Tensor, torch.Tensor]]:
-        """Each averaged tensor, its view of a flat buffer, and what the rank brought: the snapshot, or else the model's
-        tensor.
+    @torch.no_grad()
+    def gather(self, *, keep: bool = False) -> None:
+        """Copies the averaged tensors into the flat buffers, or into the snapshot, to `keep` them while training goes
+        on: then `fill` copies them on. On CUDA asynchronously.
         """
+        self.is_kept = keep
         for kind, views in self._views.items():
             entries = self.of_kind(kind)
-            kept = _views(self._snapshot[kind], entries) if self._snapshot else [entry.tensor for entry in entries]
-            yield from zip(entries, views, kept, strict=True)
+            if keep and kind not in self._snapshot:
+                self._snapshot[kind] = self._new_flat(kind)
+            _copy(_views(self._snapshot[kind], entries) if keep else views, [entry.tensor for entry in entries])
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Copies the averaged tensors into the flat buffers; on CUDA asynchronously."""
-        for entry, view in self.averaged():
-            tensor = entry.tensor
-            view.copy_(tensor, non_blocking=tensor.is_cuda)
+    def fill(self) -> None:
+        """Copies the snapshot into the flat buffers, if one was gathered."""
+        if self.is_kept:
+            for kind, flat in self.flat_buffers.items():
+                flat.copy_(self._snapshot[kind])
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -161,22 +170,13 @@ class Layout:
     @torch.no_grad()
     def apply(self) -> None:
         """Replaces the model's averaged tensors by the flat buffers."""
-        for entry, view in self.averaged():
-            tensor = entry.tensor
-            tensor.copy_(view, non_blocking=tensor.is_cuda)
+        for kind, views in self._views.items():
+            _copy([entry.tensor for entry in self.of_kind(kind)], views)
 
     @property
     def is_part(self) -> bool:
         """Whether this process has only a part of the model's tensors."""
         return any(entry.whole is not None for entry in self.entries)
-
-    @torch.no_grad()
-    def keep_snapshot(self) -> None:
-        """Keeps a copy of what was gathered, for `correct`."""
-        for kind, flat in self.flat_buffers.items():
-            if kind not in self._snapshot:
-                self._snapshot[kind] = torch.empty_like(flat)
-            self._snapshot[kind].copy_(flat)
 
     @property
     def _buffers(self) -> list[Entry]:
@@ -201,19 +201,39 @@ class Layout:
         return digest % 2**63
 
     @torch.no_grad()
-    def correct(self) -> None:
-        """Adds (result - snapshot) to trained parameters and averaged moments, which keeps newer steps; everything else
-        is replaced by the result.
+    def compare(self) -> tuple[float, float]:
+        """L2 norms over trained parameters: (what this rank brought - result, result). Makes corrections of the
+        snapshot; without one, the model must still be what was gathered.
         """
-        for entry, view, before in self._with_snapshot():
-            if entry.is_corrected:
-                tensor = entry.tensor
-                corrected = tensor + (view - before).to(tensor.device)
-                if entry.moment in NOT_NEGATIVE:  # nor below both of them: else the next step divides by nearly nothing
-                    torch.maximum(corrected, torch.minimum(tensor, view.to(tensor)), out=corrected)
-                tensor.copy_(corrected)
+        changes, sizes = [], []
+        for kind, flat in self.flat_buffers.items():
+            num, trained = self.num_trained(kind), self.trained(kind)
+            if self.is_kept:
+                self._snapshot[kind].neg_().add_(flat)
+                changes += _norms(torch.split(self._snapshot[kind][:num], [entry.size for entry in trained]))
             else:
-                entry.tensor.copy_(view)
+                views = self._views[kind][: len(trained)]
+                changes += _norms([entry.tensor.to(flat) - view for entry, view in zip(trained, views, strict=True)])
+            sizes += _norms(torch.split(flat[:num], [entry.size for entry in trained]))
+        return _norm(changes), _norm(sizes)
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Adds what `compare` has made of the snapshot, (result - snapshot), to trained parameters and averaged
+        moments, which keeps newer steps; everything else is replaced by the result.
+        """
+        for kind, views in self._views.items():
+            entries = self.of_kind(kind)
+            for entry, view, correction in zip(entries, views, _views(self._snapshot[kind], entries), strict=True):
+                tensor = entry.tensor
+                if not entry.is_corrected:
+                    tensor.copy_(view, non_blocking=True)
+                elif entry.moment in NOT_NEGATIVE:
+                    # Nor below both of them: else the next step divides by nearly nothing.
+                    least = torch.minimum(tensor, view.to(tensor))
+                    tensor.copy_(torch.maximum(tensor + correction.to(tensor.device), least))
+                else:
+                    tensor += correction.to(tensor.device, non_blocking=True)
 
     def result_views(self) -> dict[str, torch.Tensor]:
         """The round's result, as views of the flat buffers, by name."""
@@ -226,18 +246,6 @@ class Layout:
             held = entry.tensor.clone()
             entry.tensor.copy_(view)
             view.copy_(held)
-
-    @torch.no_grad()
-    def distance(self) -> tuple[float, float]:
-        """L2 norms over trained parameters: (snapshot or model - result, result)."""
-        changes, sizes = [], []
-        for entry, view, before in self._with_snapshot():
-            if entry.is_trained:
-                changes.append(torch.linalg.vector_norm(before.to(view.device) - view).double())
-                sizes.append(torch.linalg.vector_norm(view).double())
-        changed = float(torch.linalg.vector_norm(torch.stack(changes))) if changes else 0.0
-        size = float(torch.linalg.vector_norm(torch.stack(sizes))) if sizes else 0.0
-        return changed, size
 
     @torch.no_grad()
     def digest(self) -> int:
@@ -376,6 +384,20 @@ def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
 def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
     parts = torch.split(flat, [entry.size for entry in entries]) if entries else ()
     return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """On CUDA asynchronously."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(one).double() for one in tensors]
+
+
+def _norm(parts: list[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ class RankLoop:
             if not self._session.is_connected:
                 self._ride_out()
             due = self._rounds.due(self.local_step, is_out_of_work=self._is_out_of_work)
-            if self._averaging.is_done and self.local_step >= self._rounds.apply_step:
+            if self._holds_result or (self._averaging.is_running and self._averaging.is_unusual):
                 self._apply_result()
             elif self._chores:
                 self._do_chore(self._chores.pop(0))
@@ -133,6 +133,10 @@ class RankLoop:
                 self._train()
             else:
                 self._rest()
+
+    @property
+    def _holds_result(self) -> bool:
+        return self._averaging.is_done and self.local_step >= self._rounds.apply_step
 
     @property
     def _is_out_of_work(self) -> bool:
@@ -306,8 +310,8 @@ class RankLoop:
                 self._timeline.add(timeline.BATCH, start_s, end_s, self._replica.epoch)
 
     def _has_something_to_do(self) -> bool:
-        is_held = self._averaging.is_done and self.local_step >= self._rounds.apply_step
-        return self._control.has_news or is_held or (self._may_train and self._loader.is_ready)
+        may_apply = self._holds_result or (self._averaging.is_running and self._averaging.is_unusual)
+        return self._control.has_news or may_apply or (self._may_train and self._loader.is_ready)
 
     # Batches
 
@@ -361,10 +365,10 @@ class RankLoop:
         started_s = time.perf_counter()
         act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint)
         self._group.send(act)
-        is_usual = self._replica.enter_round(act).is_usual
+        self._replica.enter_round(act)
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
         self._entered_s = started_s
-        if not self._job.overlaps or not is_usual:
+        if not self._job.overlaps:
             self._apply_result()
 
     def _apply_result(self) -> None:

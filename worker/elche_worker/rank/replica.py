@@ -63,8 +63,6 @@ class EnteredRound:
     local_step: int
     cut: int
     """Samples that its snapshot contains."""
-    is_usual: bool
-    """Whether its values are finite, and its step no longer than usual: else they may be left out."""
     work: RoundWork
     state: dict[str, Any] | None = None
     """State that was captured with the snapshot, for a checkpoint of the result; None if there will be none."""
@@ -167,10 +165,9 @@ class Replica:
             wake=wake,
             streams=streams,
             measures_divergence=job.traits.measures_divergence,
-            agree=lambda holds: all(self.replica_group.exchange(bool(holds))),
-            agree_result=parts.group.agree,
+            agree=parts.group.agree,
         )
-        self.entered = EnteredRound(0, 0, 0, True, RoundWork())
+        self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
         """Whether its values were left out of the last round."""
         self.version = 0
@@ -306,9 +303,9 @@ class Replica:
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
         group = self.generations.standing(row.generation)
-        is_usual = self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
+        self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
         self.entered = EnteredRound(
-            row.round, self.local_step, self.meter.num_processed, is_usual, self.meter.take_work(), at_entry
+            row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
         )
         return self.entered
 
