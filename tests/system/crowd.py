@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from elche.errors import UnknownJob
 from elche_coordinator.access import Credentials
 from elche_coordinator.core.describe import JobDetails, JobView, RankView
 from elche_coordinator.core.messages.events import Gauges
@@ -17,7 +18,6 @@ from elche_coordinator.core.messages.reports import EpochReport, EvaluationRepor
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.metrics import MetricsSnapshot
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.server import WebServer
@@ -78,23 +78,16 @@ def job_view(index: int) -> JobView:
 
 
 class Crowd:
-    """What a `Driver` is to the page."""
+    """What a `Driver` is to the page: hosts, and reports of jobs."""
 
     @property
     def watchers(self) -> "Crowd":
         """Those that are told of reports: the page alone."""
         return self
 
-    def views(self) -> list[JobView]:
-        return [job_view(index) for index in range(len(SIZES))]
-
-    def view(self, job_id: str) -> JobView | None:
-        return next((view for view in self.views() if view.job_id == job_id), None)
-
-    def details(self, job_id: str) -> JobDetails | None:
-        return (
-            JobDetails(spec=JobSpec(name="crowd", source_hash="", file_name="crowd.py")) if self.view(job_id) else None
-        )
+    @property
+    def agents(self) -> "Crowd":
+        return self
 
     def hosts(self) -> list[HostView]:
         slots = tuple(Slot(device=f"cuda:{index}", model="NVIDIA H200") for index in range(8))
@@ -104,9 +97,6 @@ class Crowd:
             HostView(agent_id=AgentId(f"agent-{index}"), host=name, slots=slots, ranks=busy[index])
             for index, name in enumerate(names)
         ]
-
-    def metrics_snapshot(self, past: list[JobView]) -> MetricsSnapshot:
-        return MetricsSnapshot(jobs=self.views())
 
     def on_published(self, action: Callable[[str, Report], None]) -> None:
         """Sixty-four metrics in forty epochs."""
@@ -127,28 +117,47 @@ class Crowd:
             action("job-0", EvaluationReport(epoch=epoch, metrics={"metric 3": 2.0}, duration_s=1.0))
 
 
-class Past:
-    """What a `History` is to the page: jobs without figures, one of them lost with a long error."""
+class Jobs:
+    """What a `JobCatalogue` is to the page: jobs that train, and past ones without figures, some with a long error."""
 
-    def views(self) -> list[JobView]:
+    def present_views(self) -> list[JobView]:
+        return [job_view(index) for index in range(len(SIZES))]
+
+    def past_views(self) -> list[JobView]:
         view = replace(job_view(1), ranks=(), loss=None, samples_per_s=0.0, eta_s=None, metrics={})
         states = ["failed" if index % 10 == 0 else "succeeded" for index in range(NUM_ENDED)]
         return [replace(view, job_id=f"past-{index}", state=state) for index, state in enumerate(states)]
 
-    def view(self, job_id: str) -> JobView | None:
-        return next((view for view in self.views() if view.job_id == job_id), None)
+    def is_past(self, job_id: str) -> bool:
+        return job_id.startswith("past-")
 
-    def details(self, job_id: str) -> JobDetails | None:
+    def view(self, job_id: str) -> JobView | None:
+        views = self.past_views() if self.is_past(job_id) else self.present_views()
+        return next((view for view in views if view.job_id == job_id), None)
+
+    def known_view(self, job_id: str) -> JobView:
         view = self.view(job_id)
         if view is None:
+            raise UnknownJob(job_id)
+        return view
+
+    def result(self, job_id: str) -> JobResult | None:
+        view = self.view(job_id)
+        if view is None or not self.is_past(job_id):
             return None
-        result = JobResult(outcome=Outcome(view.state), error="x" * 3000, traceback="y" * 3000)
+        return JobResult(outcome=Outcome(view.state), error="x" * 3000, traceback="y" * 3000)
+
+    def details(self, job_id: str) -> JobDetails | None:
+        if self.view(job_id) is None:
+            return None
+        if (result := self.result(job_id)) is None:
+            return JobDetails(spec=JobSpec(name="crowd", source_hash="", file_name="crowd.py"))
         return JobDetails(spec=JobSpec(name="x" * 300, source_hash="", file_name="/" + "z" * 300), result=result)
 
 
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
-    web = Web(Crowd(), Past(), Transfers(), Credentials("", None), None)  # type: ignore[arg-type]
+    web = Web(Crowd(), Jobs(), Transfers(), Credentials("", None), None)  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)
