@@ -1,4 +1,4 @@
-"""What a rank of a managed training has to do at one moment, by which its silence is judged."""
+"""What a rank of a training has to do at one moment, by which its silence is judged."""
 
 from elche_coordinator.core.life.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.life.stalls import BATCHES, FIRST_S, LEAST_S, StallWatch

@@ -1,4 +1,4 @@
-"""What a managed training came to, as a part of its job's result."""
+"""What a training came to, as a part of its job's result."""
 
 from dataclasses import replace
 
