@@ -12,8 +12,8 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche_worker import TrainingJob
+from elche_worker.device.faults import is_out_of_memory
 from elche_worker.model.batch_size import AUTO_BATCH_SIZE, largest_that_fits, nominal_batch_size, rank_batch_size
-from elche_worker.model.step import is_out_of_memory
 from elche_worker.user.device import Device
 
 CPU = Device(device="cpu")
@@ -212,22 +212,6 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         largest_that_fits(64, broken, nn.Linear(1, 1), is_out_of_memory)
     assert tried == [64]
-
-
-def test_what_is_a_lack_of_memory() -> None:
-    host = (
-        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 TB"
-    )
-    assert is_out_of_memory(RuntimeError(host))
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
-    assert not is_out_of_memory(ValueError("memory"))
-
-
-def test_the_host_says_so_when_it_has_no_memory() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        torch.empty(2**60)
-    assert is_out_of_memory(raised.value)
 
 
 def test_all_random_numbers_are_as_before() -> None:

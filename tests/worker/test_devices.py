@@ -18,7 +18,6 @@ from elche_worker.device.discovery import (
     try_devices,
     usable_devices,
 )
-from elche_worker.device.faults import is_device_fault
 
 GIB = 2**30
 
@@ -119,21 +118,3 @@ def test_a_worker_without_any_usable_device_ends_with_one_clear_error() -> None:
     left_out, error = done.stderr.splitlines()
     assert left_out.startswith("elche: cuda:0 cannot be used and is left out: ")
     assert error == "elche-worker: --devices cuda:0: none of them can be used; use auto, or cpu"
-
-
-@pytest.mark.parametrize(
-    ("error", "is_fault"),
-    [
-        (RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be"), True),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
-        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, remote process exited"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), True),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
-        (RuntimeError("CUDA error: out of memory"), False),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("CUDA error: unspecified launch failure"), False),
-    ],
-)
-def test_faults_of_a_device_are_told_from_errors_of_a_program(error: Exception, is_fault: bool) -> None:
-    assert is_device_fault(error) == is_fault

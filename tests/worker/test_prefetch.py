@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
 from elche_worker.data.dataset import Shuffled
-from elche_worker.data.lease_loader import MAX_READY, Lease, LeaseLoader
+from elche_worker.data.lease_loader import MAX_READY, Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
@@ -175,6 +175,28 @@ def test_the_peak_is_a_running_maximum_without_what_stays_and_what_waits(device:
         fed.lease(1)
         assert fed.transfer._activation_bytes == 11 * GB - 8 - 3 * 8, "three batches waited meanwhile"
         fed.train(1)
+    fed.loader.stop()
+
+
+def test_where_memory_runs_out_what_waits_leaves_the_device_in_order_and_fewer_wait_from_then_on(
+    device: Device,
+) -> None:
+    fed = Fed()
+    with fed.streams.compute():
+        fed.lease(3)
+        fed.train(3)
+        fed.lease(20)
+        fed.wait_for(20)
+        assert fed.loader.make_room()
+        ready = [batch for batch in fed.loader._ready if isinstance(batch, Batch)]
+        assert not any(batch.event is not None or batch.data.is_cuda for batch in ready)
+        in_order = torch.tensor([float(index) for index in Shuffled(100_000, 0).indices(0, 0, 40)])
+        assert torch.equal(torch.cat([batch.data for batch in ready]), in_order)
+        assert not fed.loader.make_room(), "none is left there"
+        fed.train(20)
+        fed.lease(30)
+        assert fed.transfer.room == 10
+        fed.train(30)
     fed.loader.stop()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from elche.v1 import rank_pb2
 from elche_worker import outer, this_rank
+from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import Loaded, load, new_whole
@@ -475,3 +476,21 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_the_one_that_went_on(world
     assert torch.allclose(weight(again.ranks[0]), weight(first.ranks[0]))
     assert [one.samples for one in again.ranks[0].asked] == [16, 20]
     assert again.ranks[0].replica.version == 5
+
+
+GONE = "NCCL error in: /pytorch/a.cpp:1, remote process exited or there was a network error, NCCL version 2.28.9"
+
+
+@pytest.mark.parametrize(("text", "raised"), [(GONE, CollectiveFailed), ("shapes do not match", RuntimeError)])
+def test_a_peer_of_the_job_s_own_collectives_is_no_error_of_the_job(
+    world: Make, text: str, raised: type[Exception]
+) -> None:
+    """A model that is divided among processes runs collectives in its forward."""
+
+    def train_step(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise RuntimeError(text)
+
+    (rank,) = world(1, train_step=train_step).ranks
+    with pytest.raises(raised, match=text[:20]) as seen:
+        rank.train(1)
+    assert type(seen.value) is raised

@@ -164,6 +164,29 @@ def test_a_batch_for_which_memory_runs_out_begins_anew_in_more_parts() -> None:
     torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
+def test_batches_that_wait_on_the_device_leave_it_before_a_batch_is_cut() -> None:
+    """Twice there were such, so that the batch begins anew as it is; then it goes in parts."""
+    sizes: list[int] = []
+    waiting = [True, True]
+
+    def run_out(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        sizes.append(len(batch["pair"].x))
+        if len(sizes) <= 3:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return nn.functional.mse_loss(model(batch["pair"].x), batch["pair"].y)
+
+    job = replace(JOB, train_step=run_out)
+    model = nn.Linear(4, 1)
+    batch = {"pair": Pair(torch.randn(8, 4), torch.randn(8, 1))}
+    built = Built(model, job.optimizer(model))
+    step = TrainStep(job, built, CPU, "train.py", backs_off=True, make_room=lambda: bool(waiting and waiting.pop()))
+    step.run(batch, 8)
+    assert sizes == [8, 8, 8, 4, 4]
+    sizes.clear()
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        TrainStep(job, built, CPU, "train.py", make_room=lambda: False).run(batch, 8)
+
+
 def test_a_part_of_an_evaluation_counts_each_of_its_samples_once() -> None:
     """Also those of its last batch, which is smaller."""
     samples = torch.arange(9.0)

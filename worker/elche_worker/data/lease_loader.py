@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,6 +184,17 @@ class LeaseLoader:
         self.transfer.plan()
         with self._room:
             self._room.notify()
+
+    def make_room(self) -> bool:
+        """Takes batches that wait on the device back to the host's memory; whether there were any. Called by the
+        thread that takes.
+        """
+        ready = [(index, self._ready[index]) for index in range(len(self._ready))]  # others are added meanwhile
+        waiting = {index: one for index, one in ready if isinstance(one, Batch) and one.event is not None}
+        moved = self.transfer.take_back([(one.data, one.event) for one in waiting.values()]) if waiting else []
+        for (index, batch), data in zip(waiting.items(), moved, strict=True):
+            self._ready[index] = replace(batch, data=data, event=None)
+        return bool(moved)
 
     def _run(self, has_begun: threading.Event) -> None:
         try:

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from elche_worker.device.streams import Streams
 from elche_worker.device.transfer import num_bytes, tensors_in, to_device
 
+HOST = torch.device("cpu")
 MAX_DEPTH = 512
 USABLE_FRACTION = 0.9
 """Fraction of the device's memory that training and prefetched batches may use together."""
@@ -79,6 +80,12 @@ class DeviceTransfer(Protocol):
         """The batch, on the device, usable by the stream that computes."""
         ...
 
+    def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        """The data of batches that wait on the device with their events, in the host's memory. Fewer wait there from
+        now on. Called by the thread that receives.
+        """
+        ...
+
     def plan(self) -> None:
         """Called between batches when more are to come: measures what training needs, and adapts the depth."""
         ...
@@ -104,6 +111,9 @@ class HostTransfer:
     def receive(self, data: Any, event: Any) -> Any:
         return to_device(data, self._device)
 
+    def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        return [data for data, _ in batches]
+
     def plan(self) -> None:
         return
 
@@ -119,6 +129,8 @@ class CudaTransfer:
         self._device = device
         self._streams = streams
         self._depth = 0
+        self._max_depth = MAX_DEPTH
+        """Lower after memory has run out."""
         self._activation_bytes: int | None = None
         """Most memory that training has needed beside tensors that stay; None before that is measured."""
         self._batch_bytes = 0
@@ -169,6 +181,12 @@ class CudaTransfer:
         self._streams.receive(event, *tensors_in(data))
         return data
 
+    def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        self._max_depth, self._depth = len(batches) // 2, 0
+        on_host = [to_device(self.receive(data, event), HOST) for data, event in batches]
+        self._streams.finish_compute()
+        return on_host
+
     def plan(self) -> None:
         memory, waiting_bytes = Memory.of(self._device), self._moved_bytes - self._received_bytes
         if self._has_trained:
@@ -176,12 +194,13 @@ class CudaTransfer:
             needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
             self._activation_bytes = max(self._activation_bytes or 0, needed_bytes)
             self._has_trained = False
-        self._depth = prefetch_depth(
+        depth = prefetch_depth(
             memory,
             activation_bytes=self._activation_bytes,
             waiting_bytes=waiting_bytes,
             batch_bytes=self._batch_bytes,
         )
+        self._depth = min(depth, self._max_depth)
 
 
 def new_transfer(device: torch.device, streams: Streams) -> DeviceTransfer:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from elche.errors import InvalidJob
@@ -88,4 +89,5 @@ def largest_that_fits(
             except Exception as error:
                 if not is_full(error) or size == 1:
                     raise
-            size = size // 2  # what a device has cached it gives up by itself when memory is short
+            size = size // 2
+            torch.cuda.empty_cache()  # PyTorch gives it up for itself, but not for cuBLAS and the like

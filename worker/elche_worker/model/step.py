@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
 from elche.errors import InvalidJob
+from elche_worker.device.faults import is_out_of_memory as is_out_of_memory
 from elche_worker.device.transfer import to_device
 from elche_worker.model.rng import seed_all
 from elche_worker.model.trial import unchanged
@@ -100,8 +101,18 @@ class TrainStep:
     """Forward, backward and optimizer step of one batch, with the job's precision and gradient accumulation."""
 
     def __init__(
-        self, job: JobDefinition, built: Built, device: torch.device, file_name: str, *, backs_off: bool = False
+        self,
+        job: JobDefinition,
+        built: Built,
+        device: torch.device,
+        file_name: str,
+        *,
+        backs_off: bool = False,
+        make_room: Callable[[], bool] = bool,
     ) -> None:
+        """With `backs_off`, a batch for which there is not enough memory, and all later ones, go through in twice as
+        many parts. Before that, `make_room` may take from the device what can wait; it returns whether it has.
+        """
         self.precision = possible_precision(job.precision, device)
         """The job's precision, or "fp32" where the device has no fast form of it."""
         self._job = job
@@ -116,6 +127,8 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last gradient before clipping; None if the job does not clip."""
         self._backs_off = backs_off
+        # Processes that share a model run its collectives in step: none of them may begin a batch anew by itself.
+        self._make_room = make_room if built.sharded is None else bool
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
 
     def run(
@@ -127,9 +140,8 @@ class TrainStep:
         processes of a replica group, whose parts of a batch may differ in size, make the gradient of the whole batch in
         equally many passes.
 
-        Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite.
-        With `backs_off`, a batch for which there is not enough memory, and all later ones, go through in twice as many
-        parts.
+        Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite,
+        and where memory runs out.
         """
         if self._job.manual_optimization:
             returned = self._job.train_step(self._called, data, self._given_optimizers)
@@ -162,10 +174,15 @@ class TrainStep:
         while True:
             try:
                 return self._accumulate(data, size, weight, max_parts)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not self._backs_off or not is_out_of_memory(error) or self.num_parts >= size:
+            except Exception as error:
+                if not is_out_of_memory(error):
                     raise
-            self._back_off()
+                has_room = self._make_room()
+                if not has_room and not (self._backs_off and self.num_parts < size):
+                    raise
+            if not has_room:
+                self._back_off()
+            self._forget_batch()
 
     def _accumulate(
         self, data: Any, size: int, weight: float = 1.0, max_parts: int | None = None
@@ -188,9 +205,13 @@ class TrainStep:
 
     def _back_off(self) -> None:
         self.num_parts *= 2
+        print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
+
+    def _forget_batch(self) -> None:
+        """Leaves nothing of a batch that memory ran out for, and gives libraries and other streams what is cached."""
         take_scalars()
         self._clear_gradients()
-        print(f"there is no memory for a whole batch: it goes in {self.num_parts} parts from now on", file=sys.stderr)
+        torch.cuda.empty_cache()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -213,11 +234,6 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def possible_precision(wanted: str, device: torch.device) -> str:

@@ -22,6 +22,7 @@ from elche_worker.collectives.averaging import Average, Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import Lease, LeaseLoader
+from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
 from elche_worker.model.layout import Layout
@@ -157,7 +158,14 @@ class Replica:
             compress=job.compress,
             outer=outer,
         )
-        self.step = TrainStep(job, parts.built, self.device, launch.file_name, backs_off=parts.backs_off)
+        self.step = TrainStep(
+            job,
+            parts.built,
+            self.device,
+            launch.file_name,
+            backs_off=parts.backs_off,
+            make_room=parts.loader.make_room,
+        )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self.averaging = Averaging(
             parts.layout,
@@ -259,7 +267,9 @@ class Replica:
         state = capture_rng_state()  # the data set may draw random numbers, too
         self.model.train()
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
-        self.replica_group.train(self.step.warm_up, self.loader.transfer.receive(batch.data, None), batch)
+        data = self.loader.transfer.receive(batch.data, None)
+        with _peers_told_apart():
+            self.replica_group.train(self.step.warm_up, data, batch)
         self._streams.finish_compute()
         restore_rng_state(state)
 
@@ -277,7 +287,8 @@ class Replica:
             self.rates.set(self._progress(act.samples))
         self.timer.start()
         started_s = time.perf_counter()
-        loss, scalars = self.replica_group.train(self.step.run, data, batch)
+        with _peers_told_apart():
+            loss, scalars = self.replica_group.train(self.step.run, data, batch)
         if self._launch.slow_factor > 1 and self.replica_group.is_leader:
             self._slow_down(started_s)
         self.timer.stop()
@@ -432,17 +443,29 @@ class Replica:
 
     def _evaluate(self, act: UseResult) -> dict[str, Sum]:
         job, file_name = self._job, self._launch.file_name
-        if not act.size:
-            return evaluate(job, self.model, file_name)
         fits = max(1, self._parts.batch_size // self.step.num_parts)
         dataset = self._parts.eval_dataset
-        return evaluate_part(job, self.model, dataset, act.offset, act.size, file_name, batch_size=fits)
+        with _peers_told_apart():
+            if not act.size:
+                return evaluate(job, self.model, file_name)
+            return evaluate_part(job, self.model, dataset, act.offset, act.size, file_name, batch_size=fits)
 
     def _save_final(self) -> None:
         self._reshard()
         weights = weights_of(self.model, is_kept=self.replica_group.is_leader)
         if self.replica_group.is_leader:
             save_weights(weights, self._launch.model_path)
+
+
+@contextmanager
+def _peers_told_apart() -> Iterator[None]:
+    """Around user code, whose model may be divided among processes, or have collectives of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if fault_of(error) is Fault.PEER:
+            raise CollectiveFailed(f"a collective of the job's own has failed: {error}") from error
+        raise
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:

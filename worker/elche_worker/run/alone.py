@@ -85,7 +85,7 @@ def _train(
         transfer=new_transfer(target, streams),
     )
     accumulators = pin_accumulators(built.model)
-    step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen))
+    step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks = _Watch(job), Callbacks()
