@@ -82,10 +82,15 @@ test-gpu:
 bench-gpu:
 	$(ON_GPU) benchmarks/gpu.py
 
+# What only a machine with a GPU runs: the types say whether all that it names is there.
+FOR_GPU := tests/gpu/*.py tests/gpu/jobs/*.py benchmarks/gpu.py
+LENIENT := --follow-imports=silent --allow-untyped-calls --implicit-reexport
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=tests/gpu/jobs:tests $(BIN)/mypy $(LENIENT) $(FOR_GPU)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check

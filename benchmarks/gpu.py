@@ -33,7 +33,7 @@ KIND = os.environ.get("ELCHE_BENCH_KIND", "resident")
 """Of the data set: kept on the device, or fetched from the host batch by batch."""
 
 
-class Fetched(torch.utils.data.Dataset):
+class Fetched(torch.utils.data.Dataset[int]):
     """Samples in the host's memory, of which `collate` takes a batch at once."""
 
     def __init__(self, whole: TensorDataset) -> None:
@@ -114,7 +114,7 @@ def alone(device: str, *, prefetches: bool) -> float:
     """Milliseconds per batch of `job.run()`, without its first epoch."""
     from dataclasses import replace
 
-    from elche_worker.data.dataset import prefetch
+    from elche_worker.data import prefetch
 
     if not prefetches:
         prefetch.MAX_DEPTH = 0

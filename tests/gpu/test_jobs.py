@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from support.real_processes import Command, Mark, command
 
@@ -152,6 +153,7 @@ def test_a_job_trains_in_the_callers_own_process(mark: Mark, tmp_path: Path) -> 
     assert run_script(mark, tmp_path, JOBS / "shapes.py")["accuracy"] > GOOD
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="PyTorch is older than 2.13")
 def test_a_model_is_divided(mark: Mark, tmp_path: Path) -> None:
     for first, last in run_script(mark, tmp_path, JOBS / "shard.py"):
         assert last < first / 2

@@ -99,6 +99,10 @@ class OnDevice(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Of a list torch would make a tensor on the device that it takes this one to be on, which has no values."""
+        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
+
     def record_stream(self, stream: Any) -> None:
         device().lend(self.buffer, stream)
 
@@ -137,6 +141,9 @@ class Stream:
 
     def synchronize(self) -> None:
         device().host_waits(device().moment(self.name))
+
+    def query(self) -> bool:
+        return self.record_event().query()
 
 
 class Event:

@@ -14,7 +14,7 @@ HOW = os.environ.get("HOW", "")
 NUM_SAMPLES, BATCH_SIZE = 4096, 32
 
 
-class Points(torch.utils.data.Dataset):
+class Points(torch.utils.data.Dataset[Any]):
     """Fetched one by one, so that batches come through the host's memory."""
 
     def __init__(self, seed: int = 1) -> None:
