@@ -123,10 +123,10 @@ class Bundles:
         Raises `TooMuch`, and has then removed nothing.
         """
         coming = dict(self._coming)
-        in_use = {*self._in_use(), *coming}
         kept = [path for path in self._folder.iterdir() if _name(path) not in coming]
         excess = sum(coming.values()) + sum(_size(path) or 0 for path in kept) - self._max_total_bytes
         removed = []
+        in_use = {*self._in_use(), *coming} if excess > 0 else set()
         for path in sorted(kept, key=_need):
             if excess > 0 and _name(path) not in in_use:
                 removed.append(path)

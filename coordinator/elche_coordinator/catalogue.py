@@ -74,6 +74,11 @@ class JobCatalogue:
         """How many ranks the job is to have; None when that cannot be changed."""
         return self._core.num_wanted(JobId(job_id))
 
+    def bundles_in_use(self) -> set[str]:
+        """Names of the folders of jobs that have not ended."""
+        living = (job_id for job_id in self._core.job_ids() if self._core.result(job_id) is None)
+        return {spec.bundle for job_id in living if (spec := self._core.spec(job_id)) is not None}
+
     def forget_oldest(self, keep_jobs: int) -> int:
         """Forgets the jobs that ended first, but for so many that have ended; returns how many these were."""
         if len(self.job_ids()) <= keep_jobs:

@@ -40,7 +40,6 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import Encryption
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
-from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
@@ -92,7 +91,7 @@ async def _serve(
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
-    bundles = Bundles(config.data / "bundles", lambda: _bundles_in_use(catalogue), shared=shared)
+    bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
     job_servicer = JobServicer(driver, catalogue, transfers, timelines, journals, bundles)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
@@ -120,12 +119,6 @@ async def _serve(
         driver.stop()
         leadership.resign()
     await stopping
-
-
-def _bundles_in_use(catalogue: JobCatalogue) -> set[str]:
-    """Names of the bundles of jobs that have not ended."""
-    found = (catalogue.spec(view.job_id) for view in catalogue.present_views() if view.state not in DECIDED)
-    return {spec.bundle for spec in found if spec is not None}
 
 
 @asynccontextmanager
