@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup lock demo test quick test-long test-system test-gpu bench-gpu simulate mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -71,16 +71,31 @@ simulate: setup
 mutants: setup
 	$(BIN)/python tools/mutants.py --only '$(ONLY)'
 
-# On a machine with a GPU: whichever Python has torch with CUDA and the other packages; nothing is installed, and nothing
-# is fetched. With pytest-xdist, four tests at a time share the GPU.
+# What a machine with a GPU lacks, if it has Python and torch with CUDA: `make gpu-wheels GPU_PYTHON_VERSION=3.12`
+GPU_PYTHON_VERSION ?= 3.11
+GPU_WHEELS := gpu-wheels
+
+gpu-wheels: setup
+	$(BIN)/python tools/gpu_wheels.py --python $(GPU_PYTHON_VERSION) --folder $(GPU_WHEELS)
+
+# On that machine, in this folder: the wheels are unpacked where there is no virtual environment, and nothing is fetched.
+# Four tests at a time share the GPU.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-ON_GPU := PYTHONPATH=$(CURDIR)/proto:$(CURDIR)/coordinator:$(CURDIR)/worker:$(CURDIR)/client:$$PYTHONPATH $(GPU_PYTHON)
+GPU_PACKAGES := .gpu-packages
+UNPACKED := $(if $(wildcard $(BIN)/python),,$(if $(wildcard $(GPU_WHEELS)/*.whl),$(GPU_PACKAGES)/.unpacked))
+OURS := $(CURDIR)/proto:$(CURDIR)/coordinator:$(CURDIR)/worker:$(CURDIR)/client
+ON_GPU := PYTHONPATH=$(OURS):$(if $(UNPACKED),$(CURDIR)/$(GPU_PACKAGES):)$$PYTHONPATH $(GPU_PYTHON)
 
-test-gpu:
-	$(ON_GPU) -m pytest -m gpu $$($(GPU_PYTHON) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
+$(GPU_PACKAGES)/.unpacked: $(wildcard $(GPU_WHEELS)/*.whl)
+	rm -rf $(GPU_PACKAGES) && mkdir $(GPU_PACKAGES)
+	for wheel in $(GPU_WHEELS)/*.whl; do $(GPU_PYTHON) -m zipfile -e $$wheel $(GPU_PACKAGES) || exit 1; done
+	@touch $@
 
-bench-gpu:
-	$(ON_GPU) benchmarks/gpu.py
+test-gpu: $(UNPACKED)
+	$(ON_GPU) -m pytest -m gpu $$($(ON_GPU) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
+
+bench-gpu: $(UNPACKED)
+	$(ON_GPU) benchmarks/gpu.py $(BENCH)
 
 # What only a machine with a GPU runs: the types say whether all that it names is there.
 FOR_GPU := tests/gpu/*.py tests/gpu/jobs/*.py benchmarks/gpu.py
@@ -117,4 +132,4 @@ generated: setup
 	$(BIN)/python tools/alerts.py
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_WHEELS) $(GPU_PACKAGES) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
