@@ -5,6 +5,9 @@ RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home el
     && install -d -o elche -g elche /runs /run/elche
 WORKDIR /home/elche
 
+# What torch.compile compiles with: C++ for the CPU, and C to launch its kernels on a GPU. Python's headers are there.
+RUN apt-get update -q && apt-get install -q -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
 # Dependencies in a layer of their own, which a change of elche's source does not rebuild.
 RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
     --mount=type=bind,source=requirements.lock,target=requirements.lock \

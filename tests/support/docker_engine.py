@@ -22,6 +22,8 @@ START_S = 60
 ROOT = Path(__file__).parents[2]
 WHEELS = "127.0.0.1:7719"  # fixed: an image's layer is known by the arguments that it was built with
 PYTHON = "python:3.11-slim"
+HEADERS = "elche.python-headers"
+"""Label of a stand-in for that image with Python's headers, which it has as well."""
 PROMETHEUS = "prom/prometheus:v3.5.0"
 CERTIFICATES = "/usr/local/share/ca-certificates"
 
@@ -57,8 +59,9 @@ class Engine:
             return False
         return True
 
-    def has_image(self, name: str) -> bool:
-        return bool(self.docker("image", "ls", "--quiet", name))
+    def has_image(self, name: str, label: str = "") -> bool:
+        labelled = ("--filter", f"label={label}") if label else ()
+        return bool(self.docker("image", "ls", "--quiet", *labelled, name))
 
 
 @contextmanager
@@ -154,10 +157,12 @@ def _stop() -> None:
 
 def _make_base_images(engine: Engine) -> None:
     """Stand-ins under the names that the Dockerfiles and compose files have, so that these are used unchanged."""
-    if not engine.has_image(PYTHON):
+    if not engine.has_image(PYTHON, HEADERS):
         hooks = [
             'rm -f "$1"/usr/lib/python3.11/EXTERNALLY-MANAGED; ln -s python3 "$1"/usr/bin/python',
             f'cp {CERTIFICATES}/*.crt "$1"{CERTIFICATES}/ 2>/dev/null && chroot "$1" update-ca-certificates || true',
+            'cd "$1"/tmp && APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" apt-get download libpython3.11-dev '
+            '&& dpkg-deb -x libpython3.11-dev*.deb all && cp -a all/usr/include/. "$1"/usr/include/ && rm -r all *.deb',
             'cd "$1"/usr; rm -rf share/doc share/man share/locale share/perl lib/*/perl lib/*/gconv',
             'find "$1"/usr -name __pycache__ -prune -exec rm -r {} +',  # as small as the image that it stands in for
         ]
@@ -168,9 +173,16 @@ def _make_base_images(engine: Engine) -> None:
             "--variant=minbase",
             "--dpkgopt=path-exclude=/usr/share/doc/*",
         ]
-        debian += ["--include=python3,python3-pip,ca-certificates", *(f"--customize-hook={hook}" for hook in hooks)]
+        debian += [
+            "--include=python3,python3-pip,ca-certificates",
+            *(f"--customize-hook={hook}" for hook in hooks),
+        ]
         run(*debian, "bookworm", str(CACHE / "python.tar"))
-        settings = ("ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "ENV LANG=C.UTF-8")
+        settings = (
+            "ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "ENV LANG=C.UTF-8",
+            f"LABEL {HEADERS}=yes",
+        )
         settings += ("ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt", 'CMD ["python3"]')
         changes = [part for setting in settings for part in ("-c", setting)]
         engine.docker("import", *changes, str(CACHE / "python.tar"), PYTHON)
