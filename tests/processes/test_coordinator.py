@@ -278,11 +278,12 @@ def test_an_agent_comes_back_to_a_coordinator_that_does(mark: Mark, tmp_path: Pa
         assert result.committed_samples == (NUM_SAMPLES,)
 
 
-def until_queued(watch: Iterator[Event]) -> Iterator[Event]:
-    """The events until the job waits."""
+def until_queued(watch: Iterator[Event], num_views: int = 20) -> Iterator[Event]:
+    """The events until the job has waited in so many views: a view is of now, and reports may be behind it."""
     for event in watch:
         yield event
-        if isinstance(event, JobView) and event.state is JobState.QUEUED:
+        num_views -= isinstance(event, JobView) and event.state is JobState.QUEUED
+        if not num_views:
             return
 
 
