@@ -87,6 +87,7 @@ def two_ranks() -> Iterator[list[Rank]]:
         pace.may_run.set()
         for rank in ranks:
             rank.collectives.abort()
+        wait([one for rank in ranks if (one := rank.averaging._running) is not None], SOON_S)
 
 
 def test_two_ranks_average(device: Device) -> None:
@@ -150,6 +151,26 @@ def test_what_follows_an_abort_has_failed_in_the_words_of_a_collective(device: D
         rank.collectives.abort()
         with rank.streams.communication(), pytest.raises(CollectiveFailed):
             rank.collectives.all_reduce(torch.ones(4, device=CUDA))
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", RuntimeError),
+        ("NCCL error: remote process exited or there was a network error", CollectiveFailed),
+    ],
+)
+def test_a_broken_device_is_not_taken_for_a_lost_peer(device: Device, message: str, kind: type[Exception]) -> None:
+    def broken(tensors: Any) -> None:
+        raise RuntimeError(message)
+
+    with two_ranks() as (rank, _):
+        communicator = rank.collectives._on_device
+        assert communicator is not None
+        communicator._group.allreduce = broken
+        with rank.streams.communication(), pytest.raises(kind, match=message.partition(":")[0]) as raised:
+            rank.collectives.all_reduce(torch.ones(4, device=CUDA))
+        assert type(raised.value) is kind
 
 
 def test_a_group_is_not_ready_before_all_its_ranks_are_there(device: Device) -> None:

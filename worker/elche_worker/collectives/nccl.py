@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 
 from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.device.faults import Fault, fault_of
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # `NoHandling`: the watchdog ends nothing
@@ -56,7 +57,7 @@ class Communicator:
 
     def run(self, begin: Callable[[Any], Work]) -> None:
         """Runs an operation that `begin` queues on the group; returns when its result is there. Raises
-        `CollectiveFailed` when that will never be, whatever its memory has.
+        `CollectiveFailed` when that will never be, whatever its memory has, and torch's error of a broken device.
         """
         new_event: Any = torch.cuda.Event  # untyped
         try:
@@ -66,6 +67,8 @@ class Communicator:
                 ended.record()
                 ended.synchronize()
         except RuntimeError as error:
+            if fault_of(error) is Fault.DEVICE:
+                raise  # this rank's own: it ends, and need not wait to be told that others are well
             raise CollectiveFailed(f"a collective failed: {error}") from error
         if self._is_aborted.is_set():
             raise CollectiveFailed("a collective was aborted: its group is abandoned")
