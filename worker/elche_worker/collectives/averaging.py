@@ -131,7 +131,7 @@ class Averaging:
         self._is_checked.clear()
         self._group = group
         self._running = self._thread.submit(self._run, group, row, sent)
-        self._running.add_done_callback(lambda _: self._wake())
+        self._running.add_done_callback(self._on_ended)
         if self._waits_for_check:
             self._is_checked.wait()
 
@@ -157,15 +157,17 @@ class Averaging:
         wait([running], patience_s)
         return running.done()
 
+    def _on_ended(self, ended: Future[Average]) -> None:
+        self._is_checked.set()  # also where it has failed before it could check anything
+        self._wake()
+
     def _run(self, group: Collectives, row: Row, sent: "Sent | None") -> Average:
         with self._streams.communication():
-            try:
-                if group.device.type == "cpu":
-                    self._streams.finish_communication()  # only now are values in host memory complete
-                self._layout.fill()
-                row = self._check(row)
-            finally:
-                self._is_checked.set()
+            if group.device.type == "cpu":
+                self._streams.finish_communication()  # only now are values in host memory complete
+            self._layout.fill()
+            row = self._check(row)
+            self._is_checked.set()
             averaged = self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers))
             if self._is_alone(averaged):
                 return averaged

@@ -46,9 +46,9 @@ AWAY_LIMIT_S = 60.0
 """For how long a rank that needs another group waits for a coordinator that is away."""
 MAX_BATCH_TIMES = 64
 LAST_WORDS_S = 10.0
+"""For how long a loop that has ended tries to tell that to a coordinator that is away: no agent would."""
 STUCK_S = 5.0
 """How long a rank of a failed loop may take to come to its next step, if it may wait for another one over NCCL."""
-"""For how long a loop that has ended tries to tell that to a coordinator that is away: no agent would."""
 MAX_NAME_CHARS = 100
 MAX_REASON_CHARS = 300
 
@@ -226,7 +226,7 @@ class CoordinatorAttachment:
         if not self._is_leaving:
             print(
                 f"elche: rank {self._world.rank} ends: {self.operator.cancelled}; and it has not come to its next step "
-                f"in {STUCK_S:g} s, since it waits for that rank over NCCL",
+                f"in {STUCK_S:g} s: it may wait for a rank that is gone, over NCCL",
                 file=sys.stderr,
                 flush=True,
             )
