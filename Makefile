@@ -97,21 +97,17 @@ test-gpu: $(UNPACKED)
 bench-gpu: $(UNPACKED)
 	$(ON_GPU) benchmarks/gpu.py $(BENCH)
 
-# What only a machine with a GPU runs: the types say whether all that it names is there.
-FOR_GPU := tests/gpu/*.py tests/gpu/jobs/*.py benchmarks/gpu.py
-LENIENT := --follow-imports=silent --allow-untyped-calls --implicit-reexport
-
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=tests/gpu/jobs:tests $(BIN)/mypy $(LENIENT) $(FOR_GPU)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/diagram.py --check
 	$(BIN)/python tools/settings.py --check
 	$(BIN)/python tools/commands_page.py --check
+	$(BIN)/python tools/throughput.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/alerts.py --check
 
@@ -128,6 +124,7 @@ generated: setup
 	$(BIN)/python tools/diagram.py
 	$(BIN)/python tools/settings.py
 	$(BIN)/python tools/commands_page.py
+	$(BIN)/python tools/throughput.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/alerts.py
 

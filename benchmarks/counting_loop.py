@@ -57,10 +57,9 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Seen()
     optimizer = Counting(model.parameters())
-    el_che = int(os.environ.get("LOOP_EL_CHE", "0"))
-    trainer = Trainer.setup(
-        model, optimizer, TrainerConfig(anchor=max(1, el_che), max_anchor=el_che, on_rank_loss=ON_LOSS)
-    )
+    anchor = int(os.environ.get("LOOP_EL_CHE", "0"))
+    el_che = {"anchor": anchor, "max_anchor": anchor} if anchor else {"max_anchor": 0}
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(**el_che, on_rank_loss=ON_LOSS))
     first_rank = trainer.rank
     loader = DataLoader(
         TensorDataset(torch.arange(SAMPLES)),

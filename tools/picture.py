@@ -17,7 +17,7 @@ WIDTH = 104
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = start("elche_coordinator", "--listen", "127.0.0.1:0", "--metrics", "off", "--data", folder)
+        coordinator = start("elche_coordinator", "--listen", "127.0.0.1:0", "--http", "off", "--data", folder)
         assert coordinator.stdout is not None
         address = coordinator.stdout.readline().decode().split()[-1]
         agent = start("elche_worker.agent", "--coordinator", address, "--devices", "cpu,cpu", "--work-dir", folder)

@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from math import inf
 from pathlib import Path
 
+from elche.policies import POLICIES
 from elche.settings import SETTINGS, Setting, Settings
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -26,7 +27,9 @@ def _plain(setting: Setting) -> str:
     kind, least = PLAIN[setting.kind], f"{setting.least:g}"
     if setting.kind not in ("whole", "number") or setting.least == -inf:
         return kind
-    return f"{kind}, {least} to {setting.below - 1}" if setting.below < BOUNDLESS else f"{kind}, at least {least}"
+    if setting.below >= BOUNDLESS:
+        return f"{kind}, at least {least}"
+    return f"{kind}, {least} to " + (f"below {setting.below:g}" if setting.kind == "number" else f"{setting.below - 1}")
 
 
 def default(setting: Setting) -> str:
@@ -48,6 +51,16 @@ def table(*, is_shared: bool) -> str:
     return "\n".join(["| setting | values | default | what it does |", "|---|---|---|---|", *rows])
 
 
+def ignored() -> str:
+    """Which of them a policy refuses."""
+    refused = {policy: ", ".join(f"`{name}`" for name in traits.ignores) for policy, traits in POLICIES.items()}
+    return "\n".join(
+        f"With `policy` `{policy}` these have no effect and may not be given: {names}."
+        for policy, names in refused.items()
+        if names
+    )
+
+
 def page() -> str:
     """The whole page."""
     return (
@@ -56,7 +69,7 @@ def page() -> str:
         "for `batch_size`. A job file can give functions and objects, too: see "
         "[your own model](tutorials/model.md).\n\n"
         "## Read by the coordinator and the ranks\n\nAll ranks of a job must have the same values.\n\n"
-        f"{table(is_shared=True)}\n\n## Read by the ranks alone\n\n{table(is_shared=False)}\n"
+        f"{table(is_shared=True)}\n\n{ignored()}\n\n## Read by the ranks alone\n\n{table(is_shared=False)}\n"
     )
 
 

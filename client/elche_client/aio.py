@@ -75,7 +75,7 @@ class AsyncClient:
         return AsyncJobHandle(self, job_id)
 
     async def find(self, key: str) -> "AsyncJobHandle | None":
-        """The job that was submitted with a key; None when none was."""
+        """The job that you have submitted with a key; None when you have not."""
         found = await asyncio.to_thread(self._client.find, key)
         return None if found is None else self.job(found.id)
 

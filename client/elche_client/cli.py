@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, JobFailed
+from elche.output import take_any_text
 from elche_client.cli_certs import certs
 from elche_client.cli_context import context
 from elche_client.cli_init import init
@@ -54,6 +55,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Exit codes: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C."""
+    take_any_text()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
         code = cli.main(arguments, prog_name="elche", standalone_mode=False)
@@ -144,7 +146,8 @@ def run(
       elche run train.py --env DATA=/data -- --learning-rate 0.1
     """
     from elche_client.local_run import LocalRun
-    from elche_client.script_run import ScriptRun, has_own_loop
+    from elche_client.options import has_own_loop
+    from elche_client.script_run import ScriptRun
 
     kind = ScriptRun if has_own_loop(file) else LocalRun
     return kind(

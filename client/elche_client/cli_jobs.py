@@ -233,7 +233,7 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     "--key",
     default="",
     metavar="TEXT",
-    help="Names this submission, among those of all users: repeated with it, the command finds the job and makes none.",
+    help="Names this submission among yours: repeated with it, the command finds the job and makes no second one.",
 )
 @json_option
 def submit(

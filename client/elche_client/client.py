@@ -146,7 +146,7 @@ class Client:
         "memory>=20GiB" or "zone!=eu". Packages in `requirements`, or in the file's own metadata (PEP 723), are
         installed beside those of the hosts. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
-        can read. With a `key` with which a job was submitted before, by anybody, it is that job. Raises `InvalidJob`,
+        can read. With a `key` with which you have submitted a job before, it is that job. Raises `InvalidJob`,
         before any call, when the file or an option is not valid.
         """
         options = JobOptions(
@@ -182,8 +182,8 @@ class Client:
         key: str = "",
     ) -> "JobHandle":
         """`submit` with options that have been checked, and a folder or none. `on_progress` is told of how many bytes
-        of the folder the coordinator has, and of how many there are. With a `key` with which a job was submitted
-        before, it is that job.
+        of the folder the coordinator has, and of how many there are. With a `key` with which you have submitted a
+        job before, it is that job.
         """
         spec = encode_spec(path, read_source(path), options)
         spec.requirements.extend(() if options.requirements else inline_requirements(spec.source))
@@ -202,7 +202,7 @@ class Client:
         return JobHandle(self, response.job_id)
 
     def find(self, key: str) -> "JobHandle | None":
-        """The job that was submitted with a key; None when none was."""
+        """The job that you have submitted with a key; None when you have not."""
         request = pb.SubmitJobRequest(key=key, finds=True)
         try:
             with self._calling():
@@ -311,9 +311,15 @@ class Client:
 
     def hosts(self) -> list[HostView]:
         """The connected hosts, in the order in which they joined, and what runs on their devices."""
-        with self._calling():
-            found = self._stub.ListHosts(pb.ListHostsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata).hosts
-        return [from_message(host, HostView) for host in found]
+        found: list[HostView] = []
+        request = pb.ListHostsRequest()
+        while True:
+            with self._calling():
+                page = self._stub.ListHosts(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            found += [from_message(host, HostView) for host in page.hosts]
+            if not page.next_page_token:
+                return found
+            request = pb.ListHostsRequest(page_token=page.next_page_token)
 
     def measure_links(self, hosts: Sequence[str] = ()) -> Iterator[LinkView]:
         """The link between each two of the connected hosts, or of those that are named, as each is measured. That takes

@@ -25,7 +25,7 @@ from elche_client.notifications import (
     start_watch,
     wait_for_result,
 )
-from elche_client.options import JobOptions, read_source
+from elche_client.options import JobOptions, has_own_loop, read_source
 from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, print_notice, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
@@ -51,6 +51,11 @@ def submit(
         folder = str(root)
     elif path is None:
         raise InvalidJob("name the file of the job, or the job of a module: --module PACKAGE.MODULE:NAME")
+    elif has_own_loop(path):  # the check below would train it, here
+        raise InvalidJob(
+            f"{path} has its own training loop, which no agent starts: start it with torchrun where it is to train, "
+            f"with ELCHE_COORDINATOR={address or 'HOST:PORT'} set, and it is a job there; or here with `elche run`"
+        )
     requires = options.requirements or inline_requirements(read_source(path))
     sent = folder_of(path, folder)
     with Client(address) as client:

@@ -61,7 +61,7 @@ class Contexts:
 
 def config_path() -> Path:
     """Where the file is."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    home = os.environ.get("XDG_CONFIG_HOME") or Path(os.path.expanduser("~")) / ".config"
     return Path(os.environ.get(CONFIG) or Path(home) / "elche" / "config.toml")
 
 
@@ -93,6 +93,8 @@ def save(contexts: Contexts) -> None:
         lines += [f"token_file = {json.dumps(one.token_file)}"] if one.token_file else []
         lines += [f"tls = {json.dumps(one.tls)}"] if one.tls else []
     path = config_path()
+    if path.parts[0] == "~":
+        raise InvalidContext(f"this user has no home directory to keep contexts in: set HOME, or {CONFIG} to a file")
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

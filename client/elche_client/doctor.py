@@ -306,6 +306,11 @@ def _calls(address: str) -> Iterator[Finding]:
                 answer = stub.ListHosts(pb.ListHostsRequest(), timeout=10, metadata=connection.metadata)
                 took_s.append(time.monotonic() - began_s)
                 skews_s.append(answer.now - wall_s - took_s[-1] / 2)
+            hosts, page = list(answer.hosts), answer
+            while page.next_page_token:
+                more = pb.ListHostsRequest(page_token=page.next_page_token)
+                page = stub.ListHosts(more, timeout=10, metadata=connection.metadata)
+                hosts += page.hosts
     except Forbidden as error:
         yield Finding("access", State.OK, f"it knows this token or certificate, whose role allows less: {error}")
         return
@@ -319,12 +324,12 @@ def _calls(address: str) -> Iterator[Finding]:
         yield Finding("clock", State.FAULT, text, "let NTP set both: times, tokens and certificates go by them")
     elif answer.now:
         yield Finding("clock", State.OK, f"within {max(0.01, abs(skew_s)):.2f} s of the coordinator's")
-    slots = sum(len(host.slots) for host in answer.hosts)
+    slots = sum(len(host.slots) for host in hosts)
     if not slots:
         yield Finding("hosts", State.WARNING, "none attends: jobs would wait", f"elche-worker --coordinator {address}")
         return
-    names = printable(", ".join(dict.fromkeys(host.host for host in answer.hosts)))
-    yield Finding("hosts", State.OK, f"{len(answer.hosts)} with {slots} slots: {names[:200]}")
+    names = printable(", ".join(dict.fromkeys(host.host for host in hosts)))
+    yield Finding("hosts", State.OK, f"{len(hosts)} with {slots} slots: {names[:200]}")
 
 
 def of_links(address: str) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """The options of a submission besides the job's file, checked before any call."""
 
+import ast
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from elche.settings import SETTINGS
 MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
 MAX_PRIORITY = 1000
+LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
+"""Names of `elche_worker` that only scripts with their own loop import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,21 @@ def read_source(path: Path) -> str:
         raise InvalidJob(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidJob(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def has_own_loop(path: Path) -> bool:
+    """Whether a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
+    try:
+        tree = ast.parse(read_source(path))
+    except (InvalidJob, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        names = [node.targets] if isinstance(node, ast.Assign) else []
+        if any(isinstance(one, ast.Name) and one.id == "job" for targets in names for one in targets):
+            return False
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
+    return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
 
 
 def _check_slow(rank: int, factor: float, num_ranks: int) -> None:

@@ -1,8 +1,8 @@
 """`elche run` of a script with its own training loop: one process per device, and a coordinator that shows them."""
 
-import ast
 import math
 import os
+import random
 import socket
 import time
 from collections.abc import Sequence
@@ -24,26 +24,10 @@ from elche_client.processes import ChildProcess, ProcessError, exit_error, signa
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
-LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
-"""Names of `elche_worker` that only scripts with their own loop import."""
+STORE_PORTS = range(20_000, 32_000)
 POLL_S = 0.2
 PEERS_GRACE_S = 5.0
 """How long the other processes may take to exit after one has failed."""
-
-
-def has_own_loop(path: Path) -> bool:
-    """Whether a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
-    try:
-        tree = ast.parse(read_source(path))
-    except (InvalidJob, SyntaxError, ValueError):
-        return False
-    for node in ast.walk(tree):
-        names = [node.targets] if isinstance(node, ast.Assign) else []
-        if any(isinstance(one, ast.Name) and one.id == "job" for targets in names for one in targets):
-            return False
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
-    return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,6 +188,9 @@ def _visible(devices: Sequence[str]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """For rank 0's store, which listens seconds later: below the ports that Linux gives to connections meanwhile."""
+    for port in random.sample(STORE_PORTS, 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise ElcheError(f"none of a hundred ports from {STORE_PORTS[0]} to {STORE_PORTS[-1]} is free for rank 0")

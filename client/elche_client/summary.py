@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elche.evaluation import never_finite
 from elche.formatting import duration
 from elche_client.events import Checkpoint, HostView, JobResult, JobState, JobView, RankResult
 from elche_client.formatting import figure, percent, printable, quantity, si
@@ -53,6 +54,8 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     discarded = result.discarded_samples
     facts += [("discarded", f"{quantity(discarded, 'samples')} whose values were left out")] if discarded else []
     facts += [("ended early", result.ended_early)] if result.ended_early else []
+    odd = never_finite(result.metrics)
+    facts += [("metrics", odd)] if odd else []
     facts += [("model", result.model)] if result.model else []
     facts += [("the model is", which_model(result))] if result.model_is and result.best_epoch is not None else []
     facts += [("not the best", result.best_problem)] if result.best_problem else []

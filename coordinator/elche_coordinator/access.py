@@ -1,8 +1,8 @@
 """Who may call what: clients and agents present a token, ranks the secret of their session."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack, aclosing, suppress
 from math import isfinite
 from typing import Any
 
@@ -13,10 +13,19 @@ from elche.protocol import KEY, RELEASE_KEY, problem
 from elche.status import answering
 from elche.token import BEARER, HOW, is_bearer
 from elche_coordinator.audit import Audit
+from elche_coordinator.budgets import (
+    FILE_CALLS,
+    MAX_CALLS,
+    MAX_CALLS_OF_CALLER,
+    MAX_FILE_CALLS,
+    MAX_FILE_CALLS_OF_CALLER,
+    TAKE_S,
+    Budget,
+)
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import caller_of
-from elche_coordinator.roles import CALLER, CHANGES, NEEDED, Caller
+from elche_coordinator.roles import CALLER, CHANGES, NEEDED, Caller, Role
 from elche_coordinator.streams import Superseded
 from elche_coordinator.tokens import Grant, Tokens
 
@@ -26,6 +35,9 @@ HEARD = "elche-heard"
 """Metadata key of the number of the last message that a rank has heard; absent: it will open no second stream."""
 STORE = "elche-store"
 """Metadata key of the coordinator's store that a rank has been with; absent: none yet."""
+
+OWN_SERVICES = "/elche.v1."
+"""Begins the methods of this project's services."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 FIELDS = ("job_id", "host", "id", "name")
@@ -69,12 +81,24 @@ class Credentials:
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents call what their version speaks and their token's role allows, and notes in the audit log
-    what they change. Ranks present their own secrets instead, to the services.
+    what they change. Ranks present their own secrets instead; `authenticate` raises an `ElcheError` for a wrong one.
+    Nothing is read of a message of who is not let in.
     """
 
-    def __init__(self, credentials: Credentials, audit: Audit) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        audit: Audit,
+        authenticate: Callable[[Context], object],
+        *,
+        take_s: float = TAKE_S,
+    ) -> None:
+        self._authenticate = authenticate
         self._credentials = credentials
         self._audit = audit
+        self._take_s = take_s
+        self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
+        self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
 
     async def intercept_service(
         self,
@@ -86,12 +110,18 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """
         method = str(handler_call_details.method)
         handler = await continuation(handler_call_details)
-        if handler is None or method not in NEEDED:
-            return handler
+        if handler is None:
+            return None
+        if method not in NEEDED:
+            # A stream's handler asks for the secret before it reads a message; and anybody may ask for the health.
+            is_ranks = method.startswith(OWN_SERVICES) and not handler.request_streaming
+            return self._of_rank(handler) if is_ranks else handler
         return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
-    async def _let_in(self, context: Context, method: str) -> Grant | None:
-        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it."""
+    async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
+        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it, or has too many
+        open; it counts as open `during` this.
+        """
         given = dict(context.invocation_metadata() or ())
         uris = context.auth_context().get("peer_uri", ())
         async with answering(context):
@@ -104,18 +134,42 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             except Forbidden as error:
                 self._audit.note(caller, call, "", context.peer(), f"refused: {error}")
                 raise
+            if NEEDED[method] is not Role.AGENT:
+                during.enter_context(self._calls.taking(caller.name))
+            if call in FILE_CALLS:
+                during.enter_context(self._file_calls.taking(caller.name))
         CALLER.set(caller)
         return grant
+
+    def _of_rank(self, handler: Any) -> Any:
+        """The handler of a rank's call, which first looks at its secret."""
+
+        async def respond(sent: Any, context: Context) -> Any:
+            async with answering(context):
+                self._authenticate(context)
+            return await handler.unary_unary(_parsed(handler, sent), context)
+
+        async def stream(sent: Any, context: Context) -> AsyncIterator[Any]:
+            async with answering(context):
+                self._authenticate(context)
+            async with aclosing(handler.unary_stream(_parsed(handler, sent), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
 
     def _single(self, handler: Any, method: str) -> Any:
         """The handler of one response."""
         inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
 
         async def respond(sent: Any, context: Context) -> Any:
-            grant = await self._let_in(context, method)
-            request = _parsed(handler, sent)
-            answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
-            return await (answer if grant is None else self._until_ended(grant, answer, context))
+            with ExitStack() as stack:
+                grant = await self._let_in(context, method, stack)
+                request = _parsed(handler, sent)
+                answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+                return await (answer if grant is None else self._until_ended(grant, answer, context))
 
         make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
         return make(respond, None, handler.response_serializer)
@@ -151,34 +205,54 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """The handler of a stream of responses, which ends with the caller's token."""
         inner = handler.stream_stream or handler.unary_stream
 
-        async def stream(sent: Any, context: Context) -> AsyncIterator[Any]:
-            grant = await self._let_in(context, method)
-            request = _parsed(handler, sent)
-            if (call := method.rpartition("/")[2]) in CHANGES:
-                self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
-            async with aclosing(inner(request, context)) as responses:
-                if grant is None:
-                    async for response in responses:
-                        yield response
-                    return
-                ending = asyncio.ensure_future(self._credentials.ended(grant))
-                getting = asyncio.ensure_future(anext(responses, None))
-                try:
-                    while True:
-                        await asyncio.wait({getting, ending}, return_when=asyncio.FIRST_COMPLETED)
-                        if ending.done():
-                            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
-                        if (response := getting.result()) is None:
-                            return
-                        yield response
-                        getting = asyncio.ensure_future(anext(responses, None))
-                finally:
-                    ending.cancel()
-                    getting.cancel()
-                    await asyncio.wait({getting})
+        async def stream(sent: Any, context: Context) -> None:
+            with ExitStack() as stack:
+                grant = await self._let_in(context, method, stack)
+                request = _parsed(handler, sent)
+                if (call := method.rpartition("/")[2]) in CHANGES:
+                    self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
+                async with aclosing(inner(request, context)) as responses:
+                    until_ended = responses if grant is None else self._each_until_ended(grant, responses, context)
+                    async with aclosing(until_ended):
+                        is_taken = await self._write_each(until_ended, context)
+                if not is_taken:  # it waits for the caller, too, and the call counts as open so long
+                    why = f"nothing of the stream was taken for {self._take_s:g} s"
+                    await context.abort(grpc.StatusCode.CANCELLED, why)
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return make(stream, None, handler.response_serializer)
+
+    async def _write_each(self, responses: AsyncIterator[Any], context: Context) -> bool:
+        """Sends the responses; False when the caller takes nothing for too long."""
+        async for response in responses:
+            try:
+                async with asyncio.timeout(self._take_s) as taking:
+                    await context.write(response)
+            except TimeoutError:
+                if taking.expired():
+                    return False
+                raise
+        return True
+
+    async def _each_until_ended(
+        self, grant: Grant, responses: AsyncIterator[Any], context: Context
+    ) -> AsyncGenerator[Any, None]:
+        """The responses, until the token ends."""
+        ending = asyncio.ensure_future(self._credentials.ended(grant))
+        getting = asyncio.ensure_future(anext(responses, None))
+        try:
+            while True:
+                await asyncio.wait({getting, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if ending.done():
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
+                if (response := getting.result()) is None:
+                    return
+                yield response
+                getting = asyncio.ensure_future(anext(responses, None))
+        finally:
+            ending.cancel()
+            getting.cancel()
+            await asyncio.wait({getting})
 
 
 def _parsed(handler: Any, sent: Any) -> Any:

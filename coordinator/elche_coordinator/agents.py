@@ -2,7 +2,9 @@
 
 from elche.v1 import agent_pb2
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.streams import Streams
 
@@ -20,9 +22,10 @@ class Agents:
         """All hosts, in the order in which they joined."""
         return self._core.hosts()
 
-    def hosts_of(self, job_id: str) -> list[AgentId]:
-        """The connected hosts of the job's ranks."""
-        return list(filter(self._is_connected, self._core.hosts_of(JobId(job_id))))
+    def hosts_of(self, view: JobView) -> list[AgentId]:
+        """The connected hosts that may have what the job's ranks have written."""
+        places = dict.fromkeys((AgentId(rank.agent_id), rank.folder) for rank in view.ranks)
+        return list(dict.fromkeys(one for place in places for one in self._holders(view.job_id, *place)))
 
     def ask(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
         """Sends an agent an order. False when it is not connected."""
@@ -31,24 +34,29 @@ class Agents:
         self._streams.agents[agent_id].pass_on(order)
         return True
 
-    def ask_for_model(self, job_id: str, transfer: str, *, best: bool = False) -> bool:
-        """Asks the host with the job's final, or best, model to deliver it. False when that host is not connected."""
-        agent_id = self._core.host_of_model(JobId(job_id))
+    def ask_for_model(self, job_id: str, result: JobResult, transfer: str, *, best: bool = False) -> bool:
+        """Asks a host with the final, or best, model of a job that has ended to deliver it. False when none is
+        connected.
+        """
+        holders = self._holders(job_id, AgentId(result.model_agent_id), result.model_folder)
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
-        return agent_id is not None and self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
+        return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
         """Asks a host to deliver the weights of the checkpoint at `path`."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
         self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
 
-    def ask_for_log(self, job_id: str, rank: Rank, transfer: str, max_bytes: int, **how: bool) -> bool:
-        """Asks a rank's host to deliver the end of its log and, with `follow=True`, what is appended; with
-        `with_times=True` with the time of each line. False when the host is not connected.
+    def ask_for_log(self, job_id: str, rank: RankView, transfer: str, max_bytes: int, **how: bool) -> bool:
+        """Asks a host that has a rank's log to deliver its end and, with `follow=True`, what is appended; with
+        `with_times=True` with the time of each line. False when none is connected.
         """
-        agent_id = self._core.host_of_rank(JobId(job_id), rank)
-        send = agent_pb2.SendLog(job_id=job_id, rank=rank, transfer=transfer, max_bytes=max_bytes, **how)
-        return agent_id is not None and self.ask(agent_id, agent_pb2.AttendResponse(send_log=send))
+        holders = self._holders(job_id, AgentId(rank.agent_id), rank.folder)
+        send = agent_pb2.SendLog(job_id=job_id, rank=rank.rank, transfer=transfer, max_bytes=max_bytes, **how)
+        return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_log=send))
+
+    def _holders(self, job_id: str, agent_id: AgentId, folder: str) -> list[AgentId]:
+        return list(filter(self._is_connected, self._core.holders(JobId(job_id), agent_id, folder)))
 
     def _is_connected(self, agent_id: AgentId) -> bool:
         stream = self._streams.agents.get(agent_id)

@@ -3,6 +3,8 @@
 import json
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable
 from logging import INFO, LogRecord
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -15,6 +17,10 @@ MAX_BYTES = 10 << 20
 NUM_OLDER = 4
 """Older files that are kept, as audit.jsonl.1 and so on."""
 MAX_TEXT = 300
+"""Characters of one text in a line."""
+MAX_REFUSALS = 60
+"""Lines an hour on what one caller was refused; the rest is counted. So none pushes others' lines out of the files."""
+HOUR_S = 3600
 
 
 class _File(RotatingFileHandler):
@@ -26,18 +32,44 @@ class _File(RotatingFileHandler):
 class Audit:
     """The file `audit.jsonl`, bounded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._handler = _File(path, maxBytes=MAX_BYTES, backupCount=NUM_OLDER, encoding="utf-8", delay=True)
+        self._now = now
+        self._hour = 0
+        self._refusals: Counter[Caller] = Counter()
+        """Of each caller, in this hour."""
 
     def note(self, caller: Caller, call: str, what: str, peer: str, outcome: str) -> None:
         """Adds a line; `what` is the job, host or token that the call was about."""
+        if (hour := int(self._now() // HOUR_S)) != self._hour:
+            refusals, self._refusals, self._hour = self._refusals, Counter(), hour
+            for one, num in refusals.items():
+                if num > MAX_REFUSALS:
+                    self._write(
+                        one, "", "", "", f"refused: {num - MAX_REFUSALS} more calls in one hour, which have no lines"
+                    )
+        if outcome not in ("done", "begun"):
+            self._refusals[caller] += 1
+        if outcome in ("done", "begun") or self._refusals[caller] <= MAX_REFUSALS:
+            self._write(caller, call, what, peer, outcome)
+
+    def _write(self, caller: Caller, call: str, what: str, peer: str, outcome: str) -> None:
         entry = {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
             "who": str(caller),
             "token": caller.token,
             "from": peer,
-            "call": call[:MAX_TEXT],
-            "what": what[:MAX_TEXT],
-            "outcome": outcome[:MAX_TEXT],
+            "call": call,
+            "what": what,
+            "outcome": outcome,
         }
-        self._handler.handle(LogRecord("audit", INFO, "", 0, json.dumps(entry), None, None))
+        line = json.dumps({name: _short(text) for name, text in entry.items()})
+        self._handler.handle(LogRecord("audit", INFO, "", 0, line, None, None))
+
+
+def _short(text: str) -> str:
+    """Its beginning, of which JSON makes no more than twice the characters that a text may have."""
+    text = text[:MAX_TEXT]
+    while len(json.dumps(text)) > 2 * MAX_TEXT:
+        text = text[: len(text) * 3 // 4]
+    return text

@@ -97,6 +97,11 @@ class RelayRound:
             self._running = asyncio.ensure_future(self._run(members))
         return member
 
+    def most_bytes(self, part: Part) -> int:
+        """The longest part that is taken. An answer is bounded as a part is, and what is gathered has all parts."""
+        is_gathered = part.operation == averaging_pb2.OPERATION_GATHER
+        return max(1, MAX_PART_BYTES // len(self._members)) if is_gathered else MAX_PART_BYTES
+
     def leave(self, position: int, member: Member) -> None:
         """Removes a member whose stream has ended. Before all have joined, it may join again."""
         member.leave()
@@ -254,7 +259,7 @@ async def _read(
 ) -> None:
     """Reads a member's parts at the pace of the relay."""
     async for request in requests:
-        if len(request.part.data) > MAX_PART_BYTES:
+        if len(request.part.data) > relay.most_bytes(request.part):
             relay.abort(f"rank {position} has sent a part of {len(request.part.data)} bytes, which is too long")
             return
         await member.put_part(request.part)

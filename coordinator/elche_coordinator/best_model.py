@@ -16,7 +16,7 @@ async def best_weights(
     result = catalogue.result(view.job_id)
     if result is not None and result.model_is and result.best_epoch is not None and not result.best_problem:
         transfer = transfers.begin()
-        if agents.ask_for_model(view.job_id, transfer, best=True):
+        if agents.ask_for_model(view.job_id, result, transfer, best=True):
             async for data in transfers.chunks(transfer):
                 yield data
             return
@@ -25,11 +25,12 @@ async def best_weights(
     if best is None:
         raise InvalidJob(f"job {view.job_id} has no best checkpoint: that needs `monitor`, and an epoch's evaluation")
     if "://" in best.path:
-        raise InvalidJob(f"the best checkpoint of job {view.job_id} is {best.path}: read its model.safetensors there")
+        files = "model.safetensors (ema.safetensors of a job with ema)"
+        raise InvalidJob(f"the best checkpoint of job {view.job_id} is {best.path}: read its {files} there")
     problem: ElcheError = InvalidJob(
         f"no host of job {view.job_id} is here any more; its best checkpoint is {best.path} there"
     )
-    for agent_id in agents.hosts_of(view.job_id):
+    for agent_id in agents.hosts_of(view):
         transfer = transfers.begin()
         agents.ask_for_checkpoint(view.job_id, agent_id, best.path, transfer)
         has_begun = False

@@ -9,8 +9,10 @@ from elche.errors import InvalidJob
 from elche.status import answering
 from elche.v1 import bundle_pb2, bundle_pb2_grpc
 from elche_coordinator.access import authenticated
-from elche_coordinator.bundles import Bundles
+from elche_coordinator.budgets import MAX_ANNOUNCED_BYTES_OF_CALLER, Budget
+from elche_coordinator.bundles import MAX_TOTAL_BYTES, Bundles
 from elche_coordinator.driver import Driver
+from elche_coordinator.roles import CALLER
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -21,6 +23,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
     def __init__(self, driver: Driver, bundles: Bundles) -> None:
         self._driver = driver
         self._bundles = bundles
+        self._announced = Budget("bytes of folders announced", MAX_ANNOUNCED_BYTES_OF_CALLER, MAX_TOTAL_BYTES)
 
     async def FindBundle(  # noqa: N802
         self, request: bundle_pb2.FindBundleRequest, context: Context
@@ -37,7 +40,8 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
             if first is None:
                 raise InvalidJob("an upload begins with the bundle's name")
             chunks = (request.data async for request in request_iterator)
-            await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
+            with self._announced.taking(CALLER.get().name, max(0, first.size_bytes)):
+                await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
         return bundle_pb2.UploadBundleResponse()
 
     async def FetchBundle(  # noqa: N802

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_TOTAL_BYTES = 10 << 30
 """What all bundles may take: when there are more, those that were used the longest time ago are removed."""
+STALL_S = 30.0
+"""How long an upload may send nothing: others wait for it, and for the room that it was promised."""
 WHOLE, PART = ".tar.gz", ".part"
 UNFINISHED_S = 24 * 3600.0
 """How long the beginning of a bundle is kept for an upload that goes on, in seconds."""
@@ -32,8 +34,10 @@ class Bundles:
         in_use: Callable[[], Collection[str]],
         max_total_bytes: int = MAX_TOTAL_BYTES,
         shared: SharedBundles | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
-        """`shared`: where other coordinators find them, too."""
+        """`shared`: where other coordinators find them, too. `stall_s`: how long an upload may send nothing."""
+        self._stall_s = stall_s
         self._shared = shared
         self._folder = folder
         self._in_use = in_use
@@ -96,7 +100,7 @@ class Bundles:
     async def _append(self, name: str, num_bytes: int, chunks: AsyncIterator[bytes]) -> None:
         part = self._part(name)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-            async for data in chunks:
+            while (data := await self._next(chunks)) is not None:
                 num_bytes -= len(data)
                 if num_bytes < 0:
                     raise InvalidJob("more bytes have come than the bundle was said to have")
@@ -105,6 +109,16 @@ class Bundles:
                 raise Unreachable(f"the upload has ended {num_bytes} bytes before its end")
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
+
+    async def _next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
+        """The next chunk; None at the end. Raises `Unreachable` when it does not come."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                while (data := await anext(chunks, None)) == b"":
+                    pass
+                return data
+        except TimeoutError:
+            raise Unreachable(f"nothing of the folder has come for {self._stall_s:g} s: send the rest again") from None
 
     def _complete(self, name: str) -> None:
         part = self._part(name)

@@ -16,7 +16,7 @@ from elche.ready import settings_of
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
@@ -103,7 +103,14 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
 def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.AgentJoined:
     """The event that a host offers its slots."""
     slots = tuple(from_message(slot, Slot) for slot in hello.slots)
-    return events.AgentJoined(agent_id=agent_id, host=hello.host, slots=slots, labels=dict(hello.labels))
+    return events.AgentJoined(
+        agent_id=agent_id,
+        host=hello.host,
+        slots=slots,
+        labels=dict(hello.labels),
+        folder=hello.folder,
+        jobs=tuple(map(JobId, hello.jobs)),
+    )
 
 
 def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
@@ -129,6 +136,7 @@ SESSION_MESSAGES: dict[type[commands.SessionCommand], str] = {
     commands.SendSaveCheckpoint: "save_checkpoint",
     commands.SendPauseLoop: "pause_loop",
     commands.SendKeepBest: "keep_best",
+    commands.SendMakeMetrics: "make_metrics",
     commands.SendShutdown: "shutdown",
 }
 """For each command to a rank, its field of `ConverseResponse`."""

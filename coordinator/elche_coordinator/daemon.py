@@ -3,18 +3,19 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 
-from elche.network import MAX_MESSAGE_BYTES, SERVER_KEEPALIVE, join_address, split_address
+from elche.network import MAX_MESSAGE_BYTES, SERVER_CONNECTIONS, SERVER_KEEPALIVE, join_address, split_address
 from elche.v1 import (
     access_pb2_grpc,
     agent_pb2_grpc,
@@ -25,7 +26,7 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import tape
-from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.access import AccessInterceptor, Credentials, authenticated
 from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.audit import Audit
@@ -38,6 +39,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import Encryption
+from elche_coordinator.health_service import Health
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
 from elche_coordinator.journal_files import JournalFiles
@@ -45,7 +47,7 @@ from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
-from elche_coordinator.standby import lead, open_store, start_over
+from elche_coordinator.standby import lead, loading, open_store, start_over
 from elche_coordinator.store import Store
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
@@ -58,6 +60,10 @@ from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
+MAX_FILES = 1 << 16
+"""As many open files as it asks for; each connection is one."""
+OTHER_FILES = 600
+"""Open files that connections of gRPC leave to the page, the database and folders that are sent."""
 GRACE_S = 1.0
 """How long open calls may take to end at shutdown."""
 
@@ -79,14 +85,18 @@ async def serve(config: Config) -> None:
 async def _serve(
     config: Config, stop: asyncio.Event, store: Store, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
-    tokens = Tokens(store)
+    with loading(store):
+        tokens, recorded = Tokens(store), tape.read(store)
+        driver = Driver(Coordinator(), store, recorded=recorded)
+        history = History(store, living=driver.core.job_ids())
+        if recorded is None:
+            store.drop_tape()  # only now that all else could be read
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
-    server, port = _new_server(config, AccessInterceptor(credentials, audit), encryption)
+    access = AccessInterceptor(credentials, audit, partial(authenticated, driver))
+    server, port = _new_server(config, access, encryption)
     transfers = Transfers()
-    driver = Driver(Coordinator(), store, recorded=tape.read(store))
-    history = History(store, living=driver.core.job_ids())
     catalogue = JobCatalogue(driver, history)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
@@ -164,12 +174,7 @@ async def _page(
 def _new_server(
     config: Config, access: AccessInterceptor, encryption: Encryption | None
 ) -> tuple[grpc.aio.Server, int]:
-    options = [
-        *SERVER_KEEPALIVE,
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.so_reuseport", 0),
-    ]
+    options = server_options(_open_files())
     server = grpc.aio.server(interceptors=[access, ValidationInterceptor()], options=options)
     try:
         if encryption is None:
@@ -183,8 +188,30 @@ def _new_server(
     return server, port
 
 
+def server_options(num_files: int) -> list[tuple[str, int]]:
+    """The options of a server whose process may have so many files open."""
+    return [
+        *SERVER_KEEPALIVE,
+        *SERVER_CONNECTIONS,
+        ("grpc.max_allowed_incoming_connections", max(1, num_files - OTHER_FILES)),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _open_files() -> int:
+    """How many files this process may have open; it asks for as many as it can get."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
 async def _add_health(server: grpc.aio.Server) -> None:
-    servicer = HealthServicer()
+    servicer = Health()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 

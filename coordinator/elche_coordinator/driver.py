@@ -29,6 +29,7 @@ from elche_coordinator.core.messages.events import (
     JobBroken,
     JobsForgotten,
     JobSubmitted,
+    LoopAttached,
     PingSent,
     RankEvent,
     SessionLost,
@@ -41,6 +42,7 @@ from elche_coordinator.job_rows import JobRows
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Journals
 from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.open_jobs import OpenJobs
 from elche_coordinator.presence import Presence
 from elche_coordinator.snapshots import Snapshots
 from elche_coordinator.sources import Sources
@@ -91,6 +93,7 @@ class Driver:
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(store.load_source)
+        self.open_jobs = OpenJobs()
         self._tape = Tape(
             self.writer,
             self._snapshots,
@@ -188,7 +191,10 @@ class Driver:
         for job_id in self.core.last_touched:
             if self.core.result(job_id) is not None:
                 self.sources.release(job_id)
+                self.open_jobs.remove(job_id)
         match event:
+            case JobSubmitted() | LoopAttached():
+                self._count(event.job_id)
             case JobsForgotten():
                 self._rows.forget(event.job_ids)
             case AgentLost():
@@ -204,6 +210,7 @@ class Driver:
         for job_id in self.core.job_ids():
             if (spec := self.core.spec(job_id)) is not None:
                 self.sources.hold(job_id, spec.source_hash)
+                self._count(job_id)
         for entry in recorded.entries:
             for visible in self._take_in(entry)[0]:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
@@ -217,6 +224,12 @@ class Driver:
         log.info("goes on where the coordinator before this one was: %d jobs, after event %d", len(jobs), recorded.last)
         self.presence.await_all()
         self._arm()
+
+    def _count(self, job_id: JobId) -> None:
+        """A job that the core knows is an open one until it ends."""
+        spec = self.core.spec(job_id)
+        if spec is not None and self.core.result(job_id) is None:
+            self.open_jobs.add(job_id, spec, self.sources.size_bytes(spec.source_hash))
 
     def _source(self, event: Event) -> AnyStream | None:
         """The stream of whoever has told of the event."""

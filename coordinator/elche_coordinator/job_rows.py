@@ -28,8 +28,8 @@ class JobRows:
 
     def __init__(self, core: Coordinator) -> None:
         self._core = core
-        self._written: dict[JobId, Continuation] = {}
-        """What the jobs' rows have."""
+        self._written: dict[JobId, tuple[Continuation, bool]] = {}
+        """What the jobs' rows have, and whether the job has ended in them."""
         self._touched: dict[JobId, None] = {}
 
     def touch(self, job_ids: Iterable[JobId]) -> None:
@@ -51,11 +51,11 @@ class JobRows:
         return changed
 
     def _changed_row(self, job_id: JobId) -> Record | None:
-        now = self._core.continuation(job_id)
-        if now is None or self._written.get(job_id) == now:
+        now, has_ended = self._core.continuation(job_id), self._core.result(job_id) is not None
+        if now is None or self._written.get(job_id) == (now, has_ended):
             return None
-        view = self._core.view(job_id, self._core.now_s) if self._core.result(job_id) is not None else None
-        self._written[job_id] = now
+        view = self._core.view(job_id, self._core.now_s) if has_ended else None
+        self._written[job_id] = now, has_ended
         return _row(now, None if view is None else to_json(view))
 
     def forget(self, job_ids: Iterable[JobId]) -> None:

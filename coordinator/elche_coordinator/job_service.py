@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,6 +18,7 @@ from elche.v1 import (
 )
 from elche_coordinator import codec
 from elche_coordinator.best_model import best_weights
+from elche_coordinator.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
 from elche_coordinator.bundles import Bundles
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
@@ -49,12 +50,13 @@ from elche_coordinator.transfers import Transfers
 log = logging.getLogger(__name__)
 
 MAX_PAGE = 1000
-"""Jobs in one answer."""
+"""Jobs, or hosts, in one answer."""
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""
 VIEW_EVERY_S = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Item = TypeVar("Item")
 
 
 class JobServicer(job_pb2_grpc.JobServiceServicer):
@@ -75,13 +77,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._driver = driver
         self._catalogue = catalogue
         self._transfers = transfers
+        self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
         self._links = LinkTrials(driver.agents, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
         async with answering(context):
-            known = self._catalogue.submitted_as(request.key)
+            key = CALLER.get().own_key(request.key)
+            known = self._catalogue.submitted_as(key)
             if known:
-                own_view(self._catalogue, known)
                 await self._driver.durable()
                 return job_pb2.SubmitJobResponse(job_id=known)
             if request.finds:
@@ -91,23 +94,18 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 self._bundles.require(request.spec.bundle)
             spec = codec.spec(request.spec, self._driver.sources.add(request.spec.source))
             spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
-            job_id = await submit(self._driver, spec, request.key)
+            job_id = await submit(self._driver, spec, key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
         async with answering(context):
-            first = _page_start(request.page_token)
-            job_ids = self._catalogue.job_ids()
             page = job_pb2.ListJobsResponse()
-            left_bytes = PAGE_BYTES
-            for job_id in job_ids[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
-                message = _view_message(self._catalogue.known_view(job_id))
-                left_bytes -= message.ByteSize()
-                if left_bytes < 0 and page.jobs:
-                    break
-                page.jobs.append(message)
-            if first + len(page.jobs) < len(job_ids):
-                page.next_page_token = str(first + len(page.jobs))
+            page.next_page_token = _fill(
+                page.jobs,
+                self._catalogue.job_ids(),
+                lambda job_id: _view_message(self._catalogue.known_view(job_id)),
+                request,
+            )
         return page
 
     async def WatchJob(  # noqa: N802
@@ -165,8 +163,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
         async with answering(context):
-            hosts = [codec.host_message(host) for host in self._driver.agents.hosts()]
-        return job_pb2.ListHostsResponse(hosts=hosts, now=time.time())
+            page = job_pb2.ListHostsResponse(now=time.time())
+            page.next_page_token = _fill(page.hosts, self._driver.agents.hosts(), codec.host_message, request)
+        return page
 
     async def MeasureLinks(  # noqa: N802
         self, request: job_pb2.MeasureLinksRequest, context: Context
@@ -194,7 +193,11 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
         async with answering(context):
             parts = stream_logs(
-                request, lambda: self._catalogue.known_view(request.job_id), self._driver.agents, self._transfers
+                request,
+                lambda: self._catalogue.known_view(request.job_id),
+                self._driver.agents,
+                self._transfers,
+                self._logs,
             )
             async with aclosing(parts):
                 async for part in parts:
@@ -244,6 +247,23 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 getting = asyncio.ensure_future(queue.get())
         finally:
             getting.cancel()
+
+
+def _fill(
+    page: Any,
+    every: Sequence[Item],
+    message_of: Callable[[Item], Any],
+    request: job_pb2.ListJobsRequest | job_pb2.ListHostsRequest,
+) -> str:
+    """Adds the messages of one page; returns the token of the next, empty after the last. Raises `InvalidJob`."""
+    first, left_bytes = _page_start(request.page_token), PAGE_BYTES
+    for one in every[first : first + min(request.page_size or MAX_PAGE, MAX_PAGE)]:
+        message = message_of(one)
+        left_bytes -= message.ByteSize()
+        if left_bytes < 0 and page:
+            break
+        page.append(message)
+    return str(first + len(page)) if first + len(page) < len(every) else ""
 
 
 def _page_start(token: str) -> int:

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from elche.errors import ElcheError, InvalidJob
 from elche.v1 import job_pb2
 from elche_coordinator.agents import Agents
+from elche_coordinator.budgets import Budget
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
+from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,29 @@ Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
 
 async def stream_logs(
-    request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], agents: Agents, transfers: Transfers
+    request: job_pb2.StreamLogsRequest,
+    view: Callable[[], JobView],
+    agents: Agents,
+    transfers: Transfers,
+    budget: Budget,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
-    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing."""
+    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing,
+    and `TooMuch` when the caller reads too many at once.
+    """
     ranks = await _begun(request, view)
+    with budget.taking(CALLER.get().name, len(ranks)):
+        async with aclosing(_merged(request, view, ranks, agents, transfers)) as parts:
+            async for part in parts:
+                yield part
+
+
+async def _merged(
+    request: job_pb2.StreamLogsRequest,
+    view: Callable[[], JobView],
+    ranks: list[RankView],
+    agents: Agents,
+    transfers: Transfers,
+) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     parts: Parts = asyncio.Queue(DEPTH)
     readers = [asyncio.ensure_future(_read(request, view().job_id, rank, agents, transfers, parts)) for rank in ranks]
     problems: list[str] = []
@@ -47,6 +67,8 @@ async def stream_logs(
     finally:
         for reader in readers:
             reader.cancel()
+        # The event loop holds its tasks weakly: one that nobody waits for may be collected while it ends.
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]) -> list[RankView]:
@@ -84,7 +106,7 @@ async def _read(
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         how = {"follow": request.follow, "with_times": request.with_times}
-        if not agents.ask_for_log(job_id, Rank(rank.rank), transfer, limit, **how):
+        if not agents.ask_for_log(job_id, rank, transfer, limit, **how):
             transfers.drop(transfer)
             where = f"{rank.host}:{rank.log_path}"
             raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")

@@ -104,6 +104,7 @@ RANK_GAUGES: tuple[RankFigure, ...] = (
     ("gradient_norm", "Before clipping; only with max_grad_norm.", lambda rank: rank.gauges.gradient_norm),
     ("parameter_norm", "Of the trained parameters.", lambda rank: rank.gauges.parameter_norm),
     ("memory_used_bytes", "Memory in use on the device.", lambda rank: rank.gauges.memory_used_bytes or None),
+    ("memory_process_bytes", "Of the GPU, held by its process.", lambda rank: rank.gauges.memory_process_bytes),
     ("memory_reserved_bytes", "Held by the allocator.", lambda rank: rank.gauges.memory_reserved_bytes or None),
     ("memory_peak_bytes", "Most memory that was in use.", lambda rank: rank.gauges.memory_peak_bytes or None),
     ("memory_total_bytes", "Memory of the device.", lambda rank: rank.gauges.memory_total_bytes or None),
@@ -120,8 +121,22 @@ RANK_COUNTERS: tuple[RankFigure, ...] = (
     ("data_wait_seconds", "Time without data for the next batch.", lambda rank: rank.data_wait_s),
     ("round_wait_seconds", "Time that rounds kept it from training.", lambda rank: rank.waited_s),
     ("throttled_seconds", "Time at its limit of batches.", lambda rank: rank.throttled_s),
+    (
+        "gpu_corrected_ecc_errors",
+        "Memory errors that were corrected, since the driver was loaded.",
+        lambda rank: rank.gauges.gpu_corrected_ecc_errors,
+    ),
+    (
+        "gpu_uncorrected_ecc_errors",
+        "Memory errors that could not be corrected, since the driver was loaded.",
+        lambda rank: rank.gauges.gpu_uncorrected_ecc_errors,
+    ),
+    ("gpu_xid_errors", "That the driver has reported since it began.", lambda rank: rank.gauges.gpu_xid_errors),
     ("callback_errors", "How often callbacks of the job have raised.", lambda rank: rank.callback_errors),
 )
+
+SLOWDOWNS = ("hardware", "power_brake", "power_cap", "thermal")
+"""Reasons that are exported: a rank may say anything, and each would be a series."""
 
 
 class SnapshotCollector(Collector):
@@ -157,13 +172,19 @@ def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
     names = ("job", "rank", "device")
     rows = [((job_id, str(rank.rank), rank.device), rank) for job_id, rank in ranks]
     state = GaugeMetricFamily("elche_rank_state", "The state that the rank is in; always 1.", labels=(*names, "state"))
+    slowdown = GaugeMetricFamily(
+        "elche_rank_gpu_slowdown", "Why its clock is lower than its load asks for; always 1.", labels=(*names, "reason")
+    )
     durations = HistogramMetricFamily(
         "elche_rank_batch_duration_seconds", "Time of each batch, waits for data included.", labels=names
     )
     for labels, rank in rows:
         state.add_metric((*labels, rank.state), 1)
+        for reason in SLOWDOWNS:
+            if reason in rank.gauges.gpu_slowdowns:
+                slowdown.add_metric((*labels, reason), 1)
         durations.add_metric(labels, _buckets(rank.durations), rank.durations.sum)
-    yield from (state, durations)
+    yield from (state, slowdown, durations)
     yield from _families("elche_rank_", names, RANK_GAUGES, RANK_COUNTERS, rows)
 
 

@@ -41,6 +41,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         async with answering(context):
             if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
                 raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
+            self._driver.open_jobs.require_room(CALLER.get().name)
             job_id = new_job_id(request.name)
             spec = JobSpec(
                 name=request.name,

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 
 from elche.errors import ElcheError, TooMuch
 
@@ -9,6 +11,8 @@ MAX_KEYS = 200_000
 MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 """Largest size of one table, keys and values, in bytes."""
+MAX_AWAITED = 1_000_000
+"""Keys that all calls which wait at one table lack together."""
 MAX_COUNT = 2**63
 """Counters are 64-bit integers."""
 
@@ -21,6 +25,15 @@ class NotACounter(ElcheError):
     """The value of a key is not a number."""
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call that waits for keys."""
+
+    missing: dict[str, None]
+    """Those that nobody has set yet, in the order of the call."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Rendezvous:
     """A table of keys and values, with waiting for keys. Used on the event loop only."""
 
@@ -28,13 +41,17 @@ class Rendezvous:
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._is_closed = False
-        self._changed = asyncio.Event()
+        self._waiting: dict[str, dict[_Waiting, None]] = {}
+        """Calls that wait, by each key that they lack."""
+        self._num_awaited = 0
+        """Keys that all calls lack together."""
 
     def close(self) -> None:
         """Clears the table when the job has ended. Calls that wait for a key raise `NotInTime`."""
         self._values.clear()
         self._is_closed = True
-        self._wake()
+        for one in [one for waiting in self._waiting.values() for one in waiting]:
+            one.done.set()
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key. Raises `TooMuch` when its value or the table would be too large."""
@@ -45,11 +62,11 @@ class Rendezvous:
             raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
         self._values[key] = value
         self._num_bytes = num_bytes
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for one in self._waiting.pop(key, ()):
+            del one.missing[key]
+            self._num_awaited -= 1
+            if not one.missing:
+                one.done.set()
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a decimal counter, 0 when missing; returns it. Raises `NotACounter` for other values and overflow."""
@@ -86,19 +103,41 @@ class Rendezvous:
             self._num_bytes -= len(key) + len(value)
         return value is not None
 
-    async def wait(self, keys: list[str], timeout_s: float) -> None:
-        """Waits until all keys exist. Raises `NotInTime` after the timeout or when the job ends."""
+    async def wait(self, keys: Iterable[str], timeout_s: float) -> None:
+        """Waits until each key has been there. Raises `NotInTime` after the timeout or when the job ends, and `TooMuch`
+        when too many calls wait for too many keys.
+        """
+        waiting = _Waiting(dict.fromkeys(key for key in keys if key not in self._values))
+        if waiting.missing:
+            await self._await_missing(waiting, timeout_s)
+
+    async def _await_missing(self, waiting: "_Waiting", timeout_s: float) -> None:
+        if self._is_closed:
+            raise NotInTime("the job has ended")
+        if self._num_awaited + len(waiting.missing) > MAX_AWAITED:
+            raise TooMuch(
+                f"too many calls wait for keys: they lack {self._num_awaited}, and {MAX_AWAITED} is the limit"
+            )
+        self._num_awaited += len(waiting.missing)
+        for key in waiting.missing:
+            self._waiting.setdefault(key, {})[waiting] = None
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.has(keys):
-                    if self._is_closed:
-                        raise NotInTime("the job has ended")
-                    await self._changed.wait()
+                await waiting.done.wait()
         except TimeoutError:
-            missing = [key for key in keys if key not in self._values]
-            raise NotInTime(f"timeout after {timeout_s:g} s: nobody has set {', '.join(missing[:3])}") from None
+            missing = ", ".join(islice(waiting.missing, 3))
+            raise NotInTime(f"timeout after {timeout_s:g} s: nobody has set {missing}") from None
+        finally:
+            self._num_awaited -= len(waiting.missing)
+            for key in waiting.missing:
+                del self._waiting[key][waiting]
+                if not self._waiting[key]:
+                    del self._waiting[key]
+        if self._is_closed:
+            raise NotInTime("the job has ended")
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """Waits for a key and returns its value. Raises as `wait` does."""
-        await self.wait([key], timeout_s)
+        while key not in self._values:  # it may be deleted before this goes on
+            await self.wait([key], timeout_s)
         return self._values[key]

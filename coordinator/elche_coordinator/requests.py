@@ -36,8 +36,13 @@ WRITE_S = 8.0
 async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     """Submits a job; returns its id once its record is durable.
 
-    Raises `TooMuch` when the record cannot be written; the job is cancelled then.
+    Raises `TooMuch` when there are too many jobs, or the record cannot be written; the job is cancelled then.
     """
+    try:
+        driver.open_jobs.require_room(CALLER.get().name)
+    except TooMuch:
+        driver.sources.discard(spec.source_hash)
+        raise
     if driver.writer.failing:
         driver.sources.discard(spec.source_hash)
         raise TooMuch(f"the coordinator cannot write its records ({driver.writer.failing}); nothing was submitted")
@@ -109,7 +114,7 @@ def ask_for_model(catalogue: JobCatalogue, agents: Agents, transfers: Transfers,
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
     transfer = transfers.begin()
-    if not agents.ask_for_model(view.job_id, transfer):
+    if not agents.ask_for_model(view.job_id, result, transfer):
         transfers.drop(transfer)
         raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
     return transfer

@@ -89,6 +89,10 @@ class Caller:
         """Whose a job is that the caller submits: the token's, or else whom the request names."""
         return self.name or claimed
 
+    def own_key(self, key: str) -> str:
+        """How a submission's key is kept: the same key of somebody else is another one."""
+        return f"{self.name}\n{key}" if self.name and key else key
+
     def __str__(self) -> str:
         return f"{self.name} ({self.role})" if self.role else "the coordinator's own token"
 

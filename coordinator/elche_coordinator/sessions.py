@@ -5,7 +5,7 @@ import logging
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.messages.events import SessionOpened
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.send_queue import SendQueue
@@ -36,6 +36,8 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStr
     agent_id = driver.streams.next_agent_id if is_new or known is None else known
     if is_new:
         log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
+        if others := driver.core.holders(JobId(""), AgentId(""), hello.folder):
+            log.info("agent=%s has the work folder of %s: it is shared, or one is a copy", agent_id, ", ".join(others))
         driver.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
     stream = driver.streams.agents[agent_id]
     if hello.measures_links:

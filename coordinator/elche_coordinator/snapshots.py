@@ -14,7 +14,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Process, Stream, Streams
-from elche_coordinator.unpickling import loads
+from elche_coordinator.unpickling import loads, sealed, unsealed
 
 MAX_QUEUED = 100
 """Queued jobs without a part of their own at which a save is due: there may be thousands, and they come all at once."""
@@ -54,7 +54,7 @@ class Snapshots:
         changed = [job_id for job_id in self._touched if (job := self._core.jobs.get(job_id)) and job.result is None]
         parts = {str(job_id): self._part(job_id) for job_id in changed}
         with _without_jobs(self._core, self._streams):
-            common = pickle.dumps((self._core, self._streams, living))
+            common = sealed(pickle.dumps((self._core, self._streams, living)))
         gone = self._saved - set(living)
         self._saved = set(living)
         self._touched = {}
@@ -62,14 +62,14 @@ class Snapshots:
 
     def _part(self, job_id: JobId) -> bytes:
         part: Part = (self._core.jobs[job_id], self._streams.ranks.get(job_id, {}))
-        return pickle.dumps(part)
+        return sealed(pickle.dumps(part))
 
 
 def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Streams]:
     """What was saved. Raises `KeyError` when a part is missing, and whatever damaged ones lead to."""
-    core, streams, living = loads(common)
+    core, streams, living = loads(unsealed(common))
     for job_id in living:
-        job, of_ranks = loads(parts[job_id])
+        job, of_ranks = loads(unsealed(parts[job_id]))
         core.adopt(job)
         if of_ranks:
             streams.ranks[job_id] = of_ranks

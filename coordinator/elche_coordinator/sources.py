@@ -45,6 +45,10 @@ class Sources:
             raise LookupError("its file is not in the database any more")
         return self._texts[name] if name else ""
 
+    def size_bytes(self, name: str) -> int:
+        """Of a text; 0 for one that the database has lost."""
+        return len(self._texts.get(name, "").encode())
+
     def hold(self, job_id: str, name: str) -> None:
         """The job has this file. One that is in no database any more is missed when a rank is to be started."""
         if name:

@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elche.folders import keep_out
@@ -16,7 +17,7 @@ from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.leadership import Leadership
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import BadStore, Store, StoreFailed, reason_of
+from elche_coordinator.store import BadStore, DamagedStore, Store, StoreFailed, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,17 @@ def open_store(config: Config) -> Store:
         raise
     except Exception as error:
         raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
+
+
+@contextmanager
+def loading(store: Store) -> Iterator[None]:
+    """For what a coordinator reads when it starts. Raises `CannotStart`, or `DamagedStore` for a file."""
+    try:
+        yield
+    except StoreFailed as error:
+        if store.is_shared:
+            raise CannotStart(f"the database {store.name} cannot be read: {error.reason}") from error
+        raise DamagedStore(store.name, error.reason) from error
 
 
 async def lead(

@@ -23,6 +23,16 @@ class BadStore(ElcheError):
     """The store cannot be used, and waiting will not change that."""
 
 
+class DamagedStore(BadStore):
+    """What is in the store is not what was written. Nothing of it has been changed."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(
+            f"the database {name} is damaged ({reason}): put back a copy of it, or move it away to begin anew, without "
+            "its jobs and tokens. Nothing in it was changed"
+        )
+
+
 class Replaced(ElcheError):
     """Another coordinator leads: this one may not write any more."""
 
@@ -117,7 +127,7 @@ class Store(Protocol):
 
     def prepare(self) -> None:
         """Makes a new store, or brings an older one to the present format. Raises `BadStore` for one of a newer
-        version.
+        version, and for one that is damaged.
         """
 
     def close(self) -> None:
@@ -187,4 +197,4 @@ class Store(Protocol):
 def reason_of(error: BaseException) -> str:
     """The first line of an error; of one of a database's driver, without the class names."""
     lines = str(getattr(error, "orig", None) or getattr(error, "reason", None) or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].partition(" with text ")[0] if lines else type(error).__name__  # SQLite repeats what is written

@@ -39,7 +39,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
 
     async def Wait(self, request: store_pb2.WaitRequest, context: Context) -> store_pb2.WaitResponse:  # noqa: N802
         async with answering(context):
-            await self._table(context).wait(list(request.keys), _seconds(request.timeout))
+            await self._table(context).wait(request.keys, _seconds(request.timeout))
         return store_pb2.WaitResponse()
 
     async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckResponse:  # noqa: N802

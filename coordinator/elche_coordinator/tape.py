@@ -22,7 +22,7 @@ from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubm
 from elche_coordinator.job_rows import Record
 from elche_coordinator.snapshots import Snapshots, join
 from elche_coordinator.store import Store
-from elche_coordinator.unpickling import loads
+from elche_coordinator.unpickling import loads, unsealed
 from elche_coordinator.writer import Batch, Writer
 
 log = logging.getLogger(__name__)
@@ -152,13 +152,12 @@ def read(store: Store) -> Recorded | None:
             why = f"has left what cannot be read ({error!r})"
     if why:
         log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
-    store.drop_tape()
     return None
 
 
 def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
     for piece in pieces:
-        yield from loads(piece)
+        yield from loads(unsealed(piece))
 
 
 @cache

@@ -20,6 +20,7 @@ from elche_coordinator.core.messages.commands import (
     SendFormGroup,
     SendKeepBest,
     SendLease,
+    SendMakeMetrics,
     SendOutcome,
     SendPauseLoop,
     SendPermit,
@@ -53,7 +54,8 @@ MAX_BYTES = 256 << 20
 """Largest size of one timeline; later lines are dropped."""
 MAX_TOTAL_BYTES = 2 << 30
 """What those of ended jobs may take: when there are more, the oldest are removed."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+"""Of what is read at once: so much waits for each that fetches a timeline."""
 EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
 NAMES: dict[type[Report], str] = {
@@ -248,6 +250,8 @@ def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
             return "leave", {"reason": command.reason}
         case SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
+        case SendMakeMetrics():
+            return "make metrics", {"epoch": command.epoch}
         case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest() | SendPing() | SendProbe():
             return None
         case _:

@@ -1,9 +1,10 @@
 """Reads what a coordinator has pickled, and nothing else: who can write to its database must not be able to run code in
-it by that.
+it by that. A checksum tells what a disk has damaged.
 """
 
 import io
 import pickle
+import zlib
 from collections import Counter, deque
 from enum import EnumMeta
 from functools import partial
@@ -19,6 +20,20 @@ OWN = (
     "elche_coordinator.tape",
 )
 """Where the classes are: they hold data, and make decisions without I/O."""
+CHECKSUM_BYTES = 4
+
+
+def sealed(content: bytes) -> bytes:
+    """What has been pickled, behind its checksum."""
+    return zlib.crc32(content).to_bytes(CHECKSUM_BYTES) + content
+
+
+def unsealed(content: bytes) -> bytes:
+    """What was sealed. Raises `pickle.UnpicklingError` when it is not that any more."""
+    pickled = content[CHECKSUM_BYTES:]
+    if content != sealed(pickled):
+        raise pickle.UnpicklingError("its checksum is another one: it was damaged")
+    return pickled
 
 
 def loads(content: bytes) -> Any:

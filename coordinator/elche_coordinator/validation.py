@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from elche.errors import ElcheError, InvalidJob
+from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.settings import SETTINGS
 from elche.status import answering
 
@@ -30,13 +31,16 @@ MAX_INTEGER = 2**53
 MAX_DEPTH = 16
 
 CHARACTERS = {
+    "AgentHello.folder": 64,
     "AgentHello.host": 255,
+    "AgentHello.jobs": 200,
     "AttachRequest.name": 200,
     "AttachRequest.policy": 1000,
     "AttachRequest.submitted_by": 255,
     "DeliverRequest.error": 1 << 16,
     "EpochWork.scalars": 200,
     "Evaluated.sums": 200,
+    "Evaluated.tensors": 200,
     "JobSpec.arguments": 1 << 15,
     "JobSpec.environment": 1 << 15,
     "JobSpec.file_name": 255,
@@ -70,6 +74,7 @@ CHARACTERS = {
 """Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
 ENTRIES = {
     "AgentHello.gone": 100,
+    "AgentHello.jobs": 1000,
     "AgentHello.slots": 1024,
     "AgentHello.labels": 64,
     "JobSpec.conditions": 16,
@@ -77,14 +82,18 @@ ENTRIES = {
     "JobSpec.secrets": 64,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,
+    "Evaluated.tensors": 1000,
     "JobSpec.replay": 1 << 20,
     "JobSpec.settings": 200,
     "RankPart.slices": 1 << 20,
     "Ready.shard_sizes": 1 << 20,
-    "Ready.tensors": 1 << 18,
+    "Ready.tensors": MAX_TENSORS,
     "ResumeJobRequest.settings": 200,
+    "TensorSum.shape": 64,
 }
 """Most entries of lists and maps, by field, where not `MAX_ENTRIES`."""
+ALL_CHARACTERS = {"Ready.tensors": MAX_TENSORS_CHARS}
+"""Characters of all texts of a list together, by field, where the size of the message is not bound enough."""
 INTEGERS = {
     "AddRequest.amount": 2**63,
     "JobSpec.num_ranks": MAX_RANKS,
@@ -139,7 +148,8 @@ def _check_of(field: FieldDescriptor) -> Callable[[Any, int], str]:
             _map_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(key, name), _check_one(value, name)
         )
     if field.is_repeated:
-        return partial(_list_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(field, name))
+        of_one = _check_one(field, name)
+        return partial(_list_problem, name, ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name), of_one)
     return _check_one(field, name)
 
 
@@ -159,9 +169,13 @@ def _map_problem(
     )
 
 
-def _list_problem(name: str, most: int, of_one: Callable[[Any, int], str], value: Any, depth: int) -> str:
+def _list_problem(
+    name: str, most: int, all_characters: int | None, of_one: Callable[[Any, int], str], value: Any, depth: int
+) -> str:
     if len(value) > most:
         return f"{name} has {len(value)} entries; at most {most} are taken"
+    if all_characters is not None and (found := sum(map(len, value))) > all_characters:
+        return f"{name} has {found} characters; at most {all_characters} are taken"
     return next((problem for one in value if (problem := of_one(one, depth))), "")
 
 

@@ -21,7 +21,7 @@ from elche_coordinator.core.messages.reports import (
 )
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.report_text import describe_report
-from elche_coordinator.send_queue import MAX_WAITING, SendQueue
+from elche_coordinator.send_queue import MAX_WAITING, MAX_WATCHED_BYTES, SendQueue
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Watchers:
 
     def watch(self, job_id: str) -> WatchQueue:
         """A queue that gets the reports of the job from now on."""
-        queue = WatchQueue(MAX_WAITING)
+        queue = WatchQueue(MAX_WAITING, MAX_WATCHED_BYTES)
         self._queues.setdefault(job_id, []).append(queue)
         return queue
 

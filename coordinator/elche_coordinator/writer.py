@@ -14,6 +14,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.job_rows import Record
 from elche_coordinator.store import JobRow, Replaced, SavedState, Store, StoreFailed
+from elche_coordinator.unpickling import sealed
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Writer:
         return encoded
 
     def _write_until_done(self, batch: Batch) -> bool:
-        rows, entries = self._encode(batch), pickle.dumps(batch.entries) if batch.entries else b""
+        rows, entries = self._encode(batch), sealed(pickle.dumps(batch.entries)) if batch.entries else b""
         while True:
             started_s = time.perf_counter()
             try:

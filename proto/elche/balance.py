@@ -1,6 +1,7 @@
 """The auto-balancer's arithmetic: each rank's share of every batch in a script with its own loop."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 from elche.partition import check_shares, ranks_by_share, round_half_away
@@ -29,11 +30,11 @@ def rebalanced_ratios(throughput: Sequence[float], ratios: Sequence[float]) -> l
     return _normalised(_with_minimum([speed / total for speed in throughput]))
 
 
-def shard_sizes(ratios: Sequence[float], batch_size: int) -> list[int]:
-    """Samples of one batch per rank: rounded shares, at least 1 each; the last rank takes what is left.
+def shard_sizes(ratios: Sequence[float], batch_size: int, least: int = 1) -> list[int]:
+    """Samples of one batch per rank: rounded shares, at least `least` each; the last rank takes what is left.
 
-    A batch smaller than the world gives one sample each to the largest ratios (equal ones by rank) and
-    0 to the rest. Raises ValueError for a negative batch size, and for ratios that are negative, not
+    A batch that is too small for that goes to as many of the largest ratios (equal ones by rank) as it is enough for,
+    and the rest get 0. Raises ValueError for a negative batch size, and for ratios that are negative, not
     finite or do not add up to 1. Source: row G2.
     """
     check_shares("ratios", ratios)
@@ -41,9 +42,13 @@ def shard_sizes(ratios: Sequence[float], batch_size: int) -> list[int]:
         raise ValueError(f"batch_size is {batch_size!r}; it must be at least 0")
     if not math.isclose(sum(ratios), 1.0, rel_tol=0, abs_tol=_SUM_TOLERANCE):
         raise ValueError(f"ratios add up to {sum(ratios)!r} ({list(ratios)!r}); they must add up to 1")
-    if batch_size < len(ratios):
-        return _one_each(ratios, batch_size)
-    return _rounded_shares(ratios, batch_size)
+    num_served = max(1, batch_size // least)
+    if num_served >= len(ratios):
+        return _rounded_shares(ratios, batch_size, least)
+    served = sorted(ranks_by_share(ratios)[:num_served])
+    shares = _normalised([ratios[rank] or sys.float_info.min for rank in served])
+    sizes = dict(zip(served, _rounded_shares(shares, batch_size, min(least, batch_size)), strict=True))
+    return [sizes.get(rank, 0) for rank in range(len(ratios))]
 
 
 def hinted_ratios(world_size: int, slow_rank: int, ratio: float) -> list[float]:
@@ -77,16 +82,11 @@ def _normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _one_each(ratios: Sequence[float], batch_size: int) -> list[int]:
-    served = ranks_by_share(ratios)[:batch_size]
-    return [int(rank in served) for rank in range(len(ratios))]
-
-
-def _rounded_shares(ratios: Sequence[float], batch_size: int) -> list[int]:
+def _rounded_shares(ratios: Sequence[float], batch_size: int, least: int) -> list[int]:
     sizes: list[int] = []
     remaining = batch_size
     for num_after, ratio in zip(range(len(ratios) - 1, 0, -1), ratios, strict=False):
-        size = min(max(round_half_away(batch_size * ratio), 1), remaining - num_after)
+        size = min(max(round_half_away(batch_size * ratio), least), remaining - num_after * least)
         sizes.append(size)
         remaining -= size
     return [*sizes, remaining]

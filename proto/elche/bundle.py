@@ -7,7 +7,7 @@ from elche.errors import InvalidJob
 MAX_FILES = 20_000
 MAX_ARCHIVE_BYTES = 512 << 20
 MAX_UNPACKED_BYTES = 2 << 30
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 

@@ -25,6 +25,12 @@ SERVER_KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # a client that pings more often is disconnected
 )
 """The same for the coordinator. A process that is stopped does not answer, and its stream ends: that is no death."""
+SERVER_CONNECTIONS = (
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+)
+"""Who connects to the coordinator and says nothing is disconnected, and so is who has made no call for long: a channel
+connects again with its next one."""
 FRESH_NAMES = ("grpc.dns_min_time_between_resolutions_ms", 1_000)
 """A coordinator that has been moved has another address under its name; gRPC would look for it after 30 s."""
 

@@ -6,6 +6,11 @@ from elche.mapping import from_message, prepare_to_message, to_message
 from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
 
+MAX_TENSORS = 1 << 14
+"""Tensors of a model that is described to the coordinator; of one with more it knows the hash alone."""
+MAX_TENSORS_CHARS = 1 << 20
+"""Characters of their descriptions. Each rank of a job sends them, and the coordinator has them all for a while."""
+
 prepare_to_message(AgreedSettings, rank_pb2.Ready)
 
 

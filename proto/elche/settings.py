@@ -177,7 +177,8 @@ class SharedSettings:
         ),
     ] = "cadence"
     """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
-    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch."""
+    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch, with which
+    nothing that says how long a round is, or how far a rank may be ahead, may be given."""
     backend: Annotated[
         str,
         Setting(
@@ -204,12 +205,13 @@ class SharedSettings:
     outliers: Annotated[
         str,
         Setting(
-            "When a rank's step is over 5 times as long as those before, and others' are not: skip or keep its part.",
+            "When a rank's step is over 20 times as long as any lately, and others' are not: skip or keep its part.",
             choices=("skip", "keep"),
         ),
     ] = "skip"
-    """When a rank's step is over 5 times as long as its steps before, and others' are not, as of a device that computes
-    wrong: "skip" its part, or "keep" it. Not known with merge "mean" alone, which does not keep the last result."""
+    """When a rank's step is over 20 times as long as its longest one lately, and others' are not, as of a device that
+    computes wrong: "skip" its part, or "keep" it. Not known where rounds make the mean alone, which does not keep
+    the last result."""
     on_rank_loss: Annotated[str, Setting("What is done when a rank's process dies.", choices=("continue", "fail"))] = (
         "continue"
     )
@@ -356,7 +358,7 @@ class Settings(SharedSettings):
     weighting: Annotated[
         str,
         Setting(
-            "Weight of a rank: its number of samples, or the same for all; auto: by samples with merge=mean.",
+            "Weight of a rank: its number of samples, or the same for all; auto: by samples for the mean.",
             choices=("auto", "samples", "uniform"),
         ),
     ] = "auto"
@@ -367,17 +369,19 @@ class Settings(SharedSettings):
         str,
         Setting(
             "How rounds merge what ranks have trained: further than their mean where they differ by noise, or not.",
-            choices=("adascale", "mean"),
+            choices=("auto", "adascale", "mean"),
         ),
-    ] = "adascale"
+    ] = "auto"
     """How a round merges what its ranks have trained: "adascale" goes further than their mean where they differ by the
-    noise of their batches, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" does not.
+    noise of their batches, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" does not. "auto" is
+    "mean" for a game, several optimizers with `manual_optimization`, and else "adascale". Parameters that are kept in
+    a convex set, such as at 0 or above, need "mean": only that stays in it.
     """
     buffers: Annotated[
-        str, Setting("What rounds do with floating-point buffers, such as BatchNorm's statistics.", choices=SHARINGS)
+        str, Setting("What rounds do with buffers that are statistics (`running_...`).", choices=SHARINGS)
     ] = "average"
-    """What rounds do with floating-point buffers, such as BatchNorm's: "average", "from_source" (from one rank, as
-    integers and frozen parameters always are), or "local", nothing: each rank keeps its own, integers too."""
+    """What rounds do with floating-point buffers named `running_...`, such as BatchNorm's: "average", "from_source"
+    (from one rank, as all other buffers are), or "local", nothing: each rank keeps all its buffers, others too."""
     optimizer_state: Annotated[str, Setting("What rounds do with the optimizer's moments.", choices=SHARINGS)] = "local"
     """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
     compress: Annotated[
@@ -387,6 +391,18 @@ class Settings(SharedSettings):
     """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, and the error is added to the next
     round's.
     """
+    memory: Annotated[
+        str,
+        Setting(
+            "Where a GPU's rank holds what rounds need beside the model; auto: on the GPU if there is room.",
+            choices=("auto", "device", "host"),
+        ),
+    ] = "auto"
+    """Where a rank whose device is a GPU holds what rounds need beside the model, by default three copies of what is
+    trained: "device", on the GPU; "host", in pinned host memory; "auto", on the GPU if training has left room there
+    after its first batches. Results are the same. Without effect on a CPU, and in rounds over gloo or through the
+    coordinator, which are held in host memory in any case.
+    """
     outer_optimizer: Annotated[
         Any,  # a job file may give an `OuterOptimizer` too
         Setting(
@@ -395,6 +411,19 @@ class Settings(SharedSettings):
         ),
     ] = "average"
     """The optimizer that is applied to the averages of rounds; None: the average is the result."""
+    ema: Annotated[
+        float | None,
+        Setting("Evaluate and export a moving average of the weights, which decays by this factor per batch.", below=1),
+    ] = None
+    """Decay, per batch of all ranks, of an exponential moving average of the weights, such as 0.999. It is what is
+    evaluated, and it is the final and the best model; training goes on from the weights themselves. None: no average.
+    """
+    save_frozen: Annotated[
+        bool, Setting("Whether checkpoints and models contain the parameters that are not trained.")
+    ] = True
+    """Whether checkpoints and models contain parameters that do not require a gradient. False leaves them out, as of a
+    base model that adapters (LoRA) are trained for; a resumed training takes those that `model()` makes.
+    """
     checkpoint_dir: Annotated[str, Setting("Folder or URL for checkpoints; by default the job's folder.")] = ""
     """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
 

@@ -50,6 +50,19 @@ def test_every_rank_gets_a_sample_when_there_are_enough() -> None:
     assert shard_sizes([0.0, 0.0, 1.0], 5) == [1, 1, 3]
 
 
+def test_no_rank_gets_less_than_the_least_where_there_are_enough() -> None:
+    assert shard_sizes([0.98, 0.01, 0.01], 8, least=2) == [4, 2, 2]
+    assert shard_sizes([0.01, 0.01, 0.98], 8, least=2) == [2, 2, 4]
+
+
+def test_a_batch_that_is_too_small_for_the_least_of_all_goes_to_the_fastest() -> None:
+    """BatchNorm failed on the one sample that the slow ranks got of the last batch of an epoch."""
+    assert shard_sizes([0.01, 0.01, 0.98], 5, least=2) == [2, 0, 3]
+    assert shard_sizes([0.01, 0.98, 0.01], 3, least=2) == [0, 3, 0]
+    assert shard_sizes([0.01, 0.98, 0.01], 1, least=2) == [0, 1, 0]
+    assert shard_sizes([0.5, 0.5], 0, least=2) == [0, 0]
+
+
 def test_batch_smaller_than_the_world_gives_zeros_never_negatives() -> None:
     assert shard_sizes([0.1, 0.5, 0.2, 0.2], 2) == [0, 1, 1, 0]
     assert shard_sizes(equal_ratios(4), 3) == [1, 1, 1, 0]

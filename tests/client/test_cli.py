@@ -142,6 +142,20 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
     assert (second.num_ranks, dict(second.settings), second.verify_rounds) == (0, {}, False)
 
 
+def test_a_script_with_its_own_loop_is_not_submitted_and_does_not_run_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("from pathlib import Path\nfrom elche_worker import Trainer\nPath('ran').touch()\n")
+    jobs = ScriptedJobs()
+    with serving(jobs) as address:
+        assert main(["submit", str(script), "--coordinator", address]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has its own training loop, which no agent starts" in line
+    assert f"with torchrun where it is to train, with ELCHE_COORDINATOR={address} set" in line
+    assert jobs.specs == []
+
+
 def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(ScriptedJobs(VIEW, EPOCH, EVALUATION, RESULT)) as address:
         assert main(["submit", str(job_file), "--coordinator", address, "--watch"]) == 0
@@ -225,7 +239,7 @@ def test_ctrl_c_stops_watching_but_not_the_job() -> None:
         ) as process:
             assert process.stdout.readline() == "digits: training\n"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=100)
     assert process.returncode == 130
     assert errors == "elche: the job goes on; `elche cancel j-1` cancels it\n"
 

@@ -30,6 +30,16 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_user_without_a_home_directory_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as any number: every command ended in a traceback."""
+    monkeypatch.delenv("ELCHE_CONFIG")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert contexts.address() == DEFAULT_ADDRESS
+    with pytest.raises(InvalidContext, match="no home directory to keep contexts in: set HOME"):
+        contexts.save(Contexts())
+
+
 def test_who_says_more_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contexts.address() == DEFAULT_ADDRESS
     contexts.save(Contexts("lab", {"lab": Context("gpu1:7717"), "home": Context("nas:7717")}))

@@ -1,5 +1,7 @@
 """What `elche run` gives the processes of a loop."""
 
+import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from elche.errors import ElcheError
 from elche_client import script_run
 from elche_client.events import JobResult, JobState
 from elche_client.notifications import ProcessExited
@@ -69,3 +72,15 @@ def test_a_rank_finds_its_own_device_also_where_one_is_left_out(
     if known is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
     assert _visible(devices) == visible
+
+
+def test_the_port_of_rank_0_is_none_that_a_connection_may_take_until_it_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = server.getsockname()[1]
+        monkeypatch.setattr(random, "sample", lambda ports, num: [held, 20_001, 20_002])
+        assert script_run._free_port() in (20_001, 20_002)
+        monkeypatch.setattr(random, "sample", lambda ports, num: [held])
+        with pytest.raises(ElcheError, match="is free for rank 0"):
+            script_run._free_port()

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from elche.manifest import checksum
+from elche.manifest import checkpoints_in, checksum, newest
 from elche_client.cli import main
+
+
+def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_name(tmp_path: Path) -> None:
+    for name, version in (("1-00000010", 3), ("2-00000002", 1), ("10-00000001", 2)):
+        write_checkpoint(tmp_path / name, version, {})
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["2-00000002", "10-00000001", "1-00000010"]
+    assert newest(tmp_path).name == "1-00000010"
 
 
 def write_checkpoint(folder: Path, version: int, evaluated: dict[str, dict[str, float]]) -> None:

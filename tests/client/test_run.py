@@ -17,7 +17,7 @@ from elche_client.processes import STOP_GRACE_S
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
-LIMIT_S = 60
+LIMIT_S = 100
 
 
 def program(name: str) -> str:

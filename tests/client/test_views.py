@@ -234,6 +234,24 @@ def test_plain_lines_for_logs() -> None:
     ]
 
 
+def test_the_last_model_is_told_of_once() -> None:
+    """Epochs that end in one round share an evaluation, of which a report comes for each."""
+    file = StringIO()
+    progress = LineProgress(Console(file=file, width=60, highlight=False))
+    last = EvaluationReport(epoch=8, metrics={"accuracy": 0.98}, is_final=True)
+    with progress:
+        for event in (VIEW, last, replace(last, epoch=9), replace(last, epoch=9, attempt=2)):
+            progress.show(event)
+    assert file.getvalue().splitlines() == ["digits: training", *["the last model  accuracy 0.98"] * 2]
+
+
+def test_the_summary_says_that_a_metric_was_never_a_number() -> None:
+    result = replace(RESULT, metrics={"accuracy": 0.5, "loss": float("nan")})
+    rows = drawn(summary_panel(result, name="digits"), width=80).splitlines()
+    assert ["metrics", "never a finite number: loss"] in [row.strip("│ ").split(maxsplit=1) for row in rows]
+    assert "never" not in drawn(summary_panel(RESULT, name="digits"), width=80)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

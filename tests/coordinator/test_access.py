@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from elche.errors import NotAllowed
 from elche_coordinator.access import AccessInterceptor, Credentials
 from elche_coordinator.audit import Audit
 
@@ -36,6 +37,10 @@ class Context:
         raise grpc.aio.AbortError(details)
 
 
+def no_rank(context: Any) -> None:
+    raise NotAllowed("unknown rank")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("call", ["JobService/ScaleJob", "AgentService/Deliver", "AccessService/MakeToken"])
 def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: bool) -> None:
@@ -52,7 +57,7 @@ def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: b
 
     async def scenario() -> None:
         tokens: Any = SimpleNamespace(find=lambda text: None)
-        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"))
+        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"), no_rank)
 
         async def continuation(details: Any) -> Any:
             return make(behave, lambda data: read.append(data) or data, None)  # type: ignore[func-returns-value]
@@ -82,7 +87,7 @@ def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
         grant = SimpleNamespace(token=SimpleNamespace(caller=SimpleNamespace(require=lambda *what: None)))
         grant.revoked = revoked
         tokens: Any = SimpleNamespace(find=lambda text: grant, left_s=lambda grant: timedelta(days=1).total_seconds())
-        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"))
+        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"), no_rank)
 
         async def continuation(details: Any) -> Any:
             return grpc.stream_unary_rpc_method_handler(behave)
@@ -99,5 +104,55 @@ def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
 
     async def aiter_of() -> Any:
         yield b""
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, is_stream: bool) -> None:
+    """4 KB of a stranger, which unpacked to 4 MiB for `Store.Wait`, took 36 to 71 ms of processor."""
+    read: list[bytes] = []
+    secrets: list[str] = []
+
+    def authenticate(context: Any) -> None:
+        if not secrets:
+            no_rank(context)
+
+    async def answer(request: Any, context: Any) -> Any:
+        return request
+
+    async def answers(request: Any, context: Any) -> Any:
+        yield request
+
+    async def scenario() -> None:
+        tokens: Any = SimpleNamespace()
+        access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"), authenticate)
+
+        def parse(data: bytes) -> bytes:
+            read.append(data)
+            return data
+
+        async def continuation(details: Any) -> Any:
+            if is_stream:
+                return grpc.unary_stream_rpc_method_handler(answers, parse)
+            return grpc.unary_unary_rpc_method_handler(answer, parse)
+
+        details: Any = SimpleNamespace(method="/elche.v1.StoreService/Wait")
+        handler = await access.intercept_service(continuation, details)
+        assert handler.request_deserializer is None
+
+        async def call(context: Any) -> Any:
+            if is_stream:
+                return [one async for one in handler.unary_stream(b"1", context)]
+            return await handler.unary_unary(b"1", context)
+
+        stranger: Any = Context("a guess")
+        with pytest.raises(grpc.aio.AbortError):
+            await call(stranger)
+        assert (stranger.answer, read) == (grpc.StatusCode.UNAUTHENTICATED, [])
+        secrets.append("it has one")
+        assert await call(stranger) == ([b"1"] if is_stream else b"1")
+        health: Any = SimpleNamespace(method="/grpc.health.v1.Health/Check")
+        assert (await access.intercept_service(continuation, health)).request_deserializer is parse
 
     asyncio.run(scenario())

@@ -209,3 +209,12 @@ def test_memory_is_some_chunks_for_each_member() -> None:
         await slow.aclose()
 
     running(story)
+
+
+def test_what_is_gathered_is_no_longer_than_a_part() -> None:
+    """Each of 32 ranks got 32 parts of 1 MiB joined: 73 -> 2,862 MB."""
+    fits, too_long = bytes(MAX_PART_BYTES // 2), bytes(MAX_PART_BYTES // 2 + 1)
+    answers = meet(*([part(pb.OPERATION_GATHER, fits), FINISH] for _ in range(2)))
+    assert [len(answer) for answer in answers[0]] == [MAX_PART_BYTES, 0]
+    answers = meet(*([part(pb.OPERATION_GATHER, too_long), SILENCE] for _ in range(2)))
+    assert answers == [f"rank 0 has sent a part of {len(too_long)} bytes, which is too long"] * 2

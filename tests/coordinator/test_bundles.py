@@ -8,13 +8,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import pytest
 
 from elche.errors import InvalidJob, TooMuch, Unreachable
+from elche.v1 import bundle_pb2
+from elche_coordinator import bundle_service
 from elche_coordinator import bundles as module
+from elche_coordinator.bundle_service import BundleServicer
 from elche_coordinator.bundles import Bundles
+from elche_coordinator.roles import CALLER, Caller, Role
 
 P = ParamSpec("P")
 DATA = random.Random(0).randbytes(1000)
@@ -199,3 +203,62 @@ async def test_what_others_send_counts_and_who_finds_no_room_removes_nothing(tmp
     goes_on.set()
     await first
     assert bundles.find(names[1])[1]
+
+
+async def stalled(*data: bytes) -> AsyncIterator[bytes]:
+    """Some data, nothing that counts, and then nothing at all."""
+    for one in (*data, b"", b""):
+        yield one
+    await asyncio.Event().wait()
+
+
+@within_20_s
+async def test_an_upload_that_sends_nothing_makes_way_for_one_of_the_same_folder(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path, tuple, stall_s=0.05)
+    held = asyncio.create_task(bundles.write(NAME, 0, 1000, stalled(DATA[:10])))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(bundles.write(NAME, 10, 1000, parts(DATA[10:])))
+    with pytest.raises(Unreachable, match=r"nothing of the folder has come for 0\.05 s: send the rest again"):
+        await held
+    await other
+    assert bundles.find(NAME) == (1000, True)
+
+
+class Context:
+    """A call that is refused by an exception."""
+
+    async def abort(self, code: Any, details: str, *_: Any) -> None:
+        raise RuntimeError(details)
+
+
+@within_20_s
+async def test_a_caller_announces_so_much_and_others_have_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 uploads that announced 512 MiB each and sent nothing: everybody's uploads were refused."""
+    monkeypatch.setattr(bundle_service, "MAX_ANNOUNCED_BYTES_OF_CALLER", 2500)
+    driver: Any = None
+    servicer, may_go_on = BundleServicer(driver, new_bundles(tmp_path)), asyncio.Event()
+    begun: asyncio.Queue[str] = asyncio.Queue()
+
+    async def requests(name: str, *, waits: bool) -> AsyncIterator[bundle_pb2.UploadBundleRequest]:
+        yield bundle_pb2.UploadBundleRequest(bundle=name, size_bytes=1000)
+        if waits:
+            begun.put_nowait(name)
+            await may_go_on.wait()
+        yield bundle_pb2.UploadBundleRequest(data=DATA)
+
+    async def upload(caller: str, name: str = NAME, *, waits: bool = False) -> None:
+        CALLER.set(Caller(caller, Role.USER))
+        context: Any = Context()
+        await servicer.UploadBundle(requests(name, waits=waits), context)
+
+    held = [asyncio.create_task(upload("mallory", str(number) * 64, waits=True)) for number in range(2)]
+    for _ in held:
+        await begun.get()
+    with pytest.raises(RuntimeError, match="you have 3000 bytes of folders announced at once, and 2500 is the limit"):
+        await upload("mallory")
+    await upload("anna")
+    may_go_on.set()
+    await asyncio.wait(held)
+    await upload("mallory")

@@ -13,9 +13,10 @@ from alembic.script import ScriptDirectory
 
 import elche_coordinator.sql.migrations
 from elche_coordinator.leadership import Leadership
+from elche_coordinator.roles import Role
 from elche_coordinator.sql.database import REVISION, metadata
 from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import BadStore, SavedState
+from elche_coordinator.store import BadStore, DamagedStore, JobRow, SavedState
 from elche_coordinator.tokens import Tokens
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
@@ -86,6 +87,57 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         database.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(BadStore, match=r"newer version \(9999; this one knows .*\): start that"):
         SqlStore.in_file(path)
+
+
+TABLES = ("alembic_version", *metadata.tables)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_database_that_lacks_a_table_is_refused_and_left_as_it_is(table: str, tmp_path: Path) -> None:
+    """One without jobs was given a new table, and started without them."""
+    path = tmp_path / "elche.sqlite"
+    SqlStore.in_file(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute(f"DROP TABLE {table}")
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(DamagedStore, match=rf"elche.sqlite is damaged \(it lacks the table {table}\): put back a"):
+            SqlStore.in_file(path)
+    assert path.read_bytes() == before
+
+
+def test_a_database_that_lacks_a_column_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    SqlStore.in_file(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE tape RENAME COLUMN written_at TO writtem_at")
+    with pytest.raises(DamagedStore, match=r"it lacks tape\.written_at"):
+        SqlStore.in_file(path)
+
+
+def test_a_page_that_is_lost_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    store = SqlStore.in_file(path)
+    store.write([JobRow(f"job-{number}", "x" * 1000) for number in range(100)])
+    store.close()
+    content = path.read_bytes()
+    last = len(content) - 4096
+    path.write_bytes(content[:last] + bytes(4096))
+    with pytest.raises(DamagedStore, match="is damaged"):
+        SqlStore.in_file(path)
+    path.write_bytes(content[: last - 2048])
+    with pytest.raises(DamagedStore, match=r"is damaged \(database disk image is malformed\)"):
+        SqlStore.in_file(path)
+
+
+def test_a_token_with_a_role_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    store = SqlStore.in_file(path)
+    Tokens(store).make("ada", Role.USER, expires_s=0, made_by="")
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE tokens SET role = 'king'")
+    with pytest.raises(DamagedStore, match="a token has a role that is none: 'king'"):
+        Tokens(store)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,15 @@
 """Rows of jobs: written when they differ, and once, with everything, when a job has ended."""
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted, LoopAttached
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    Event,
+    JobCancelled,
+    JobSubmitted,
+    LoopAttached,
+    RankExited,
+)
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.job_rows import JobRows, Record
 
@@ -60,6 +67,24 @@ def test_what_has_ended_is_written_once_with_result_and_view() -> None:
     assert row["result"]["outcome"] == "cancelled"  # type: ignore[index]
     assert row["view"]["name"] == "job"  # type: ignore[index]
     assert rows.after(JobCancelled(job_id=JOB)) is None
+
+
+def test_a_job_whose_ranks_leave_after_its_end_is_decided_is_written_with_its_view_too() -> None:
+    rows = Rows()
+    rows.after(submitted())
+    host = AgentId("host")
+    rows.after(AgentJoined(agent_id=host, host="host", slots=(Slot(device="cpu"),), folder="folder"))
+    row = rows.after(JobCancelled(job_id=JOB))
+    assert row is not None
+    assert row["decided"]["outcome"] == "cancelled"  # type: ignore[index]
+    assert "view" not in row
+    rank = rows.core.jobs[JOB].ranks[Rank(0)].address(JOB)
+    row = rows.after(RankExited(**rank, agent_id=host, exit_code=0))
+    assert row is not None
+    assert row["result"]["outcome"] == "cancelled"  # type: ignore[index]
+    assert [(one["host"], one["folder"]) for one in row["view"]["ranks"]] == [("host", "folder")]  # type: ignore[index]
+    rows.rows.touch([JOB])
+    assert rows.rows.take_changed() == {}
 
 
 def test_a_loop_that_nobody_can_start_again_has_how_it_ends_without_its_coordinator() -> None:

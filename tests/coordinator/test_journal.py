@@ -55,6 +55,8 @@ def filled(hint: Any, numbers: "count[int]") -> Any:
         return True
     if hint is float:
         return next(numbers) + 0.1
+    if hint is bytes:
+        return f"{next(numbers)} äß".encode()
     return next(numbers) if hint is int else f"text {next(numbers)} äß"
 
 

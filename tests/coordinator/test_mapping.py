@@ -60,10 +60,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.SendSyncNow, rank_pb2.SyncNow): (OF_A_RANK, set()),
     (commands.Evaluate, rank_pb2.Evaluate): (set(), set()),
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
-    (reports.EpochReport, rank_pb2.EpochMetrics): (
-        {"committed", "dropped", "rank_samples_per_s"},
-        {"metrics", "samples"},
-    ),
+    (reports.EpochReport, rank_pb2.EpochMetrics): ({"committed", "dropped"}, {"metrics", "samples"}),
     # From and to clients.
     (spec.JobSpec, job_pb2.JobSpec): ({"is_loop", "source_hash"}, {"source"}),
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
@@ -78,7 +75,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (reports.Checkpoint, job_pb2.Checkpoint): ({"name"}, set()),
     (reports.UserEvent, job_pb2.UserEvent): (set(), set()),
     (reports.RankResult, job_pb2.RankResult): (set(), set()),
-    (reports.JobResult, job_pb2.JobResult): ({"outcome", "failed_rank"}, {"state"}),
+    (reports.JobResult, job_pb2.JobResult): ({"outcome", "failed_rank", "model_agent_id", "model_folder"}, {"state"}),
     (client.JobView, job_pb2.JobView): (set(), set()),
     (client.RankView, job_pb2.RankView): (set(), set()),
     (client.RoundReport, job_pb2.RoundReport): (set(), set()),

@@ -50,6 +50,12 @@ def test_what_is_not_known_has_no_series(snapshot: MetricsSnapshot) -> None:
     assert re.search(r"^elche_rank_batches_total{", text, re.MULTILINE)
 
 
+def test_a_slowdown_that_nobody_knows_makes_no_series(snapshot: MetricsSnapshot) -> None:
+    said = replace(rank_view(0), gauges=Gauges(gpu_slowdowns=("thermal", "x" * 1000, "thermal")))
+    text = exported(replace(snapshot, jobs=[replace(job_view(0), ranks=(said,))]))
+    assert re.findall(r'^elche_rank_gpu_slowdown{.*reason="(\w+)"', text, re.MULTILINE) == ["thermal"]
+
+
 def test_series_of_an_ended_job_expire_and_it_is_still_counted(snapshot: MetricsSnapshot) -> None:
     for ended_for_s, is_shown in ((EXPIRE_S - 1, True), (EXPIRE_S, False)):
         job = replace(job_view(2), state="succeeded", ended_for_s=ended_for_s)

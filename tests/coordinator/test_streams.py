@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elche.v1 import agent_pb2, rank_pb2
-from elche_coordinator import codec, tape
+from elche_coordinator import codec, streams, tape
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobSubmitted, RankStarted
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
@@ -30,7 +30,7 @@ def said(queue: SendQueue[Any]) -> list[Any]:
     waiting = []
     while queue._queue.qsize():
         waiting.append(queue._queue.get_nowait())
-    return [one for one in waiting if one is not None]
+    return [one[0] for one in waiting if one is not None]
 
 
 def numbers(queue: SendQueue[Any]) -> list[int]:
@@ -77,6 +77,17 @@ def test_messages_of_who_does_not_come_back_are_not_kept() -> None:
     assert not stream._kept
 
 
+def test_for_one_who_stays_away_no_more_than_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_KEPT", 10)
+    stream = new_stream()
+    keep(stream, 10)
+    stream.show(10)
+    assert (len(stream._kept), stream.is_over) == (10, False)
+    keep(stream, 1)
+    stream.show(11)
+    assert (len(stream._kept), stream.is_over) == (0, True)
+
+
 def test_a_message_that_comes_again_is_no_news() -> None:
     stream = new_stream()
     stream.num_read = 4
@@ -112,8 +123,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def abandon(driver: Driver) -> None:
     """The process is gone: nothing is closed in order."""
+    driver.writer._stopped.set()
     driver.writer._queue.put(None)
-    driver.writer._thread.join(5)
+    driver.writer._thread.join(100)
     if driver._timer is not None:
         driver._timer.cancel()
 

@@ -11,7 +11,7 @@ import pytest
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.unpickling import loads
+from elche_coordinator.unpickling import loads, sealed, unsealed
 
 
 class Calls:
@@ -28,6 +28,17 @@ def test_a_slot_comes_back() -> None:
     assert loads(pickle.dumps(Slot(device="cuda:0", model="H100", memory_bytes=7))) == Slot(
         device="cuda:0", model="H100", memory_bytes=7
     )
+
+
+def test_a_bit_that_a_disk_has_flipped_is_noticed() -> None:
+    """It made other numbers, with which jobs went on."""
+    content = sealed(pickle.dumps([1, 2, 3]))
+    assert loads(unsealed(content)) == [1, 2, 3]
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        with pytest.raises(pickle.UnpicklingError, match="it was damaged"):
+            unsealed(bytes(damaged))
 
 
 def test_members_of_enumerations_come_back_as_any_python_has_pickled_them() -> None:

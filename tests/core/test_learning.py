@@ -23,6 +23,7 @@ from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally, Mark, bound_samples_per_s
+from elche_coordinator.core.results.training import MAX_DISCARDED
 from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import numbered
@@ -175,6 +176,42 @@ def test_whose_step_is_far_too_long_is_named(outliers, num_told):
     events = [report for report in simulation.reports if isinstance(report, UserEvent)]
     assert [event.rank for event in events] == [1] * num_told
     assert all("its step is far longer than its steps before" in event.text for event in events)
+
+
+def left_out_of(*rounds, **settings):
+    """A job of which rank 1's parts of these rounds are left out: they are far too long, or not finite."""
+
+    def is_out(event):
+        if not isinstance(event, ResultReceived):
+            return event
+        first, second = event.header
+        if event.round in rounds:
+            is_finite = settings.get("nonfinite") != "skip"
+            second = replace(second, finite=is_finite, unusual=is_finite)
+        return replace(event, header=(first, second))
+
+    simulation = told(5, 5, **settings)
+    simulation.changed = is_out
+    return simulation, simulation.run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({}, "its step is far longer than its steps before"), ({"nonfinite": "skip"}, "its parameters are not finite")],
+)
+def test_a_rank_that_is_left_out_again_and_again_fails_the_job_by_name(settings, why):
+    """It would train in vain. The round that leaves it out once too often is not committed."""
+    rounds = range(4, 4 + MAX_DISCARDED)
+    simulation, result = left_out_of(*rounds, **settings)
+    assert result.outcome is Outcome.FAILED
+    assert f"rank 1 was left out of {MAX_DISCARDED} averages in a row" in result.error
+    assert why in result.error
+    assert [report.round for report in simulation.rounds] == [1, 2, 3, 4, 5]
+
+
+def test_a_rank_that_is_left_out_now_and_then_goes_on():
+    _, result = left_out_of(3, 4, 6, 7, 9, 10)
+    assert result.outcome is Outcome.SUCCEEDED
 
 
 def test_ranks_are_told_how_many_batches_all_have_made():

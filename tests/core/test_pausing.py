@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.core.records.fleet import Fleet
+from elche_coordinator.core.records.fleet import AgentRecord, Fleet
 from elche_coordinator.core.records.machine import JobPhase
 from support.watched import WatchedSimulation, ranks
 
@@ -139,7 +139,7 @@ def test_pausing_twice_and_what_does_not_train_changes_nothing(simulate):
 def test_a_drained_host_gets_no_more_ranks(simulate):
     fleet = Fleet()
     for name in "ab":
-        fleet.join(AgentId(name), name, (Slot(device="cpu"),) * 2)
+        fleet.join(AgentId(name), AgentRecord(host=name, slots=(Slot(device="cpu"),) * 2))
     assert len(fleet.take(JOB, JobSpec(name="job", source_hash="", file_name="", num_ranks=1), 1)) == 1
     fleet.drain(AgentId("a"), is_drained=True)
     assert {place.agent_id for place in fleet.free_places()} == {"b"}

@@ -19,6 +19,7 @@ from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device.streams import CudaStreams
 from elche_worker.model.layout import Layout
+from elche_worker.outer import Nesterov
 from support.nccl import nccl_in_use
 from support.nccl.communicator import pace
 from support.nccl.forked import SHORT, ends, until
@@ -31,16 +32,16 @@ A_WHILE_S = 0.2
 """Long enough for what should not happen."""
 
 
-def group(store: dist.Store, position: int = 0, size: int = 2) -> ProcessGroupCollectives:
+def group(store: dist.Store, position: int = 0, size: int = 2, backend: str = "nccl") -> ProcessGroupCollectives:
     return ProcessGroupCollectives(
-        store, backend="nccl", attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
+        store, backend=backend, attempt=1, generation=1, position=position, size=size, peer="127.0.0.1:1", device=CUDA
     )
 
 
 class Rank:
     """A model on the device, and its rounds."""
 
-    def __init__(self, collectives: ProcessGroupCollectives) -> None:
+    def __init__(self, collectives: ProcessGroupCollectives, **options: Any) -> None:
         self.streams = CudaStreams(CUDA)
         self.collectives = collectives
         with self.streams.compute():
@@ -48,20 +49,26 @@ class Rank:
             with torch.no_grad():
                 self.model.weight.fill_(float(collectives.position + 1))
             self.layout = Layout(self.model)
-        self.averaging = Averaging(self.layout, AveragingOptions(), wake=lambda: None, streams=self.streams)
+        self.averaging = Averaging(self.layout, AveragingOptions(**options), wake=lambda: None, streams=self.streams)
 
     @property
     def collective(self) -> "Future[Any]":
         assert self.averaging._running is not None
         return self.averaging._running
 
-    def enter(self) -> None:
+    def enter(self, round_id: int = 1) -> None:
         row = Row(
-            attempt=1, generation=1, round=1, layout_hash=self.layout.hash, weight=1, finite=1, cut=0, local_step=0,
-            compute_us=0, version=1,
+            attempt=1, generation=1, round=round_id, layout_hash=self.layout.hash, weight=1 + self.collectives.position,
+            finite=1, cut=0, local_step=0, compute_us=0, version=round_id,
         )  # fmt: skip
         with self.streams.compute():
             self.averaging.start(self.collectives, row, keeps_snapshot=True)
+
+    def train(self, number: float) -> None:
+        """A step whose size depends on the rank."""
+        with self.streams.compute(), torch.no_grad():
+            self.averaging.order_change()
+            self.model.weight.add_(torch.tensor([0.1, -0.3]).to(CUDA) * number * (1 + self.collectives.position))
 
     def complete(self, *, has_newer_steps: bool = False) -> list[float]:
         with self.streams.compute():
@@ -77,10 +84,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 @contextmanager
-def two_ranks() -> Iterator[list[Rank]]:
+def two_ranks(backend: str = "nccl", **options: Any) -> Iterator[list[Rank]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        ranks = [Rank(one) for one in threads.map(lambda position: group(store, position), range(2))]
+        groups = threads.map(lambda position: group(store, position, backend=backend), range(2))
+        ranks = [Rank(one, **options) for one in groups]
     try:
         yield ranks
     finally:
@@ -94,7 +102,46 @@ def test_two_ranks_average(device: Device) -> None:
     with two_ranks() as ranks:
         for rank in ranks:
             rank.enter()
-        assert [rank.complete() for rank in ranks] == [[1.5, 1.5]] * 2
+        assert [rank.complete() for rank in ranks] == [[pytest.approx(5 / 3)] * 2] * 2
+
+
+def after_three_rounds(backend: str, *, is_overlapped: bool, options: dict[str, Any]) -> list[list[float]]:
+    """The first round is of ranks that are equal, as is a job's."""
+    with two_ranks(backend, **options) as ranks:
+        for rank in ranks:
+            with rank.streams.compute(), torch.no_grad():
+                rank.model.weight.fill_(1.0)
+        for round_id in range(1, 4):
+            for rank in ranks:
+                rank.train(round_id - 1)
+                rank.enter(round_id)
+                if is_overlapped:
+                    rank.train(0.7)
+            values = [rank.complete(has_newer_steps=is_overlapped) for rank in ranks]
+    return values
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["blocking", "overlapped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weighting": "uniform"},
+        {"merge": "adascale"},
+        {"compress": "bf16"},
+        {"compress": "int8"},
+        {"outer": Nesterov(lr=0.5, momentum=0.5)},
+    ],
+    ids=["samples", "uniform", "adascale", "bf16", "int8", "nesterov"],
+)
+def test_rounds_over_nccl_and_over_gloo_leave_the_same_bits(
+    device: Device, options: dict[str, Any], is_overlapped: bool
+) -> None:
+    over_gloo, over_nccl = (
+        after_three_rounds(backend, is_overlapped=is_overlapped, options=options) for backend in ("gloo", "nccl")
+    )
+    assert over_nccl == over_gloo
+    assert is_overlapped or over_nccl[0] == over_nccl[1]
 
 
 def test_a_result_that_comes_late_is_added_to_what_was_trained_meanwhile(device: Device) -> None:
@@ -103,9 +150,10 @@ def test_a_result_that_comes_late_is_added_to_what_was_trained_meanwhile(device:
         for rank in ranks:
             rank.enter()
             with rank.streams.compute(), torch.no_grad():
+                rank.averaging.order_change()
                 rank.model.weight.add_(10)
         pace.may_run.set()
-        assert [rank.complete(has_newer_steps=True) for rank in ranks] == [[11.5, 11.5]] * 2
+        assert [rank.complete(has_newer_steps=True) for rank in ranks] == [[pytest.approx(10 + 5 / 3)] * 2] * 2
 
 
 def test_a_round_is_not_done_before_its_values_are_there(device: Device) -> None:

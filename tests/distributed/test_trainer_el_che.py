@@ -101,7 +101,7 @@ def on_devices(names: list[str]) -> tuple[bool, bool, str]:
 def test_el_che_is_on_where_devices_differ(worlds: Worlds) -> None:
     first, second = worlds.run(2, on_devices, ["RTX 4090", "GTX 1060"])
     assert first[:2] == second[:2] == (True, True)
-    assert first[2].startswith("elche: 2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB); El Che sets")
+    assert first[2] == "elche: 2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)\n"
     assert second[2] == ""
     first, second = worlds.run(2, on_devices, ["RTX 4090", "RTX 4090"])
     assert first[:2] == second[:2] == (False, False)

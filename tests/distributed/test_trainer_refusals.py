@@ -1,6 +1,9 @@
 """What cannot work, or would be wrong without a word, is one clear error on every rank."""
 
+import contextlib
+import io
 import os
+import re
 from typing import Any
 
 import pytest
@@ -97,6 +100,10 @@ def test_loaders_that_differ_are_told_on_every_rank(worlds: Worlds, kind: str, w
         ({"speed_hint": (0, float("inf"))}, "speed_hint"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": "1"}, "max_grad_norm"),
+        ({"max_anchor": 0, "anchor": 5}, "anchor=5 has no effect with max_anchor=0"),
+        ({"max_anchor": 0, "overhead_target": 0.2}, "overhead_target=0.2 has no effect with max_anchor=0"),
+        ({"max_anchor": 4, "anchor": 5}, "anchor must be at most 4"),
+        ({"anchor": 500}, "anchor must be at most 200, or max_anchor more"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(values: dict[str, Any], words: str) -> None:
@@ -104,10 +111,70 @@ def test_a_config_that_cannot_work_is_refused(values: dict[str, Any], words: str
         TrainerConfig(**values)
 
 
+def step_with_own_batches(settings: dict[str, Any], scatters: bool) -> tuple[int, bool, list[int]]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(**settings))
+    inputs, labels = samples(8)[:]
+    for _ in range(2):
+        output = trainer.forward_scattered(inputs) if scatters else trainer(inputs)
+        cross_entropy(output, labels).backward()
+        trainer.step()
+    return trainer.num_steps, trainer.has_el_che, trainer.batch_counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "scatters", "words"),
+    [
+        ({"anchor": 5}, False, "anchor=5 has no effect"),
+        ({"max_anchor": 50}, False, "max_anchor=50 has no effect"),
+        ({"overhead_target": 0.2}, False, "overhead_target=0.2 has no effect"),
+        ({"max_anchor": 0, "speed_hint": (1, 3.0)}, False, r"speed_hint=\(1, 3.0\) has no effect"),
+        ({"anchor": 5, "speed_hint": (1, 3.0)}, True, "anchor=5 has no effect"),
+    ],
+)
+def test_settings_of_el_che_are_refused_in_a_loop_that_takes_its_own_batches(
+    worlds: Worlds, settings: dict[str, Any], scatters: bool, words: str
+) -> None:
+    for raised in worlds.run(2, step_with_own_batches, settings, scatters, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert re.search(rf"^TrainerConfig: {words} .* itself, .*: leave it out, or have elche give", raised.message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scatters"), [({}, False), ({"speed_hint": (1, 3.0)}, True), ({"max_anchor": 0}, False)]
+)
+def test_a_loop_that_takes_its_own_batches_has_no_el_che(
+    worlds: Worlds, settings: dict[str, Any], scatters: bool
+) -> None:
+    assert worlds.run(2, step_with_own_batches, settings, scatters) == [(2, False, [])] * 2
+
+
+def what_is_said(has_loader: bool) -> str:
+    model = new_model()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig())
+        if has_loader:
+            trainer.set_data_loader(DataLoader(samples(8), batch_size=4), forward_input="inputs", names=NAMES)
+        for _ in range(2):
+            model(samples(4).tensors[0]).sum().backward()
+            trainer.step()
+    return said.getvalue()
+
+
+def test_what_a_loop_does_with_batches_is_said_when_it_is_known(worlds: Worlds) -> None:
+    first, second = worlds.run(2, what_is_said, False)
+    assert second == ""
+    assert "cadence" not in first
+    assert first.count("a step after every batch of the loop's own") == 1
+    with_loader, _ = worlds.run(2, what_is_said, True)
+    assert "El Che sets the cadence" in with_loader
+    assert "a step after every" not in with_loader
+
+
 def test_a_device_that_cannot_be_used_is_one_clear_error() -> None:
     model = new_model()
     with pytest.raises(
-        Misuse, match=r"the device 'cuda:9' cannot be used: cuda:9.*; use auto, cpu, cuda, cuda:N or mps"
+        Misuse, match=r"the device 'cuda:9' cannot be used: cuda:9.*; use auto, cpu, cuda, cuda:N, xpu, xpu:N or mps"
     ):
         Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cuda:9"))
 
@@ -281,6 +348,23 @@ def test_what_cannot_be_trained_is_told_at_once(model: nn.Module, words: str) ->
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1) if lazy else torch.optim.LBFGS(model.parameters())
     with pytest.raises(Misuse, match=words):
         Trainer.setup(model, optimizer, TrainerConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("setting", [{"max_iter": 2}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}])
+def test_lbfgs_that_evaluates_its_loss_several_times_is_refused(setting: dict[str, Any]) -> None:
+    model = new_model()
+    with pytest.raises(Misuse, match="build it with max_iter=1 and without line_search_fn"):
+        Trainer.setup(model, torch.optim.LBFGS(model.parameters(), **setting), TrainerConfig(device="cpu"))
+
+
+def test_a_step_of_lbfgs_says_where_its_closure_goes() -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, torch.optim.LBFGS(model.parameters(), max_iter=1), TrainerConfig(device="cpu"))
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(
+        Misuse, match=r"call average_gradients\(\), optimizer.step\(lambda: loss\), and finish_step\(\)"
+    ):
+        trainer.step()
 
 
 def lose_a_peer() -> None:

@@ -121,7 +121,7 @@ def test_a_row_says_where_it_is_made_and_which_tests_show_it(row: str) -> None:
 
 
 def test_every_policy_is_described_to_users() -> None:
-    (row,) = re.findall(r"^\| `policy` \|(.+)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (row,) = re.findall(r"^\| `policy` \|(.+)$", (DOCS / "manual.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     for policy in POLICIES:
         assert f'`"{policy}"`' in row
         assert f"`{policy}`:" in sections("reference.md")["C1"]
@@ -135,8 +135,8 @@ def test_the_figures_of_convergence_are_those_of_the_kept_runs() -> None:
 
 
 @pytest.mark.parametrize("command", cli.commands)
-def test_the_readme_has_every_command(command: str) -> None:
-    assert re.search(rf"\belche {command}(?![\w-])", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_manual_has_every_command(command: str) -> None:
+    assert re.search(rf"\belche {command}(?![\w-])", (DOCS / "manual.md").read_text(encoding="utf-8"))
 
 
 # The glossary: a paragraph for each term

@@ -97,6 +97,64 @@ def test_a_loop_runs(page: str, text: str, tmp_path: Path) -> None:
     _succeeds([sys.executable, "-m", "elche_client", "run", "loop.py", "--ranks", "2", "--device", "cpu"], tmp_path)
 
 
+README = ROOT / "README.md"
+OF_README = {
+    kind: [text for page, text in blocks(kind) if page == README.name] for kind in ("sh", "python", "text", "diff")
+}
+LOOP = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from elche_worker import Trainer
+
+inputs = torch.randn(200, 20)
+loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), batch_size=64, shuffle=True)
+model = nn.Linear(20, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+before = model.weight.detach().clone()
+"""
+TRAINED = "assert not torch.equal(model.weight, before)\n"
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_shows_what_its_job_prints(tmp_path: Path) -> None:
+    """The lines that it shows, whatever the numbers and the folder are, in their order."""
+    (job,), (shown,) = OF_README["python"], OF_README["text"]
+    (command,) = [words for page, words in commands() if page == README.name and "--slow" in words]
+    (tmp_path / "train.py").write_text(job)
+    printed = iter(_shape(_succeeds([sys.executable, "-m", "elche_client", *shlex.split(command)[1:]], tmp_path)))
+    for line in _shape(shown):
+        assert line in printed, line
+
+
+def _shape(text: str) -> list[str]:
+    """The lines without borders, and with N for a number and its unit and RUN for the run's folder."""
+    text = re.sub(r"\S*runs/train-[\d-]+", "RUN", re.sub(r"[│╭╮╰╯─]", " ", text))
+    text = re.sub(r"\b\d[\d.,]*( [kM]\b)?( (ms|s|min|%))?(?!\S)", "N", re.sub(r"epoch \d+", "epoch N", text))
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
+    (diff,) = OF_README["diff"]
+    for sign in "-+":
+        loop = "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in (" ", sign))
+        (tmp_path / "loop.py").write_text(LOOP + loop + TRAINED)
+        _succeeds([sys.executable, "loop.py"], tmp_path)
+
+
+def test_a_figure_of_the_readme_is_on_the_page_that_it_names() -> None:
+    rows = re.findall(r"^\| .+ \| (.+) \| \[\w+\]\((\S+)\) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(rows) > 5
+    for figures, page in rows:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for figure in re.findall(r"\+?\d+\.\d+", figures):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", text), (figure, page)
+
+
 def _succeeds(command: list[str], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

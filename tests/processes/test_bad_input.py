@@ -1,13 +1,17 @@
 """Bad input gets one clear line on stderr and exit code 2, and nothing is started."""
 
 import socket
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import JobRow
 from support.real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 JobFile = Callable[..., Path]
@@ -169,7 +173,21 @@ def test_data_that_is_no_folder(mark: Mark, tmp_path: Path) -> None:
 def test_data_that_is_no_database(mark: Mark, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "elche.sqlite").write_text("not a database " * 1000)
-    assert "the database in data cannot be opened" in refused(mark, tmp_path, "--listen", "127.0.0.1:0")
+    line = refused(mark, tmp_path, "--listen", "127.0.0.1:0")
+    assert "data/elche.sqlite is damaged (file is not a database): put back a copy" in line
+
+
+def test_a_database_that_is_damaged_is_left_as_it_is(mark: Mark, tmp_path: Path) -> None:
+    """It ended with a traceback, or after it had removed what ran jobs."""
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "elche.sqlite"
+    SqlStore.in_file(path).write([JobRow("a", "{}")], last=1, entries=b"what no code can read")
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE jobs SET record = CAST(x'7b22ff' AS TEXT)")
+    line = refused(mark, tmp_path, "--listen", "127.0.0.1:0")
+    assert "data/elche.sqlite is damaged (Could not decode to UTF-8 column 'record'): put back a copy" in line
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT entries FROM tape").fetchall() == [(b"what no code can read",)]
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,12 @@ def test_one_rank_is_told_of_every_epoch_with_its_evaluation(watched: Trained) -
     assert [metrics["loss"] for metrics in told] == pytest.approx([report.loss for report in epochs])
     assert [metrics["samples"] for metrics in told] == [NUM_SAMPLES] * EPOCHS
     assert [tuple(metrics["rank_batches"]) for metrics in told] == [report.rank_batches for report in epochs]
+    speeds = [metrics["rank_samples_per_s"] for metrics in told]
+    assert [tuple(one) for one in speeds] == [pytest.approx(report.rank_samples_per_s) for report in epochs]
     assert sum(sum(metrics["rank_batches"]) for metrics in told) == len(watched.batches(0, 1))
     for metrics in told:
         assert metrics["samples_per_s"] == pytest.approx(NUM_SAMPLES / metrics["duration_s"])
+        assert sum(metrics["rank_samples_per_s"]) == pytest.approx(metrics["samples_per_s"])
 
 
 def test_every_rank_is_told_of_an_epoch_before_its_first_batch(watched: Trained) -> None:

@@ -45,7 +45,7 @@ def killed(mark: Mark, folder: Path, arguments: list[str], out: Path, after: int
         seen.update(checkpoints_of(out))
         return len(seen) >= after or process.poll() is not None
 
-    eventually(is_time, "checkpoints are written", limit_s=60)
+    eventually(is_time, "checkpoints are written", limit_s=100)
     if process.poll() is not None:
         return False
     let_time_pass(random.random() * 0.3)
@@ -100,7 +100,7 @@ def test_everything_is_killed_and_goes_on(
                 count(seen, parts)
         assert done_samples == until
         place = ["resume", str(out)]
-    done = elche(*place, "--out", "last", "--json", env={"KIND": kind}, limit_s=90)
+    done = elche(*place, "--out", "last", "--json", env={"KIND": kind}, limit_s=100)
     assert done.code == 0, done.err
     result = json.loads(done.out)
     kept = NUM_SAMPLES - NUM_SAMPLES % BATCH_SIZE if kind == "drop_last" else NUM_SAMPLES
@@ -136,7 +136,7 @@ job = dataclasses.replace(job, train_step=train_step, optimizer=optimizer, avera
 @pytest.mark.parametrize(
     ("num_ranks", "optimizer", "averaging", "more"),
     [
-        (1, "AdamW(model.parameters(), lr=0.01)", "blocking", "max_grad_norm=1.0"),
+        (1, "AdamW(model.parameters(), lr=0.01)", "blocking", "max_grad_norm=1.0, ema=0.9"),
         pytest.param(
             2,
             "SGD(model.parameters(), lr=0.05)",
@@ -269,7 +269,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / "linear.py").write_text((Path(__file__).parent / "jobs" / "linear.py").read_text())
     arguments = ["run", str(folder / "linear.py"), "--checkpoint-every-epochs", "1", "--out", str(folder / "out")]
-    subprocess.run([sys.executable, "-m", "elche_client", *arguments], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "elche_client", *arguments], check=True, capture_output=True, timeout=100)
     return sorted(folder.glob("out/checkpoints/*/*"))[1]
 
 

@@ -11,7 +11,7 @@ from support.real_processes import Cluster
 pytestmark = pytest.mark.slow(reason="each job starts a rank anew, which loads PyTorch")
 
 JobFile = Callable[..., Path]
-REPLACE = "import dataclasses\njob = dataclasses.replace(job, averaging={!r}, outer_optimizer='nesterov')"
+REPLACE = "import dataclasses\njob = dataclasses.replace(job, averaging={!r}, outer_optimizer='nesterov', max_anchor=3)"
 
 DIE = """
 import signal

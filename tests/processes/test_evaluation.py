@@ -16,24 +16,35 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, JobFailed
 from elche.settings import AgreedSettings
-from elche_client.events import EvaluationReport
+from elche_client.events import Checkpoint, EvaluationReport, RoundReport
 from elche_worker.model.checkpoint import About, CheckpointData, Target, load
-from support.noting import BASE, NUM_SAMPLES, REPLACE, Trained, here, trained
-from support.real_processes import Cluster
+from support.noting import BASE, BATCH_SIZE, NUM_SAMPLES, REPLACE, Trained, here, trained
+from support.real_processes import Cluster, eventually
 from support.watched import WatchedSimulation, ranks
 
 EVALUATED = """
+from elche_worker import this_rank
+
+
 def eval_step(model, batch):
     x, y, indices = batch
-    note("evaluated", indices.tolist(), model.training, torch.is_grad_enabled())
-    return {"mse": nn.functional.mse_loss(model(x), y), "positive": (model(x) > 0.1).float().mean()}
+    kind = "evaluated" if this_rank().version else "rehearsed"
+    note(kind, indices.tolist(), model.training, torch.is_grad_enabled())
+    positive = (model(x) > 0.1).flatten()
+    counts = torch.stack([positive.sum(), (~positive).sum()])
+    return {"mse": nn.functional.mse_loss(model(x), y), "positive": positive.float().mean(), "counts": counts}
+
+
+def eval_metrics(sums):
+    assert sums["counts"].dtype == torch.int64
+    return {"counted": sums["counts"].sum(), "of_sums": sums["counts"][0] / sums["counts"].sum()}
 """
 
 
 def test_a_shared_evaluation_is_that_of_one_process(cluster: Cluster, write: Callable[..., Path]) -> None:
-    replaced = "eval_dataset=lambda: Points(seed=2, size=101), eval_step=eval_step"
+    replaced = "eval_dataset=lambda: Points(seed=2, size=101), eval_step=eval_step, eval_metrics=eval_metrics"
     done = trained(cluster, write(EVALUATED, replaced=replaced), slow_factors={1: 2.0})
     job = here(done.path)
     model, held_out = job.model(), job.eval_dataset()
@@ -42,7 +53,9 @@ def test_a_shared_evaluation_is_that_of_one_process(cluster: Cluster, write: Cal
         predicted = model(held_out.x).double()
     errors = (predicted - held_out.y.double()).square().flatten()
     assert done.result.metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-6)
-    assert done.result.metrics["positive"] == pytest.approx(float((predicted > 0.1).double().mean()), abs=1e-6)
+    for name in ("positive", "of_sums"):
+        assert done.result.metrics[name] == pytest.approx(float((predicted > 0.1).double().mean()), abs=1e-6)
+    assert {report.metrics["counted"] for report in done.of(EvaluationReport)} == {101.0}
 
     parts = [done.noted("evaluated", rank) for rank in (0, 1)]
     assert all(parts), "a rank took no part"
@@ -51,6 +64,55 @@ def test_a_shared_evaluation_is_that_of_one_process(cluster: Cluster, write: Cal
     assert num_evaluated > 1
     assert counts == dict.fromkeys(range(101), num_evaluated)  # epochs that end in one round share an evaluation
     assert {(training, grad) for part in parts for _, training, grad in part} == {(False, False)}
+    rehearsal = [[list(range(16)), False, False], [list(range(16, 31)), False, False]]
+    assert [done.noted("rehearsed", rank) for rank in (0, 1)] == [rehearsal] * 2
+
+
+AVERAGED = """
+def take_result(model, version):
+    note("round", version, model.weight.tolist())
+
+def evaluate(model):
+    note("evaluated", model.weight.tolist())
+    return {"one": 1.0}
+"""
+
+
+def test_a_moving_average_of_the_weights_is_that_of_the_rounds(cluster: Cluster, write: Callable[..., Path]) -> None:
+    """What any rank has evaluated, and the final model: repeated by hand from the rounds' results and samples."""
+    path = write(AVERAGED, replaced="after_round=take_result, evaluate=evaluate, ema=0.9, max_anchor=2")
+    done = trained(cluster, path, slow_factors={1: 2.0})
+    samples = {report.version: report.samples for report in done.of(RoundReport)}
+    mean, means = torch.zeros(1, 4), []
+    for version, weight in done.noted("round", 0):
+        kept = 0.9 ** (samples.get(version, 0) / BATCH_SIZE)
+        mean = torch.tensor(weight) if version == 1 else mean.lerp(torch.tensor(weight), 1 - kept)
+        means.append(mean)
+    assert len(means) > 3
+    assert torch.equal(load_file(done.result.model)["weight"], means[-1])
+    evaluated = [torch.tensor(weight) for rank in (0, 1) for (weight,) in done.noted("evaluated", rank)]
+    assert len(evaluated) > 0
+    assert all(any(torch.equal(one, other) for other in means) for one in evaluated)
+
+
+def test_the_best_model_so_far_is_the_average_that_was_evaluated(
+    cluster: Cluster, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(AVERAGED, replaced="evaluate=evaluate, ema=0.9, epochs=100_000, monitor='one'")
+    handle = cluster.client.submit(path, num_ranks=1)
+
+    def best() -> list[Checkpoint]:
+        (view,) = [one for one in cluster.client.jobs() if one.job_id == handle.id]
+        return [one for one in view.checkpoints if one.is_best]
+
+    eventually(best, "a checkpoint is the best")
+    fetched = load_file(cluster.client.download(handle.id, tmp_path / "best", best=True))["weight"]
+    loaded = load(best()[0].path)
+    handle.cancel()
+    with pytest.raises(JobFailed, match="cancelled"):
+        handle.result()
+    assert torch.equal(fetched, loaded.mean["weight"])
+    assert not torch.equal(fetched, loaded.weights["weight"])
 
 
 RISE_AND_FALL = """
@@ -176,7 +238,7 @@ def test_a_handle_gives_the_model_that_is_restored(cluster: Cluster, write: Call
         env=cluster.mark.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -246,13 +308,13 @@ def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch
     def slowly(handle: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             is_writing.set()
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(100)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", slowly)
     with ThreadPoolExecutor(1) as slow_rank:
         first = slow_rank.submit(Target(str(tmp_path)).write, "1-00000001", kept, about, {"version": 1})
-        assert is_writing.wait(10)
+        assert is_writing.wait(100)
         fast_rank = Target(str(tmp_path))
         fast_rank.write("1-00000002", kept, about, {"version": 2})
         fast_rank.keep_only(["1-00000001", "1-00000002"])

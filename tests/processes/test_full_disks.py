@@ -52,6 +52,8 @@ def test_the_store_cannot_be_written_for_a_while(cluster: Cluster, begin: Callab
     succeeds(story, survivors=())
     assert [len(story.pids(rank)) for rank in range(3)] == [1, 1, 1]
     assert story.of(MembershipReport) == []
+    # Its log could not be written either; what was in memory of it was written afterwards.
+    assert all("records cannot be written" in line for line in cluster.coordinator.new_errors())
 
 
 def is_quiet(story: Story) -> bool:

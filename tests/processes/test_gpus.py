@@ -2,18 +2,25 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from processes.test_hung_ranks import trains
+from processes.test_lost_ranks import NUM_SAMPLES as NUM_COUNTED
+from processes.test_lost_ranks import Story, begin, succeeds
 
 from elche_client import Client
-from elche_client.events import JobState, MembershipReport
+from elche_client.events import Checkpoint, EvaluationReport, JobState, MembershipReport, RoundReport
 from support import own_launchers, two_ranks
 from support.gpus import VARIABLE
-from support.real_processes import Cluster, Mark, agent, coordinator
+from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+
+__all__ = ["begin"]
 
 JOBS = Path(__file__).parent / "jobs"
 JobFile = Callable[..., Path]
@@ -47,6 +54,15 @@ IN_THE_MAKING = (
 )
 """Rank 0 waits in the making of its communicator, which nothing can abort."""
 
+COUNTED = (
+    "import dataclasses",
+    "def train_step_of_cuda(model, batch):",
+    "    assert model.counts.is_cuda and batch.is_cuda",
+    "    return train_step(model, batch)",
+    "evaluate = lambda model: {'total': float(model.counts.sum())}",
+    "job = dataclasses.replace(job, train_step=train_step_of_cuda, evaluate=evaluate)",
+)
+
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -62,26 +78,34 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     mark.assert_none_left()
 
 
-def trained(gpus: Cluster, path: Path, backend: str, **options: object) -> str:
-    """Trains on two unequal ranks, equal after every round, each sample once; how they averaged."""
+def trained(gpus: Cluster, path: Path, backend: str, **options: object) -> tuple[str, bytes]:
+    """Trains on two unequal ranks, equal after every round, each sample once; how they averaged, and the model."""
     job = gpus.client.submit(path, num_ranks=2, backend=backend, verify_rounds=True, slow_factors={1: 2.0}, **options)  # type: ignore[arg-type]
     result = job.result()
     assert result.state is JobState.SUCCEEDED
     assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
-    return next(one.backend for one in gpus.client.jobs() if one.job_id == job.id)
+    backend = next(one.backend for one in gpus.client.jobs() if one.job_id == job.id)
+    return backend, Path(result.model).read_bytes()
 
 
 def test_an_agent_finds_its_gpus(gpus: Cluster) -> None:
     assert "offers cuda:0 NVIDIA Simulated, cuda:1 NVIDIA Simulated" in gpus.agent.log.read_text()
 
 
-def test_ranks_with_gpus_average_over_gloo(gpus: Cluster, job_file: JobFile) -> None:
-    assert trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "gloo").startswith("gloo")
+def test_ranks_with_gpus_make_the_same_model_over_gloo_and_nccl_bit_for_bit(gpus: Cluster, job_file: JobFile) -> None:
+    """Under `sync` the rounds do not depend on time, so that nothing but the way differs."""
+    path = job_file("linear.py", *ON_THE_DEVICE)
+    ways, models = zip(
+        *(trained(gpus, path, backend, policy="sync", anchor=None) for backend in ("gloo", "auto")), strict=True
+    )
+    assert [way.split()[0] for way in ways] == ["gloo", "nccl"]
+    assert len(set(models)) == 1
 
 
-@pytest.mark.parametrize("policy", ["cadence", "sync"])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_ranks_with_gpus_average_over_nccl(gpus: Cluster, job_file: JobFile, policy: str) -> None:
-    assert trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "auto", policy=policy).startswith("nccl")
+    way, _ = trained(gpus, job_file("linear.py", *ON_THE_DEVICE), "auto", policy=policy, anchor=None)
+    assert way.startswith("nccl")
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
@@ -109,7 +133,7 @@ def test_a_loop_of_the_users_own_shares_batches_over_nccl(tmp_path: Path) -> Non
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -140,3 +164,65 @@ def test_a_loop_over_nccl_ends_with_one_line_when_a_rank_has_died(gpus: Cluster,
     (line,) = (line for line in done.stderr.splitlines() if "rank 0 ends" in line)
     assert "rank 1 on" in line
     assert "disconnected without reporting an exit" in line
+
+
+def member_changes(story: Story) -> list[str]:
+    return [report.text for report in story.of(MembershipReport)]
+
+
+def test_ranks_come_and_go_over_nccl_and_the_coordinator_starts_again(
+    mark: Mark, tmp_path: Path, begin: Callable[..., Story]
+) -> None:
+    """One job: a third rank joins, one is killed between rounds, the coordinator is killed and started again, the third
+    rank is let go. Each sample counts once.
+    """
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        environment = {VARIABLE: "3", "TMPDIR": str(tmp_path)}
+        stack.enter_context(agent(mark, tmp_path, one.address, devices="auto", env=environment))
+        client = stack.enter_context(Client(one.address, token="", reconnect_s=60))
+        story = begin(
+            *COUNTED, "BATCH_S = 0.1", client=client, num_ranks=2, backend="nccl", checkpoint_every_epochs=1, epochs=12
+        )
+        trains(story, 0, 1, num_batches=4)
+        story.job.scale(3)
+        trains(story, 2, num_batches=4)
+        os.kill(story.pids(1)[0], signal.SIGKILL)
+        eventually(lambda: story.is_back(1), "the rank that was killed trains again")
+        one.process.kill()
+        one.process.wait()
+        (tmp_path / "again").mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        seen = len(story.of(RoundReport))
+        eventually(lambda: len(story.of(RoundReport)) > seen + 1, "rounds after the restart")
+        story.job.scale(2)
+        eventually(lambda: any("rank 2 has left" in text for text in member_changes(story)), "it is let go")
+        story.hurry()
+        succeeds(story, epochs=12, survivors=(0, 2), is_told_all=False)
+        assert len(story.pids(1)) == 2
+        assert story.of(Checkpoint)
+        assert story.of(EvaluationReport)
+        assert next(view.backend for view in client.jobs()).startswith("nccl")
+        assert two.new_errors() == []
+
+
+@pytest.mark.long(reason="the story before it and a rank that stops in a collective go the same ways")
+def test_a_rank_is_stopped_between_rounds_its_host_is_drained_and_the_job_is_resumed_over_nccl(
+    gpus: Cluster, begin: Callable[..., Story]
+) -> None:
+    story = begin(*COUNTED, "BATCH_S = 0.1", client=gpus.client, num_ranks=2, backend="nccl", epochs=12)
+    trains(story, 0, 1, num_batches=4)
+    os.kill(story.pids(1)[0], signal.SIGSTOP)
+    eventually(lambda: story.of(MembershipReport), "it is left out")
+    os.kill(story.pids(1)[0], signal.SIGCONT)
+    eventually(lambda: story.is_back(1), "it is back")
+    gpus.client.drain("agent-1")
+    eventually(lambda: story.of(Checkpoint), "the job goes back to a checkpoint")
+    gpus.client.drain("agent-1", is_drained=False)
+    eventually(lambda: len(story.pids(0, "batch")) == 2, "it trains again")
+    story.job.cancel()
+    assert story.end().state is JobState.CANCELLED
+    story.hurry()
+    result = gpus.client.resume(story.job.id).result()
+    assert result.state is JobState.SUCCEEDED
+    assert result.committed_samples == (NUM_COUNTED,) * 12

@@ -145,7 +145,7 @@ def test_two_groups_learn_what_two_ranks_do(
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "sync", "epochs": 1},
+        {"policy": "sync", "anchor": None, "epochs": 1},
         pytest.param({"policy": "async"}, marks=LONG),
         pytest.param({"nonfinite": "skip", "compress": "int8"}, marks=LONG),
     ],

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from support.real_processes import Mark
 
@@ -23,7 +25,8 @@ if __name__ == "__main__":
         out["devices"], out["world_size"] = handle.devices, handle.world_size
         out["epochs"] = []
         while (metrics := handle.next_metrics()) is not None:
-            out["epochs"].append([metrics.epoch, sorted(metrics.metrics), metrics.samples, len(metrics.rank_batches)])
+            speeds = metrics.rank_samples_per_s
+            out["epochs"].append([metrics.epoch, sorted(metrics.metrics), metrics.samples, len(speeds)])
             if {cancels}:
                 handle.cancel()
         out["after"] = handle.next_metrics()
@@ -43,12 +46,12 @@ def run(mark: Mark, path: Path) -> "subprocess.CompletedProcess[str]":
         env=mark.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 
 
-def started(mark: Mark, path: Path) -> dict[str, object]:
+def started(mark: Mark, path: Path) -> Any:
     done = run(mark, path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -96,3 +99,26 @@ def test_a_start_that_is_not_guarded_is_refused(mark: Mark, job_file: JobFile) -
 def test_a_wrong_setting_is_refused_before_anything_is_started(mark: Mark, job_file: JobFile, setting: str) -> None:
     out = started(mark, job_file("linear.py", *main_of(setting)))
     assert "must be" in str(out["error"])
+
+
+ADAPTED = """
+def model():
+    built = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    built[0].requires_grad_(False)
+    return built
+
+import dataclasses
+job = dataclasses.replace(job, model=model, seed=7)
+
+if __name__ == "__main__":
+    import json
+    state = dataclasses.replace(job, save_frozen=False).start(ranks=1, out="started").join()
+    torch.manual_seed(7)
+    print(json.dumps([sorted(state.params), torch.equal(state.params["0.weight"], model()[0].weight)]))
+"""
+
+
+def test_a_model_whose_frozen_parameters_were_not_saved_comes_back_whole(mark: Mark, job_file: JobFile) -> None:
+    path = job_file("linear.py", ADAPTED)
+    assert started(mark, path) == [["0.bias", "0.weight", "1.bias", "1.weight"], True]
+    assert load_file(path.parent / "started" / "model.safetensors").keys() == {"1.bias", "1.weight"}

@@ -1,5 +1,6 @@
 """What `elche init` writes runs as it is."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +13,25 @@ LONG = pytest.mark.long(reason="a job is started in the same way, and these loop
 
 
 @pytest.mark.parametrize(
-    ("kind", "package"),
+    ("kind", "package", "metrics"),
     [
-        ("job", "torch"),
-        pytest.param("loop", "torch", marks=LONG),
-        pytest.param("huggingface", "transformers", marks=LONG),
-        pytest.param("lightning", "pytorch_lightning", marks=LONG),
+        ("job", "torch", None),
+        pytest.param("loop", "torch", None, marks=LONG),
+        pytest.param("huggingface", "transformers", [], marks=LONG),
+        pytest.param("lightning", "pytorch_lightning", ["accuracy"], marks=LONG),
     ],
 )
-def test_what_it_writes_trains(kind: str, package: str, elche: Callable[..., Command], tmp_path: Path) -> None:
+def test_what_it_writes_trains(
+    kind: str, package: str, metrics: list[str] | None, elche: Callable[..., Command], tmp_path: Path
+) -> None:
     pytest.importorskip(package)
     assert elche("init", "--kind", kind).code == 0
-    done = elche("run", "train.py", "--ranks", "2", "--device", "cpu", limit_s=LIMIT_S)
+    done = elche("run", "train.py", "--ranks", "2", "--device", "cpu", "--json", "--events", limit_s=LIMIT_S)
     assert done.code == 0, done.err
     assert (tmp_path / "runs").is_dir()
+    told = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    if metrics is not None:  # of a framework, which elche asks for them
+        losses = [one["loss"] for one in told if one["event"] == "epoch"]
+        assert losses[-1] < losses[0]
+        (result,) = (one for one in told if one["event"] == "result")
+        assert sorted(result["metrics"]) == metrics

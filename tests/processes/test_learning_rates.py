@@ -54,6 +54,8 @@ def test_a_gan_steps_two_optimizers_and_is_resumed(cluster: Cluster, write: Call
     first = trained(cluster, path)
     rates = {"discriminator": 0.01, "generator": 0.02}
     assert first.noted("optimizers", 0) == [[rates]] * first.result.ranks[0].batches
+    log = [line.text for line in cluster.client.logs(cluster.client.jobs()[-1].job_id)]
+    assert sum("rounds make the mean (merge='mean'): train_step steps 2 optimizers itself" in line for line in log) == 1
     assert all(report.scalars["discriminator"] > 0 for report in first.of(EpochReport))
 
     before = load(first.result.checkpoints[-1].path)
@@ -122,14 +124,14 @@ def cosine(samples: int) -> float:
 
 @pytest.mark.parametrize(
     ("replaced", "expected"),
-    [("schedule=fall", falling), ("scheduler=cosine, policy='sync'", cosine)],
+    [("schedule=fall, max_anchor=4", falling), ("scheduler=cosine, policy='sync', anchor=None", cosine)],
     ids=["schedule", "scheduler, sync"],
 )
 def test_learning_rates_are_those_of_the_position(
     cluster: Cluster, write: Callable[..., Path], replaced: str, expected: Callable[[int], float]
 ) -> None:
     """A rank knows what all ranks had trained at the last round, and what it has trained since then itself."""
-    path = write(SCHEDULED, replaced=f"{replaced}, after_round=take_result, averaging='blocking', max_anchor=4")
+    path = write(SCHEDULED, replaced=f"{replaced}, after_round=take_result, averaging='blocking'")
     done = trained(cluster, path, slow_factors={1: 2.0})
     committed, total = {}, 0
     for report in done.of(RoundReport):

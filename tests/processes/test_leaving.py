@@ -48,7 +48,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_work_committed(hosts: Hosts,
     story = begin(client=hosts.client)
     trains(story, 0, 1, 2)
     leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(20) == 0
+    assert leaving.process.wait(100) == 0
     log = leaving.log.read_text()
     assert "leaves; 1 ranks commit their work" in log
     assert re.search(r"rank=2 incarnation=\d+ exited member=0 code=0", log)
@@ -91,7 +91,7 @@ def test_a_machine_that_the_cloud_takes_away_leaves(hosts: Hosts, begin: Callabl
         story = begin(client=hosts.client)
         trains(story, 0, 1, 2)
         cloud.is_noticed = True
-        assert leaving.process.wait(30) == 0
+        assert leaving.process.wait(100) == 0
     assert "the cloud gives notice" in leaving.log.read_text()
     assert "has left" in story.of(MembershipReport)[0].text
     story.hurry()
@@ -126,7 +126,7 @@ def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, be
     story = begin(client=hosts.client)
     trains(story, 0, 1, 2)
     leaving.process.send_signal(signal.SIGTERM)
-    assert leaving.process.wait(20) == 0
+    assert leaving.process.wait(100) == 0
     eventually(lambda: story.of(MembershipReport), "it is told")
     assert "the job goes back to checkpoint" in story.of(MembershipReport)[-1].text
     (saved,) = story.of(Checkpoint)

@@ -59,6 +59,7 @@ def test_every_epoch_is_logged_once_in_one_run(cluster: Cluster, job_file: JobFi
     assert [(what, step) for what, step, _ in logged] == [("log", step) for step in range(1, EPOCHS + 1)]
     assert [values["train/loss"] for _, _, values in logged] == pytest.approx([report.loss for report in epochs])
     assert all(values["batches/rank_0"] + values["batches/rank_1"] > 0 for _, _, values in logged)
+    assert all(values["speed/rank_0"] + values["speed/rank_1"] > 0 for _, _, values in logged)
     assert "eval/mse" in logged[0][2]
     assert num_errors == 0
 

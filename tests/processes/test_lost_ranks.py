@@ -87,7 +87,7 @@ class Story:
         self._hurried_s = time.monotonic()
 
     def end(self) -> JobResult:
-        self._watcher.join(60)
+        self._watcher.join(100)
         result = self.events[-1]
         assert isinstance(result, JobResult)
         return result
@@ -106,9 +106,12 @@ class Story:
         )
 
 
-def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | None = None) -> JobResult:
-    """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds.
-    Survivors, by default all of three ranks that have not noted their death, train on in the same process.
+def succeeds(
+    story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | None = None, is_told_all: bool = True
+) -> JobResult:
+    """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds, if
+    the story `is_told_all`: of the last rounds of a coordinator that is killed a watcher may hear nothing. Survivors,
+    by default all of three ranks that have not noted their death, train on in the same process.
     """
     result = story.end()
     assert result.state is JobState.SUCCEEDED, result
@@ -123,8 +126,9 @@ def succeeds(story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | Non
                 committed.update((one.epoch, one.offset + index) for index in range(one.size))
                 expected[samples_of(one)] += weight
     assert set(committed.values()) == {1}, "a sample was committed twice"
-    assert len(committed) == NUM_SAMPLES * epochs
-    np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
+    if is_told_all:
+        assert len(committed) == NUM_SAMPLES * epochs
+        np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
     changes = [report.text for report in story.of(MembershipReport)]
     for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
         assert len(story.pids(rank)) == 1, f"rank {rank} was started again: {changes}"
@@ -180,8 +184,9 @@ def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., 
 def test_the_others_go_on_and_the_rank_comes_back(
     begin: Callable[..., Story], policy: str, averaging: str, backend: str
 ) -> None:
-    epochs = 15 if policy == "sync" else 40
-    story = begin("DIES_AT = {1: 30}", policy=policy, averaging=averaging, backend=backend, epochs=epochs)
+    epochs, anchor = (15, None) if policy == "sync" else (40, 4)
+    how = {"policy": policy, "averaging": averaging, "backend": backend, "anchor": anchor}
+    story = begin("DIES_AT = {1: 30}", **how, epochs=epochs)
     story.await_return(1)
     succeeds(story, epochs=epochs)
     assert len(story.pids(1)) == 2
@@ -204,7 +209,7 @@ def warm_up():
 
 @pytest.mark.long(reason="a rank that comes back goes the same way; this measures a moment")
 def test_nobody_waits_for_the_first_batch_of_a_rank_that_comes_back(begin: Callable[..., Story]) -> None:
-    story = begin(SLOW_FIRST, policy="sync", epochs=20)
+    story = begin(SLOW_FIRST, policy="sync", anchor=None, epochs=20)
     story.await_return(1)
     succeeds(story, epochs=20)
     (warming_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "warms up"]
@@ -268,10 +273,14 @@ def test_a_rank_dies_while_it_evaluates(begin: Callable[..., Story]) -> None:
 
 
 SHARED = """
+from elche_worker import this_rank
+
+
 def eval_step(model, batch):
-    if RANK == 1:
-        die_once("evaluating")
-    note("evaluated", batch.tolist())
+    if this_rank().version:  # else it is the rehearsal before training
+        if RANK == 1:
+            die_once("evaluating")
+        note("evaluated", batch.tolist())
     return {"index": batch.float().mean()}
 """
 

@@ -21,7 +21,9 @@ KEPT = NUM_SAMPLES // BATCH_SIZE * BATCH_SIZE
 def test_all_kinds_of_tensors_stay_equal(cluster: Cluster, job_file: JobFile, policy: str, num_ranks: int) -> None:
     path = job_file("zoo.py")
     slow = {num_ranks - 1: 3.0}
-    job = cluster.client.submit(path, num_ranks=num_ranks, policy=policy, verify_rounds=True, slow_factors=slow)
+    job = cluster.client.submit(
+        path, num_ranks=num_ranks, policy=policy, anchor=None, verify_rounds=True, slow_factors=slow
+    )
     events = list(job.watch())
     result = events[-1]
     assert result.state is JobState.SUCCEEDED, result
@@ -80,7 +82,8 @@ class Replacing(torch.optim.SGD):
         for parameter in self.param_groups[0]["params"]:
             parameter.data = parameter.data - 0.05 * parameter.grad
 """
-REPLACE = "import dataclasses\njob = dataclasses.replace(job, train_step=train_step, epochs=1, policy='sync', {})"
+SYNC = "train_step=train_step, epochs=1, policy='sync', anchor=None"
+REPLACE = f"import dataclasses\njob = dataclasses.replace(job, {SYNC}, {{}})"
 
 
 def assert_equal_after_rounds(cluster: Cluster, path: Path) -> None:

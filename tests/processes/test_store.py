@@ -76,13 +76,13 @@ def test_two_ranks_meet_at_the_store(
     waiter = threading.Thread(target=lambda: waited.append(other.get("later")))
     waiter.start()
     one.set("later", b"now")
-    waiter.join(10)
+    waiter.join(100)
     assert waited == [b"now"]
 
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="nobody has set never"):
         one.wait(["plain", "never"], timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - began_s < 5  # its own limit, and none of the ten seconds that are the default
+    assert 0.2 <= time.monotonic() - began_s < 10  # its own limit, and none of the ten seconds that are the default
     other.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="nobody has set never"):
         other.get("never")
@@ -198,10 +198,10 @@ def test_strangers_stay_out(channel: grpc.Channel, secret: str | None) -> None:
     metadata = None if secret is None else (("elche-secret", secret),)
     ready = rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=1))
     with pytest.raises(grpc.RpcError) as conversed:
-        next(rank_pb2_grpc.RankServiceStub(channel).Converse(iter([ready]), metadata=metadata, timeout=10))
+        next(rank_pb2_grpc.RankServiceStub(channel).Converse(iter([ready]), metadata=metadata, timeout=100))
     assert conversed.value.code() is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(grpc.RpcError) as stored:
-        store_pb2_grpc.StoreServiceStub(channel).Set(store_pb2.SetRequest(key="a"), metadata=metadata, timeout=10)
+        store_pb2_grpc.StoreServiceStub(channel).Set(store_pb2.SetRequest(key="a"), metadata=metadata, timeout=100)
     assert stored.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -212,12 +212,12 @@ def test_a_secret_opens_one_session(client: Client, agent: FakeAgent, channel: g
     stub = rank_pb2_grpc.RankServiceStub(channel)
     silence: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     silence.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
-    first = stub.Converse(iter(silence.get, None), metadata=metadata, timeout=60)
+    first = stub.Converse(iter(silence.get, None), metadata=metadata, timeout=100)
     assert next(first).HasField("welcome")
     assert next(first).HasField("form_group")
     for _ in range(2):
         with pytest.raises(grpc.RpcError) as second:
-            next(stub.Converse(iter([]), metadata=metadata, timeout=10))
+            next(stub.Converse(iter([]), metadata=metadata, timeout=100))
         assert second.value.code() is grpc.StatusCode.UNAUTHENTICATED
         silence.put(None)
         assert [message for message in first if message.HasField("start_epoch")] == []
@@ -239,7 +239,7 @@ def test_a_rank_that_says_nonsense_harms_only_itself(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     for message in nonsense:
         talk.put(message)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=30)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
     assert "weekly" in next(message.shutdown.reason for message in session if message.HasField("shutdown"))
     talk.put(None)
     agent.exited(start)
@@ -266,7 +266,7 @@ def test_a_rank_that_is_ready_for_the_impossible(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, **said})))
     stub = rank_pb2_grpc.RankServiceStub(channel)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=10)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
     assert next(session).HasField("welcome")
     answer = next(session, None)
     talk.put(None)
@@ -288,7 +288,7 @@ def test_a_rank_without_epochs(mark: Mark, tmp_path: Path, job_file: JobFile) ->
         start = agent.started()
         ready = rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**{**READY, "epochs": 0}))
         stub = rank_pb2_grpc.RankServiceStub(channel)
-        next(stub.Converse(iter([ready]), metadata=(("elche-secret", start.secret),), timeout=10), None)
+        next(stub.Converse(iter([ready]), metadata=(("elche-secret", start.secret),), timeout=100), None)
         agent.exited(start, 1)
         assert [view.job_id for view in client.jobs()] == [job.id]
 
@@ -313,7 +313,7 @@ def test_a_session_that_outlives_its_job(
     talk: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
     talk.put(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(**READY)))
     stub = rank_pb2_grpc.RankServiceStub(channel)
-    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=30)
+    session = stub.Converse(iter(talk.get, None), metadata=(("elche-secret", start.secret),), timeout=100)
     assert next(session).HasField("welcome")
     assert next(session).HasField("form_group")
     agent.exited(start, 1)

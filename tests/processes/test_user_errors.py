@@ -59,6 +59,13 @@ MISTAKES = {
         said=("ZeroDivisionError", "linear.py, line", "rank 0"),
         shown="return {'accuracy': 1 / 0}",
     ),
+    "eval_metrics raises": Mistake(
+        lines="def broken(sums):\n    return {'f1': sums['none']}",
+        replaced="evaluate=None, eval_dataset=Points, eval_metrics=broken, "
+        "eval_step=lambda model, batch: {'counts': torch.ones(2)}",
+        said=("KeyError: 'none'", "linear.py, line", "rank 0"),
+        shown="return {'f1': sums['none']}",
+    ),
     "loss of many values": Mistake(
         lines="def broken(model, batch):\n    return model(batch[0])",
         replaced="train_step=broken",
@@ -86,6 +93,12 @@ MISTAKES = {
         lines="def broken(model, batch):\n    return model(batch[0]).detach().mean()",
         replaced="train_step=broken",
         said=("no gradient", "train_step()"),
+        invalid=True,
+    ),
+    "backward in train_step": Mistake(
+        lines="def broken(model, batch):\n    (loss := model(batch[0]).square().mean()).backward()\n    return loss",
+        replaced="train_step=broken",
+        said=("linear.py: train_step() has called backward()", "without calling backward() or step()"),
         invalid=True,
     ),
     "several lines": Mistake(
@@ -220,7 +233,7 @@ def with_workers():
 """
     path = job_file("linear.py", lines, REPLACE.format("dataset=with_workers, epochs=1"))
     cluster.client.submit(path, num_ranks=1).result()
-    cluster.mark.assert_none_left("a worker of the user", limit_s=3.0)
+    cluster.mark.assert_none_left("a worker of the user", limit_s=100.0)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +313,7 @@ def test_a_run_ends_while_its_file_loads(
         eventually(Path(f"{path}.loads").exists, "it loads")
         assert mark.living("of nobody else") == {}
         run.send_signal(number)
-        assert run.wait(20) == code
+        assert run.wait(100) == code
     mark.assert_none_left()
     assert Path(f"{path}.loads").read_text() == "of nobody else"
 

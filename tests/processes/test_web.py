@@ -23,7 +23,7 @@ def answer(url: str, headers: Mapping[str, str] | None = None, body: str | None 
     """(status, text)"""
     request = urllib.request.Request(url, headers=dict(headers or {}), data=body.encode() if body else None)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=100) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -41,7 +41,7 @@ def told(url: str) -> "dict[str, object]":
 
 def first_message(url: str) -> "dict[str, dict[str, object]]":
     """What a page is told first."""
-    with urllib.request.urlopen(url, timeout=10) as stream:
+    with urllib.request.urlopen(url, timeout=100) as stream:
         return json.loads(stream.readline().removeprefix(b"data: "))  # type: ignore[no-any-return]
 
 
@@ -125,6 +125,8 @@ def test_what_is_not_there_is_said(cluster: Cluster) -> None:
     assert "no host x is connected" in answer(f"{url}/api/agents/x/drain", json_type, "{}")[1]
     assert answer(f"{url}/static/../app.py")[0] == 404
     assert answer(f"{url}/static/%2e%2e/app.py")[0] == 404
+    for version in ("abc", "0.0.1", "9.9.9"):
+        assert answer(f"{url}/metrics", {"accept": f"application/openmetrics-text; version={version}"})[0] == 200
 
 
 def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) -> None:
@@ -132,7 +134,8 @@ def test_a_ranks_log_comes_from_its_host(cluster: Cluster, job_file: JobFile) ->
     assert job.result().committed_samples
     url = f"{cluster.coordinator.page_url}/api/jobs/{job.id}"
     assert "said by the file" in answer(f"{url}/log/0")[1]
-    assert answer(f"{url}/log/7")[0] == 409
+    for rank in ("7", "4294967296", "9" * 5000, "-1", "x"):
+        assert answer(f"{url}/log/{rank}") == (404, f'{{"error":"job {job.id} has no rank {rank[:20]!r}"}}')
     told = json.loads(answer(url)[1])
     assert told["state"] == "succeeded"
     texts = [one["text"] for one in told["events"] if one["kind"] == "epoch"]
@@ -192,11 +195,11 @@ def test_a_model_is_downloaded_by_a_link_that_works_once(cluster: Cluster, job_f
     job.result()
     page, wanted = cluster.coordinator.page_url, cluster.client.download(job.id, tmp_path / "model").read_bytes()
     link = page + post(f"{page}/api/jobs/{job.id}/model")[1]["link"]
-    with urllib.request.urlopen(link, timeout=10) as response:
+    with urllib.request.urlopen(link, timeout=100) as response:
         assert f"{job.id}.safetensors" in response.headers["content-disposition"]
         assert response.read() == wanted
     assert answer(link)[0] == 404
-    with urllib.request.urlopen(f"{page}/api/jobs/{job.id}/model", timeout=10) as response:
+    with urllib.request.urlopen(f"{page}/api/jobs/{job.id}/model", timeout=100) as response:
         assert response.read() == wanted
 
 
@@ -260,7 +263,7 @@ def test_figures_of_ended_jobs_survive_a_restart(mark: Mark, tmp_path: Path, job
         eventually(lambda: told(address)["epochs"]["at"], "an epoch is recorded")  # type: ignore[index]
         assert one.process.stdin is not None
         one.process.stdin.close()  # it stops while the job runs
-        assert one.process.wait(10) == 0
+        assert one.process.wait(100) == 0
     assert path.stat().st_mode & 0o777 == 0o600
     with sqlite3.connect(one.data / "elche.sqlite") as database:
         database.execute("UPDATE states SET code = 'other'")  # so that what ran does not go on

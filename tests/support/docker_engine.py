@@ -53,7 +53,7 @@ class Engine:
         if shutil.which("docker") is None:
             return False
         try:
-            self.docker("info", limit_s=20)
+            self.docker("info", limit_s=100)
             self.docker("compose", "version")
         except (AssertionError, subprocess.TimeoutExpired):
             return False

@@ -359,10 +359,17 @@ def _run(order: Mapping[str, Any]) -> None:
     from setproctitle import setproctitle
 
     setproctitle(" ".join(order["words"])[: TITLE_BYTES - 1])
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            is_prompt = stream is sys.stderr or os.isatty(stream.fileno())
-            stream.reconfigure(line_buffering=is_prompt, write_through="-u" in order["flags"])
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            is_prompt = name == "stderr" or os.isatty(stream.fileno())
+            anew = io.TextIOWrapper(  # the server's knows whether the server could seek in it
+                open(stream.fileno(), "wb", closefd=False),  # noqa: SIM115
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=is_prompt,
+                write_through="-u" in order["flags"],
+            )
+            setattr(sys, name, anew)
     sys.orig_argv = list(order["words"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

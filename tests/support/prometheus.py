@@ -89,7 +89,7 @@ class Prometheus:
         """The answer's data. Raises AssertionError with what Prometheus says when it refuses."""
         address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=100) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
@@ -154,7 +154,7 @@ def prometheus(folder: Path, target: str, *, scrape_s: int = 1) -> Iterator[Prom
 
 def _is_ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{address}/-/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/-/ready", timeout=100) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,9 +152,11 @@ class Event:
 
     def __init__(self, **options: Any) -> None:
         self.moment: Clock = {}
+        self.at_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self.moment = device().moment((stream or device().stream).name)
+        self.at_s = perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or device().stream).wait_event(self)
@@ -169,7 +172,8 @@ class Event:
         return all(own.get(timeline, 0) >= time for timeline, time in self.moment.items())
 
     def elapsed_time(self, other: "Event") -> float:
-        return 1.0
+        """In milliseconds, by when the host has recorded them: what is queued is done at once, unless it is late."""
+        return (other.at_s - self.at_s) * 1000
 
 
 @dataclass
@@ -191,6 +195,8 @@ class Device:
         """In order, each once."""
         self.clocks: dict[str, Clock] = {}
         self.memory = Memory()
+        self.live_bytes = self.peak_bytes = 0
+        """Of storages on the device."""
         self.num_operations: dict[str, int] = {}
         """By stream."""
         self.late = Late()
@@ -350,6 +356,8 @@ class Device:
         buffer = Buffer(name, self.stream.name if on_device else self.thread, is_pinned)
         if on_device:
             self._kept.append(tensor.untyped_storage())
+            self._take(tensor.untyped_storage().nbytes())
+            weakref.finalize(buffer, self._take, -tensor.untyped_storage().nbytes())
             weakref.finalize(buffer, self._check_freed, name, buffer.taken_on, buffer.reads, buffer.lent)
         else:
             self._host[tensor.untyped_storage().data_ptr()] = (buffer, tensor.untyped_storage())
@@ -394,6 +402,11 @@ class Device:
             self.problems.setdefault(f"{access} {verb} {buffer.name}, {did} by {other}: nothing orders them")
 
     # Memory
+
+    def _take(self, size_bytes: int) -> None:
+        with self._lock:
+            self.live_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def lend(self, buffer: Buffer, stream: Stream) -> None:
         with self._lock:

@@ -1,6 +1,7 @@
 """Runs a script as two ranks of one world, as torchrun does, without the seconds in which torchrun starts PyTorch.
 
-python two_ranks.py SCRIPT. When one rank fails the other is ended, and the exit code is the first that is not 0.
+python two_ranks.py SCRIPT [ARGUMENT...]. When one rank fails the other is ended, and the exit code is the first that is
+not 0.
 """
 
 import os
@@ -10,13 +11,13 @@ import sys
 import time
 
 
-def main(script: str) -> int:
+def main(*script: str) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, script], env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, *script], env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(2)
     ]
@@ -29,4 +30,4 @@ def main(script: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

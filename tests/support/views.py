@@ -16,6 +16,11 @@ FULL = Gauges(
     gpu_utilization=0.5,
     gpu_temperature_celsius=60,
     gpu_power_watts=300,
+    memory_process_bytes=1,
+    gpu_slowdowns=("thermal",),
+    gpu_corrected_ecc_errors=5,
+    gpu_uncorrected_ecc_errors=1,
+    gpu_xid_errors=2,
 )
 
 

@@ -16,7 +16,7 @@ from support.real_processes import Mark, agent, coordinator
 
 pytestmark = pytest.mark.system
 HERE = Path(__file__).parent / "grafana"
-LIMIT_S = 50.0
+LIMIT_S = 100.0
 # What has no data here, and why. Everything else must have some.
 WITHOUT_DATA = {
     r"elche_rank_gpu_\w+": "only NVML has it, and there is no GPU",

@@ -17,7 +17,7 @@ from support.fleets import is_exact_so_far, lab
 from support.networks import lan, may_make_networks
 from support.real_processes import Mark, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 
 # Slurm
 
@@ -37,7 +37,7 @@ def slurm(tmp_path: Path, mark: Mark) -> Iterator[dict[str, str]]:
         yield env
     finally:
         subprocess.run(["bash", str(up), "down", str(folder)], check=False, env=mark.environment(env))
-        mark.assert_none_left(limit_s=40)
+        mark.assert_none_left(limit_s=100)
 
 
 def told(env: dict[str, str], *words: str) -> str:

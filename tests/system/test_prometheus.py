@@ -44,14 +44,14 @@ def addresses(tmp_path: Path) -> Iterator[tuple[str, str]]:
     yield address, metrics
     for process in (agent, coordinator):
         process.terminate()
-        process.wait(20)
+        process.wait(100)
 
 
 def metrics_with(url: str, name: str) -> str:
     """The page, once it has the metric. Asserts that this takes less than a minute."""
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
-        page: str = urllib.request.urlopen(url, timeout=5).read().decode()
+        page: str = urllib.request.urlopen(url, timeout=100).read().decode()
         if name in page:
             return page
     raise AssertionError(f"no {name} at {url}")

@@ -6,18 +6,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from elche_worker.collectives.averaging import Reduction
+from elche_worker.rank import connect
+from support.replicas import Make, World, new_rank
 from support.told import Rank
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    """Makes a rank that has had its first round."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
+    """Makes a rank that has had its first round. Its rounds are those of one among others, whose part a test plays."""
+    monkeypatch.setattr(Reduction, "follows_one", True)
     with ExitStack() as stack:
 
         def make(**changes: Any) -> Rank:
             rank = Rank(tmp_path, stack, **changes)
             rank.begin()
             return rank
+
+        yield make
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes ranks of one job. Where they would meet through the coordinator's store, they do in this process's."""
+    store = dist.HashStore()
+    monkeypatch.setattr(connect, "CoordinatorStore", lambda channel, secret: store)
+    with ExitStack() as stack:
+
+        def make(size: int, **changes: Any) -> World:
+            made = World([new_rank(tmp_path, rank, stack, **changes) for rank in range(size)])
+            made.join(attempt=2 if changes.get("loaded") else 1)
+            return made
 
         yield make

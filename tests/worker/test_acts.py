@@ -79,7 +79,7 @@ def batches_of(member: int, group_size: int) -> list[Batch]:
     loader.add(Lease(id=1, epoch=0, offset=0, size=7))
     batches: list[Batch] = []
     while len(batches) < 2:
-        assert ready.wait(10)
+        assert ready.wait(100)
         ready.clear()
         while loader.is_ready:
             batches.append(loader.take())

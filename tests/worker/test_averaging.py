@@ -81,7 +81,7 @@ class Ranks:
 
     def restore(self, position: int, memories: Any) -> None:
         """Goes on from `memories`."""
-        self._averagings[position].reduction.restore(memories)
+        self._averagings[position].reduction.restore(memories, {})
 
     def regroup(self) -> None:
         """The same ranks in a new generation, in another order."""
@@ -95,6 +95,13 @@ class Ranks:
     def complete(self, position: int, *, has_newer_steps: bool = False) -> Average:
         """The round's result comes into one rank's model."""
         return self._averagings[position].complete(has_newer_steps=has_newer_steps)
+
+    def alone(self, position: int, **changes: int) -> Average:
+        """A round of one rank that is alone meanwhile; nobody will ask for its result."""
+        group = SoloCollectives(attempt=1, generation=1, device=CPU)
+        asked = row(self.layouts[position], **changes)
+        self._averagings[position].start(group, asked, keeps_snapshot=True, keeps_result=False)
+        return self.complete(position, has_newer_steps=True)
 
     def round(self, rows: Callable[[int, Layout], Row]) -> list[Average]:
         """One blocking round; the results are in the models."""
@@ -216,6 +223,37 @@ def test_one_rank_alone_keeps_its_parameters() -> None:
     assert models[0].weight[0, 0].item() == pytest.approx(0.1)  # type: ignore[index]
 
 
+def test_a_rank_alone_has_its_result_and_keeps_no_copy_of_it() -> None:
+    (model,) = weights(0.1)
+    ranks = Ranks([model])
+    averaged = ranks.alone(0, weight=64, version=3, samples=100, local_step=7)
+    assert (averaged.version, averaged.samples, averaged.is_finite) == (4, 164, True)
+    assert torch.equal(model.weight, torch.full((2, 3), 0.1))
+    assert not ranks.layouts[0].flat_buffers
+    nn.init.constant_(model.weight, float("nan"))
+    assert not ranks.alone(0).is_finite
+    assert ranks.alone(0, weight=0).is_finite, "who brings nothing is not looked at"
+
+
+def test_who_comes_to_a_rank_that_was_alone_gets_its_values_and_knows_as_little_of_the_gains() -> None:
+    """Its step in their first round is none, and its mean one by rounding alone, of which no gain may be made."""
+    torch.manual_seed(0)
+    models: list[nn.Module] = [nn.Linear(30, 20, bias=False), nn.Linear(30, 20, bias=False)]
+    ranks = Ranks(models, merge="adascale", weighting="samples")
+    for number in range(3):
+        nudge(models[:1], seed=number)
+        ranks.alone(0, weight=3, version=1 + number)
+    (values,) = nudge(models[:1], seed=3)
+    ranks.round(lambda at, layout: row(layout, weight=[3, 0][at], version=[4, 0][at]))
+    assert len(ranks.digests()) == 1
+    assert torch.allclose(models[0].weight, values)  # type: ignore[arg-type]
+    for number in range(4):
+        for model in models:
+            (values,) = nudge([model], seed=10 + number)
+        ranks.round(lambda at, layout: row(layout, weight=3, version=5))
+        assert torch.allclose(models[0].weight, values, atol=1e-6), "who makes the same steps goes no further"  # type: ignore[arg-type]
+
+
 def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
     store = dist.HashStore()
     models = weights(1.0, 3.0)
@@ -227,7 +265,7 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
         averaging.start(group(store, position, 2), row(layout), keeps_snapshot=True)
         with torch.no_grad():
             models[position].weight.add_(10.0)  # type: ignore[operator, union-attr]
-        may_finish.wait(20)
+        may_finish.wait(100)
         averaging.complete(has_newer_steps=True)
 
     with ThreadPoolExecutor(2) as threads:
@@ -238,14 +276,15 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
 
 
 class Held(HostStreams):
-    """Streams whose communication begins when the test says so."""
+    """Streams whose collectives begin when the test says so."""
 
     def __init__(self) -> None:
         self.may_begin = threading.Event()
 
     @contextmanager
     def communication(self) -> Iterator[None]:
-        assert self.may_begin.wait(20)
+        if threading.current_thread().name.startswith("averaging"):
+            assert self.may_begin.wait(100)
         yield
 
 
@@ -314,9 +353,27 @@ def test_a_step_that_is_far_too_long_is_left_out(outliers: str) -> None:
     assert (largest < 10) == (outliers == "skip")
 
 
-def test_a_device_that_stays_wrong_is_left_out_of_every_round() -> None:
+def test_what_was_trained_meanwhile_on_values_that_are_left_out_is_dropped() -> None:
+    """Such steps are long, too: they would be left out of the next rounds, until the job fails."""
     ranks = known("skip")
-    assert all(wrong(ranks, 13 + number)[1].is_discarded for number in range(5))
+    nudge(ranks.models, 13)
+    with torch.no_grad():
+        ranks.models[1].weight[0, 0] = 1e6  # type: ignore[index, operator]
+    ranks.all(lambda at: ranks.start(at, row(ranks.layouts[at], local_step=13), keeps_snapshot=True))
+    for model in ranks.models:
+        with torch.no_grad():
+            model.weight[0, 0] *= 0.9  # type: ignore[index, operator]
+    done = ranks.all(lambda at: ranks.complete(at, has_newer_steps=True))
+    assert [averaged.is_discarded for averaged in done] == [False, True, False]
+    result = ranks.layouts[1].flat_buffers["float32"][:6]
+    assert torch.equal(ranks.models[1].weight.detach().reshape(-1), result)  # type: ignore[operator, union-attr]
+    assert not torch.equal(ranks.models[0].weight.detach().reshape(-1), result)  # type: ignore[operator, union-attr]
+
+
+def test_a_device_that_stays_wrong_is_left_out_until_the_job_fails() -> None:
+    """Of as many rounds in a row as the coordinator allows (`MAX_DISCARDED`)."""
+    ranks = known("skip")
+    assert all(wrong(ranks, 13 + number)[1].is_discarded for number in range(3))
 
 
 def counting(*counts: int) -> list[nn.Module]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import checkpoints_in, newest
+from elche.manifest import EMA, checkpoints_in, newest
 from elche_worker.model.checkpoint import About, CheckpointData, Target, load, other_buffers, weights_of
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
@@ -90,7 +91,9 @@ def test_a_draft_of_what_is_to_stay_is_left_to_the_rank_that_writes_it(tmp_path:
 
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
     Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
-    said = subprocess.check_output([sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=60)
+    said = subprocess.check_output(
+        [sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=100
+    )
     assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["1-00000001"]
     assert load(str(tmp_path)).weights["weight"].shape == (3, 4)
@@ -182,6 +185,22 @@ def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
         assert torch.equal(before, after)
     plain = build()
     plain.load_state_dict(load(str(tmp_path)).weights)
+
+
+@pytest.mark.parametrize("place", ["{}", "file://{}"])
+def test_a_moving_average_is_a_model_that_plain_pytorch_reads(tmp_path: Path, place: str) -> None:
+    """With what is not averaged as it is in the weights, and without buffers that a model does not save."""
+    whole = {"weight": torch.zeros(2, dtype=torch.bfloat16), "counter": torch.tensor(3)}
+    mean = {"weight": torch.ones(2), "hidden": torch.ones(1)}
+    target = Target(place.format(tmp_path))
+    target.write("1-00000001", CheckpointData(whole, {"rank": 0}, mean=mean), ABOUT, TRAINING)
+    plain = load_file(tmp_path / "1-00000001" / EMA)
+    assert plain.keys() == whole.keys()
+    assert torch.equal(plain["weight"], torch.ones(2))
+    loaded = load(target.place)
+    assert torch.equal(loaded.model["weight"], torch.ones(2, dtype=torch.bfloat16))
+    assert loaded.model["counter"] == 3
+    assert torch.equal(loaded.mean["hidden"], torch.ones(1))
 
 
 def test_the_first_tensor_that_has_changed_is_named(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 """Data sets as jobs give them: shards that are read in order, draws by weight, and what is refused with a reason."""
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, get_worker_info
 
 from elche.errors import InvalidJob
 from elche_worker import Shards
+from elche_worker.data import dataset
 from elche_worker.data.dataset import AsItIs, Drawn, Shuffled, as_dataset, order_of
+from elche_worker.data.fetching import Fetch, Indices
+from elche_worker.data.lease_loader import LeaseLoader
 
 SIZES = [3, 0, 4, 1]
 SAMPLES = ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "3.0"]
@@ -113,6 +118,19 @@ def test_a_position_before_the_first_is_an_index_error() -> None:
         Shards(SIZES, Library().open)[-1]
 
 
+def test_a_stream_that_divides_itself_among_worker_processes_gives_all_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's documentation writes streams, and libraries do: elche divides already."""
+
+    def stream(_: int) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(6) if info is None else range(info.id, 6, info.num_workers)
+
+    two = SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", two)
+    assert Shards([6], stream).__getitems__(list(range(6))) == list(range(6))
+    assert get_worker_info() is two
+
+
 def test_shards_can_be_iterated_like_any_sequence() -> None:
     def open_file(index: int) -> list[str]:
         if index >= len(SIZES):
@@ -152,6 +170,20 @@ def test_one_stream_is_one_shard() -> None:
     shards = as_dataset(Stream(5, 3), "train.py")
     assert shards.sizes == (3,)
     assert [shards[position] for position in range(3)] == [5, 6, 7]
+
+
+def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read for ever, before the first batch, without a word."""
+
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return count()
+
+    monkeypatch.setattr(dataset, "COUNT_S", 0.01)
+    with pytest.raises(
+        InvalidJob, match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*say in its __len__"
+    ):
+        as_dataset([Stream(0, 3), Endless()], "train.py")
 
 
 def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
@@ -294,3 +326,20 @@ def test_shards_cannot_be_drawn_from() -> None:
 def test_weights_may_be_a_tensor_that_has_a_gradient() -> None:
     weights = torch.tensor([0.0, 1.0, 0.0], requires_grad=True)
     assert order_of(["a", "b", "c"], weights, 0, "train.py").indices(0, 0, 5) == [1] * 5
+
+
+def test_augmentation_differs_from_epoch_to_epoch_and_is_the_same_whoever_fetches_the_batch() -> None:
+    def drawn(epoch: int, first: int) -> float:
+        Fetch([0], None, "train.py", seed=3)._seed_worker(Indices([first, 9], epoch))
+        return float(torch.rand(1))
+
+    assert drawn(0, 5) == drawn(0, 5)
+    assert len({drawn(0, 5), drawn(1, 5), drawn(0, 6)}) == 3
+
+
+def test_batches_that_are_fetched_ahead_take_a_bounded_part_of_the_memory() -> None:
+    loader = SimpleNamespace(_is_stopped=False, _ready=[1], _ready_bytes=200 << 20, transfer=SimpleNamespace(room=None))
+    assert LeaseLoader._has_room(cast(LeaseLoader, loader), 56 << 20)
+    assert not LeaseLoader._has_room(cast(LeaseLoader, loader), 57 << 20)
+    loader._ready = []
+    assert LeaseLoader._has_room(cast(LeaseLoader, loader), 1 << 40), "a batch that is larger than that comes alone"

@@ -113,7 +113,7 @@ def test_unlike_devices_are_summed_up_by_name_and_memory() -> None:
 @needs_no_gpu
 def test_a_worker_without_any_usable_device_ends_with_one_clear_error() -> None:
     command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", "127.0.0.1:9", "--devices", "cuda:0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 2
     left_out, error = done.stderr.splitlines()
     assert left_out.startswith("elche: cuda:0 cannot be used and is left out: ")

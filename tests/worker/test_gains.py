@@ -161,3 +161,66 @@ def test_a_row_that_nobody_has_moved_has_no_gain() -> None:
     for _ in range(3):
         spread.learn(torch.zeros(1), torch.zeros(1))
     assert spread.gains(4.0).tolist() == [1.0]
+
+
+def gain_of(size: float, dtype: torch.dtype) -> float:
+    """How far rounds go along a noisy mean, after eight of them, with steps of such a size."""
+    models = [nn.Linear(COLUMNS, 1, bias=False).to(dtype) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    world = ranks(list(models))
+    noise = torch.Generator().manual_seed(1)
+    for number in range(1, 9):
+        before = models[0].weight.detach().clone()
+        with torch.no_grad():
+            for model in models:
+                model.weight += size * torch.randn(COLUMNS, generator=noise, dtype=dtype)
+            mean = (models[0].weight + models[1].weight).detach() / 2 - before
+        world.round(lambda position, layout, number=number: row(layout, weight=8, version=number))
+    assert len(world.digests()) == 1
+    return float(((models[0].weight.detach() - before) / mean).mean())
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1e12, torch.float32), (1e-12, torch.float32), (1e24, torch.float64), (1e-24, torch.float64)],
+)
+def test_long_and_short_steps_are_as_noisy(size: float, dtype: torch.dtype) -> None:
+    assert gain_of(size, dtype) == pytest.approx(2.0, rel=0.05)
+
+
+def test_steps_whose_squares_overflow_are_averaged() -> None:
+    assert gain_of(1e21, torch.float32) == pytest.approx(1.0)
+    assert gain_of(1e160, torch.float64) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("what", [float("inf"), float("nan")])
+@pytest.mark.parametrize("whose", ["steps", "mean"])
+def test_where_something_is_not_finite_the_gain_is_one_and_the_row_begins_anew(what: float, whose: str) -> None:
+    spread = Spread.empty(2, torch.device("cpu"))
+
+    def learn(steps: list[float], mean: list[float]) -> list[float]:
+        spread.learn(torch.tensor(steps, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64))
+        return spread.gains(2.0).tolist()
+
+    learn([2.0, 2.0], [0.0, 0.0])
+    assert learn([what if whose == "steps" else 2.0, 2.0], [1.0, 1.0]) == [2.0, 2.0]
+    assert learn([2.0, 2.0], [what if whose == "mean" else 1.0, 1.0]) == [1.0, 2.0]
+    assert learn([2.0, 2.0], [1.0, 1.0]) == [2.0, 2.0]
+
+
+def test_a_checkpoint_of_before_has_what_is_known_in_float32() -> None:
+    models = zeros(2)
+    world = ranks(models)
+    for number in range(1, 4):
+        train(models, number)
+        world.round(lambda position, layout, number=number: row(layout, weight=8, version=number))
+    kept = deepcopy(world.memories(0))
+    kept["float32"]["spread"] = [one.float() for one in kept["float32"]["spread"]]
+    for position in range(2):
+        world.replace(position)
+        world.restore(position, deepcopy(kept))
+    for number in (4, 5):
+        world.round(lambda position, layout, number=number: row(layout, weight=8 * (number > 4), version=number))
+    assert len(world.digests()) == 1
+    assert world.memories(0)["float32"]["spread"][0].dtype == torch.float64

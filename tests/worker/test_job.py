@@ -1,5 +1,6 @@
 """A `TrainingJob` refuses what cannot work, by name, and trains on one device without a coordinator."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from elche.errors import InvalidJob
 from elche_worker import Strategy, TrainedState, TrainingJob
+from elche_worker.run import handle
 
 
 def dataset() -> TensorDataset:
@@ -60,6 +62,25 @@ JOB = TrainingJob(
 def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: object, says: str) -> None:
     with pytest.raises(InvalidJob, match=says):
         replace(JOB, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("anchor", 3),
+        ("max_anchor", 20),
+        ("overhead_target", 0.1),
+        ("divergence_threshold", 0.0),
+        ("speed_hint", (1, 2.0)),
+        ("max_batch_diff", 4),
+    ],
+)
+def test_what_has_no_effect_after_every_batch_is_refused_by_name(name: str, value: object) -> None:
+    """They were taken, and ignored."""
+    with pytest.raises(InvalidJob, match=rf"{name} has no effect with policy 'sync', .*: leave it at .*, or use"):
+        replace(JOB, policy="sync", **{name: value})
+    replace(JOB, policy="sync", **{name: getattr(JOB, name)})
+    replace(JOB, policy="async", **{name: value})
 
 
 def test_on_one_device_a_job_trains_without_a_coordinator() -> None:
@@ -147,3 +168,17 @@ def test_a_field_that_there_is_not_is_named_with_those_that_are_like_it() -> Non
         TrainingJob(epoch=3)
     with pytest.raises(InvalidJob, match=r"^a TrainingJob has no xyzzy$"):
         TrainingJob(xyzzy=3)
+
+
+def test_a_job_with_other_functions_than_its_files_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks run the file anew, and would train with the functions of its `job`."""
+    monkeypatch.setattr(sys.modules[__name__], "job", JOB, raising=False)
+    monkeypatch.delitem(sys.modules, "elche_job", raising=False)  # a job's file that another test has loaded
+    begun: list[str] = []
+    monkeypatch.setattr(handle, "Handle", lambda job, arguments: begun.extend(arguments))
+    other = replace(JOB, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InvalidJob, match=r"runs the `job` of its file, and this one has another optimizer"):
+        other.start()
+    assert not begun
+    replace(JOB, epochs=7).start()
+    assert begun[begun.index("--epochs") + 1] == "7"

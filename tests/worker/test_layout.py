@@ -24,7 +24,7 @@ class Everything(nn.Module):
         self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex64))
         self.empty = nn.Parameter(torch.empty(0))
         self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("mean", torch.randn(3))
+        self.register_buffer("running_mean", torch.randn(3))
 
 
 def placed(model: nn.Module, **policies: str) -> Layout:
@@ -42,7 +42,7 @@ def test_each_sort_of_tensor_goes_where_it_belongs() -> None:
         "f64": "float64",
         "phase": "float32",
         "count": "broadcast",
-        "mean": "float32",
+        "running_mean": "float32",
     }
 
 

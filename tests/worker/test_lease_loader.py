@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from elche.permutation import permutation_slice
 from elche_worker.data.dataset import Shuffled
-from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader
+from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
 from elche_worker.device.transfer import to_device
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
@@ -41,7 +43,7 @@ def loader_of(dataset: Indices, num_workers: int = 0) -> tuple[LeaseLoader, thre
 
 def take(loader: LeaseLoader, wake: threading.Event) -> Any:
     while not loader.is_ready:
-        assert wake.wait(10)
+        assert wake.wait(100)
         wake.clear()
     return loader.take()
 
@@ -114,11 +116,47 @@ class Deadly(Indices):
         os._exit(3)
 
 
+@pytest.fixture
+def unsignalled() -> Iterator[None]:
+    """Once the main thread has used a `DataLoader`, PyTorch raises in it, whatever it does, when a worker dies."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("unsignalled")
 def test_a_worker_process_that_dies_is_an_error() -> None:
+    before = set(threading.enumerate())
     loader, wake = loader_of(Deadly(1000), num_workers=1)
+    (its_thread,) = (one for one in set(threading.enumerate()) - before if one.name == "loader")
     loader.add(Lease(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         take(loader, wake)
+    loader.stop()
+    its_thread.join(100)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EOFError(),
+        ConnectionResetError(104, "reset"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed"),
+    ],
+)
+def test_however_the_death_of_a_worker_process_shows_it_is_known(error: Exception) -> None:
+    """It was taken for a mistake in the user's file, which ends the job."""
+    assert isinstance(WorkerLost.of(error), WorkerLost)
+    mistake = RuntimeError("the shapes do not match")
+    assert WorkerLost.of(mistake) is mistake
+
+
+def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
+    """Those of Python 3.14's default cannot import the user's file."""
+    loader, _ = loader_of(Indices(2000), num_workers=1)
+    context = loader._loader.multiprocessing_context
+    loader.stop()
+    assert context.get_start_method() == "fork"
 
 
 def test_nested_structures_are_moved_and_keep_their_form() -> None:

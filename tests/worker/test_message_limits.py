@@ -1,12 +1,17 @@
 """A message that is too large is refused where it is sent, with the name of what is too large."""
 
 import queue
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from elche.errors import ElcheError, Misuse
 from elche.network import MAX_MESSAGE_BYTES
+from elche.ready import MAX_TENSORS
 from elche.v1 import rank_pb2
+from elche_worker.model.layout import Layout
+from elche_worker.rank.main import _described
 from elche_worker.session.session import Session
 from elche_worker.trainer.attached import checked_metrics
 
@@ -23,6 +28,12 @@ def test_a_model_that_is_too_large_to_describe_is_not_blamed_on_scalars(session:
     ready = rank_pb2.Ready(tensors=["layer.weight float32 [1] parameter" * 30] * (MAX_MESSAGE_BYTES // 1000))
     with pytest.raises(ElcheError, match=r"\(ready\) is \d+ bytes.*it names every tensor"):
         session.send(rank_pb2.ConverseRequest(ready=ready))
+
+
+@pytest.mark.parametrize("tensors", [["w float32"] * (MAX_TENSORS + 1), ["w" * 1025] * 1024])
+def test_a_model_that_the_coordinator_would_refuse_is_not_described(tensors: list[str]) -> None:
+    assert _described(cast(Layout, SimpleNamespace(entries=tensors))) == []
+    assert _described(cast(Layout, SimpleNamespace(entries=tensors[:1000]))) == tensors[:1000]
 
 
 def test_scalars_that_are_too_large_are_named(session: Session) -> None:

@@ -28,7 +28,7 @@ class QuietCoordinator(agent_pb2_grpc.AgentServiceServicer):
         welcome = agent_pb2.AgentWelcome(agent_id="agent-1", store="store")
         yield agent_pb2.AttendResponse(welcome=welcome)
         self.attended.release()
-        self.breaks.wait(30)
+        self.breaks.wait(100)
         self.breaks.clear()
         context.abort(grpc.StatusCode.UNAVAILABLE, "it breaks")
 
@@ -60,12 +60,12 @@ def one() -> Iterator[tuple[QuietCoordinator, grpc.Server, Ranks]]:
     agent._processes = ranks  # type: ignore[assignment]
     thread = threading.Thread(target=agent.run)
     thread.start()
-    assert servicer.attended.acquire(timeout=20)
+    assert servicer.attended.acquire(timeout=100)
     yield servicer, server, ranks
     agent.stop()
     servicer.breaks.set()
     server.stop(None)
-    thread.join(20)
+    thread.join(100)
     assert not thread.is_alive()
 
 
@@ -74,7 +74,7 @@ def test_a_stream_that_was_quiet_for_long_breaks_and_no_rank_is_ended(one: Any) 
     servicer, _, ranks = one
     assert not ranks.ended.wait(3 * KEEP_S), "it is quiet, not away"
     servicer.breaks.set()
-    assert servicer.attended.acquire(timeout=20), "it attends again"
+    assert servicer.attended.acquire(timeout=100), "it attends again"
     assert not ranks.ended.is_set()
     first, again = servicer.hellos
     assert again.identity == first.identity
@@ -85,4 +85,4 @@ def test_ranks_are_ended_when_the_coordinator_does_not_come_back(one: Any) -> No
     servicer, server, ranks = one
     server.stop(None)
     servicer.breaks.set()
-    assert ranks.ended.wait(20)
+    assert ranks.ended.wait(100)

@@ -1,7 +1,9 @@
 """Steps that are far longer than a rank's steps before are found, and what all ranks do is not left out."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, nan
+from random import Random
 
 import pytest
 
@@ -57,18 +59,81 @@ def test_more_batches_may_go_further(num_batches: int, most: float) -> None:
     assert not known().enters(1.01 * most, num_batches)
 
 
-def test_what_is_left_out_teaches_nothing() -> None:
-    rank = known()
-    for _ in range(50):
-        assert not rank.round(100.0, is_averaged=False)
+def left_out(steps: Iterable[float]) -> list[int]:
+    """The rounds of a rank with such steps that would leave it out, if others' steps are usual."""
+    rank, out = known(), []
+    for at, norm in enumerate(steps):
+        is_usual = rank.enters(norm)
+        rank.round(norm, is_averaged=is_usual)
+        out += [] if is_usual else [at]
+    return out
+
+
+@pytest.mark.parametrize(("times", "num_out"), [(0.9, 0), (1.1, 1), (2.1, 2), (4.1, 3)])
+def test_a_lasting_change_is_usual_after_some_rounds(times: float, num_out: int) -> None:
+    assert left_out([times * MOST] * 50) == list(range(num_out))
+
+
+def test_steps_with_a_gradient_now_and_then_are_usual_in_time() -> None:
+    """Between the first ones are only short steps, as of a weight decay: a sparse reward that is found late."""
+    steps = [1000.0 if at % 5 == 0 else 1.0 for at in range(500)]
+    assert 0 < len(left_out(steps)) <= 7
+
+
+def test_faults_now_and_then_stay_unusual() -> None:
+    steps = [1e4 if at % 100 == 0 else 1.0 for at in range(2000)]
+    assert left_out(steps) == list(range(0, 2000, 100))
+
+
+@pytest.mark.parametrize("quiet", [0.0, 1e-9])
+@pytest.mark.parametrize("num_rounds", [1, 500, 5000])
+def test_the_first_step_after_a_time_without_gradients_is_usual(quiet: float, num_rounds: int) -> None:
+    assert left_out([quiet] * num_rounds + [1.0] * 3) == []
+
+
+def test_what_was_long_once_is_not_the_measure_for_ever() -> None:
+    """Steps of a hundredth: 500 rounds later the longest of all is the limit, and no longer twenty times that."""
+    assert left_out([0.01] * 500 + [1.01]) == [500]
+
+
+def test_until_a_step_has_any_length_nothing_is_unusual() -> None:
+    rank = Rank()
+    assert all(rank.round(0.0) for _ in range(3 * NUM_KNOWN))
     assert rank.round(1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("task", ["hinge", "sparse reward", "unbalanced classes"])
+def test_a_normal_training_has_no_unusual_steps(task: str, seed: int) -> None:
+    """Norms as such trainings have them: fewer and fewer gradients; hardly any, and more later; seldom far longer."""
+    dice = Random(seed)
+
+    def norm(done: float) -> float:
+        size = dice.lognormvariate(0, 0.5)
+        match task:
+            case "hinge":
+                return size * (1 - done) if dice.random() > done else 0.0
+            case "sparse reward":
+                return size * (1 - done) if dice.random() < 0.02 + 0.5 * done else 0.0
+            case _:
+                return (8 if dice.random() < 0.02 else 1) * size * (1 - done)
+
+    rank = Rank()
+    assert all(rank.round(norm(at / 2000), dice.choice([1, 2, 3])) for at in range(2000))
+
+
+@pytest.mark.parametrize("fault", [inf, 2.0**64, 1e3, 30.0])
+def test_a_planted_fault_is_found_at_once(fault: float) -> None:
+    """An exponent's bit, a wrong type, parameters of zeros: far longer than a step."""
+    dice = Random(1)
+    steps = [dice.lognormvariate(0, 0.3) for _ in range(100)]
+    assert left_out([*steps, fault * max(steps), *steps]) == [100]
 
 
 def test_what_all_do_becomes_usual() -> None:
     rank = known()
-    assert not rank.round(20.0)
-    assert not all(rank.round(20.0) for _ in range(2))
-    assert all(rank.round(20.0) for _ in range(20))
+    assert not rank.round(2 * MOST, is_averaged=True)
+    assert all(rank.round(2 * MOST) for _ in range(20))
 
 
 def test_steps_that_grow_with_a_warm_up_are_usual() -> None:

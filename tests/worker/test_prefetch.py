@@ -102,7 +102,7 @@ class Fed:
 
     def wait_for(self, num_ready: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.loader.num_ready >= num_ready, timeout=30)
+            assert self._changed.wait_for(lambda: self.loader.num_ready >= num_ready, timeout=100)
 
     def train(self, num_batches: int) -> None:
         for _ in range(num_batches):
@@ -153,6 +153,23 @@ def test_nothing_is_prefetched_where_memory_is_tight_and_again_when_it_is_not(de
         fed.lease(3)
         assert fed.transfer.room
         fed.train(3)
+    fed.loader.stop()
+
+
+def test_what_is_set_aside_stays_free_as_long_as_there_is_so_much(device: Device) -> None:
+    fed = Fed()
+    device.memory.free, device.memory.total = 100, 0
+    fed.transfer.set_aside_bytes = 70
+    with fed.streams.compute():
+        fed.lease(3)
+        fed.train(3)
+        fed.lease(1)
+        assert (fed.transfer.room, fed.transfer.spare_bytes) == (3, 100), "batches of 8 bytes in the other 30"
+        fed.train(1)
+        device.memory.free = 60
+        fed.lease(1)
+        assert (fed.transfer.room, fed.transfer.set_aside_bytes) == (7, 0)
+        fed.train(1)
     fed.loader.stop()
 
 

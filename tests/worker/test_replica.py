@@ -1,141 +1,21 @@
 """Ranks without a coordinator: real models, loaders and gloo groups, and the test in their loops' place."""
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from elche.v1 import rank_pb2
 from elche_worker import outer, this_rank
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.data.lease_loader import Lease
-from elche_worker.device.streams import HostStreams
-from elche_worker.model.checkpoint import Loaded, load, new_whole
-from elche_worker.rank import checkpoint_capture, connect
-from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
-from elche_worker.rank.replica import AppliedResult, Replica
-from elche_worker.user.schedule import Progress
-from support.solo import BATCH_SIZE, JOB, SIZE, launch, parts_of
-
-
-@dataclass
-class Rank:
-    """One replica, and what its job's schedule was asked."""
-
-    replica: Replica
-    ready: threading.Semaphore
-    """Counts the batches that the loader has brought."""
-    asked: list[Progress] = field(default_factory=list)
-    num_leased: int = 0
-    generation: int = 0
-    """Which its next round is in."""
-
-    def join(self, generation: int, position: int, size: int, *, attempt: int = 1) -> None:
-        """Meets the other ranks of a generation."""
-        self.replica.join_generation(JoinGeneration(attempt, generation, position, size, "gloo"))
-        assert not self.replica.finish_build(generation)
-        self.generation = generation
-
-    def train(self, num_batches: int) -> None:
-        """Leases and trains so many batches, each at the position that the replica says it is at."""
-        if not num_batches:
-            return
-        size = num_batches * BATCH_SIZE
-        self.replica.take_lease(Lease(id=self.num_leased + 1, epoch=0, offset=self.num_leased, size=size))
-        self.num_leased += size
-        for _ in range(num_batches):
-            assert self.ready.acquire(timeout=20)
-            self.replica.train(TrainBatch(self.replica.progress.samples, self.replica.rates.factor))
-
-    def enter(self, round_id: int, *, may_be_checkpoint: bool = False) -> None:
-        """Takes the snapshot and starts the averaging."""
-        row = self.replica.row(round_id, self.generation)
-        self.replica.enter_round(EnterRound(row, may_be_checkpoint=may_be_checkpoint))
-
-    @property
-    def lr(self) -> float:
-        """With which the last batch was trained."""
-        return float(self.replica.optimizers[0].param_groups[0]["lr"])
-
-
-class World:
-    """Ranks with a thread each."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
-        self.ranks = ranks
-        self._threads = ThreadPoolExecutor(len(ranks))
-
-    def all(self, act: Callable[[int, Rank], Any]) -> list[Any]:
-        """What each rank returns, all at once."""
-        return [one.result() for one in [self._threads.submit(act, at, rank) for at, rank in enumerate(self.ranks)]]
-
-    def join(self, attempt: int) -> None:
-        """All ranks meet in one group."""
-        size = len(self.ranks)
-        self.all(lambda at, rank: rank.join(1, at, size, attempt=attempt))
-
-    def round(self, round_id: int, *newer: int) -> list[AppliedResult]:
-        """One round, during which ranks may train newer batches."""
-        self.all(lambda at, rank: rank.enter(round_id))
-        for rank, num_batches in zip(self.ranks, newer, strict=False):
-            rank.train(num_batches)
-        held: list[AppliedResult] = self.all(lambda at, rank: rank.replica.apply_result())
-        return held
-
-
-Make = Callable[..., World]
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes ranks of one job. Where they would meet through the coordinator's store, they do in this process's."""
-    store = dist.HashStore()
-    monkeypatch.setattr(connect, "CoordinatorStore", lambda channel, secret: store)
-    with ExitStack() as stack:
-
-        def make(size: int, **changes: Any) -> World:
-            made = World([new_rank(tmp_path, rank, stack, **changes) for rank in range(size)])
-            made.join(attempt=2 if changes.get("loaded") else 1)
-            return made
-
-        yield make
-
-
-def new_rank(folder: Path, rank: int, stack: ExitStack, loaded: Loaded | None = None, **changes: Any) -> Rank:
-    asked: list[Progress] = []
-
-    def schedule(progress: Progress) -> float:
-        asked.append(progress)
-        return 1.0
-
-    job = replace(JOB, schedule=schedule, **changes) if "scheduler" not in changes else replace(JOB, **changes)
-    ready = threading.Semaphore(0)
-    parts = stack.enter_context(parts_of(job, ready.release))
-    nobody: Any = None
-    replica = Replica(
-        launch(folder, rank),
-        job,
-        replace(parts, loaded=loaded),
-        channel=nobody,
-        streams=HostStreams(),
-        wake=lambda: None,
-        tell=lambda message: None,
-    )
-    return Rank(replica, ready, asked)
-
-
-def weight(rank: Rank) -> torch.Tensor:
-    model: Any = rank.replica.model
-    return model.weight.detach().clone()  # type: ignore[no-any-return]
-
+from elche_worker.model.checkpoint import load, new_whole
+from elche_worker.rank import checkpoint_capture
+from elche_worker.rank.acts import TrainBatch, UseResult
+from elche_worker.rank.replica import Replica
+from support.replicas import Make, World, weight, write, written
+from support.solo import BATCH_SIZE, SIZE
 
 # The learning rate's position (row W4)
 
@@ -308,23 +188,6 @@ def test_moments_of_a_rank_whose_step_is_far_too_long_are_forgotten_when_it_is_s
     assert kept[-2:] == [[2, 2], [2, 0]]
 
 
-def write(replica: Replica, round_id: int, training: str = "{}") -> list[rank_pb2.ConverseRequest]:
-    """Begins the checkpoint of a round that has just been committed; returns what is told when it is over."""
-    told: list[rank_pb2.ConverseRequest] = []
-    replica.checkpoints.writer._tell = told.append
-    order = rank_pb2.WriteCheckpoint(name=f"{round_id}-00000002", training=training)
-    replica.resolve_checkpoint(ResolveCheckpoint(round_id, round_id, is_written=True), order)
-    return told
-
-
-def written(replica: Replica, round_id: int, training: str = "{}") -> Loaded:
-    """The checkpoint of a round that has just been committed, when it is whole."""
-    told = write(replica, round_id, training)
-    replica.checkpoints.writer._thread.shutdown(wait=True)
-    assert told[-1].HasField("checkpoint_saved"), told
-    return load(told[-1].checkpoint_saved.path, new_whole)
-
-
 def test_a_round_that_is_over_becomes_no_checkpoint(world: Make) -> None:
     """The buffers have a later result, which the books of that round do not know: its samples would count twice."""
     ranks = world(2)
@@ -344,7 +207,7 @@ def copy_late(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, finish_copy = checkpoint_capture._copy, replica.checkpoints.capture.finish_copy
 
     def wait_and_copy(*arguments: Any) -> None:
-        assert is_waited_for.wait(20)
+        assert is_waited_for.wait(100)
         copy(*arguments)
 
     def wait_for_copy() -> None:
@@ -386,7 +249,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
 
     def write_late(*arguments: Any) -> Any:
         has_begun.set()
-        assert may_write.wait(20)
+        assert may_write.wait(100)
         return write_all(*arguments)
 
     monkeypatch.setattr(writer.checkpoints.writer._target, "write", write_late)
@@ -398,7 +261,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
         results.append(weight(ranks.ranks[0]))
         if round_id == 2:
             told = write(writer, 2)
-            assert has_begun.wait(20)
+            assert has_begun.wait(100)
     writer.checkpoints.capture.finish_copy()
     may_write.set()
     writer.checkpoints.writer._thread.shutdown(wait=True)
@@ -494,3 +357,65 @@ def test_a_peer_of_the_job_s_own_collectives_is_no_error_of_the_job(
     with pytest.raises(raised, match=text[:20]) as seen:
         rank.train(1)
     assert type(seen.value) is raised
+
+
+# What is the user's
+
+
+def test_a_rank_that_joins_gets_the_rates_and_multiplies_none_twice(world: Make) -> None:
+    called: list[int] = []
+
+    def halve(rank: Any, epoch: int) -> None:
+        called.append(epoch)
+        rank.set_lr_scale(rank.lr_factor / 2)
+
+    old, new = (world(1, averaging="blocking", epoch_fn=halve).ranks[0] for _ in range(2))
+    World([old]).round(1)
+    old.train(1)
+    both = World([old, new])
+    both.all(lambda at, rank: rank.join(2, at, 2))
+    both.round(2)
+    assert new.replica.rates.factor == 0.5
+    both.all(lambda at, rank: rank.train(1))
+    assert called == [0, 0]  # it may set more than rates, on each rank
+    assert [rank.lr for rank in both.ranks] == pytest.approx([0.05, 0.05])
+
+
+def test_epoch_fn_is_called_once_for_an_epoch_though_later_leases_are_of_an_earlier_one(world: Make) -> None:
+    called: list[int] = []
+    (rank,) = world(1, epoch_fn=lambda rank, epoch: called.append(epoch)).ranks
+    for number, epoch in enumerate((0, 1, 0, 1, 2), 1):
+        rank.replica.take_lease(Lease(id=number, epoch=epoch, offset=rank.num_leased, size=BATCH_SIZE))
+        rank.num_leased += BATCH_SIZE
+        assert rank.ready.acquire(timeout=100)
+        rank.replica.train(TrainBatch(0, rank.replica.rates.factor))
+        assert rank.replica.epoch == epoch
+    assert called == [0, 1, 2]
+
+
+@pytest.mark.parametrize("averaging", ["blocking", "overlapped"])
+def test_what_after_round_changes_stays_in_the_result_and_beside_newer_steps(world: Make, averaging: str) -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def after_round(model: Any, version: int) -> None:
+        results[id(model)] = model.weight.clone()
+        model.weight += 0.5
+
+    ranks = world(2, averaging=averaging, after_round=after_round)
+    newer = (2, 0) if averaging == "overlapped" else ()
+    ranks.round(1)
+    ranks.all(lambda at, rank: rank.train(1))
+    ranks.all(lambda at, rank: rank.enter(2))
+    entered = weight(ranks.ranks[0])
+    for rank, num_batches in zip(ranks.ranks, newer, strict=False):
+        rank.train(num_batches)
+    newer_steps = weight(ranks.ranks[0]) - entered
+    ranks.all(lambda at, rank: rank.replica.apply_result())
+    first, second = ranks.ranks
+    for rank in ranks.ranks:
+        shifted = results[id(rank.replica.model)] + 0.5
+        assert torch.equal(rank.replica.layout.result_views()["weight"].view_as(shifted), shifted)
+    assert torch.equal(weight(second), results[id(second.replica.model)] + 0.5)
+    assert bool(newer_steps.any()) == bool(newer)
+    assert torch.allclose(weight(first) - weight(second), newer_steps, rtol=0, atol=1e-6)

@@ -75,6 +75,17 @@ def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: objec
     assert early == pytest.approx(rates(again_optimizer))
 
 
+def test_after_its_last_step_one_cycle_stays_where_it_is() -> None:
+    """Stepped by hand it raises there; a job may be longer."""
+    optimizer = new_optimizer()
+    cycle = LearningRates([optimizer], scheduler=lambda one: lr_scheduler.OneCycleLR(one, [0.5, 2.0], total_steps=60))
+    cycle.set(at(60))
+    last = rates(optimizer)
+    for step in (61, 90):
+        cycle.set(at(step))
+        assert rates(optimizer) == last
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

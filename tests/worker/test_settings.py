@@ -13,6 +13,7 @@ from elche.v1 import rank_pb2
 from elche_coordinator.codec import rank_event
 from elche_coordinator.core.messages.events import RankReady, ResultReceived
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.spec import first_disagreement
 from elche_worker import TrainingJob
 from elche_worker.model.layout import Layout
 from elche_worker.rank.main import _ready
@@ -33,10 +34,10 @@ JOB = TrainingJob(
 )
 
 
-def settings_of(job: TrainingJob) -> AgreedSettings:
+def settings_of(job: TrainingJob, merge: str = "mean") -> AgreedSettings:
     """As the coordinator has them."""
     extent = Extent(dataset_size=100, batch_size=8, epochs=job.epochs, drop_last=job.drop_last, max_steps=job.max_steps)
-    ready = _ready(job, extent, Layout(job.model()), LAUNCH)
+    ready = _ready(job, extent, Layout(job.model()), LAUNCH, merge=merge)
     message = rank_pb2.ConverseRequest.FromString(rank_pb2.ConverseRequest(ready=ready).SerializeToString())
     event = rank_event(ADDRESS, message)
     assert isinstance(event, RankReady)
@@ -86,6 +87,14 @@ def test_what_the_file_leaves_out_is_what_the_job_has() -> None:
     for name in ("max_anchor", "overhead_target", "divergence_threshold", "keep_checkpoints", "policy"):
         assert getattr(settings, name) == getattr(JOB, name), name
     assert (settings.dataset_size, settings.batch_size, settings.epochs) == (100, 8, 2)
+
+
+def test_ranks_must_come_to_the_same_merge() -> None:
+    """One that finds another number of optimizers would make other rounds."""
+    one, other = settings_of(JOB, merge="mean"), settings_of(JOB, merge="adascale")
+    difference = first_disagreement({Rank(0): one, Rank(1): other})
+    assert difference is not None
+    assert "averaging_options" in difference
 
 
 def test_the_anchor_is_short_where_averaging_overlaps() -> None:

@@ -1,5 +1,6 @@
 """One batch: whole or in parts, in the precision that the device has, compiled or not."""
 
+import re
 from collections import namedtuple
 from dataclasses import replace
 from typing import Any
@@ -8,8 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from elche.errors import InvalidJob
 from elche_worker import TrainingJob, record_scalar
-from elche_worker.model.step import Built, TrainStep, evaluate_part, possible_precision, split
+from elche_worker.data.fetching import Fetch, Indices
+from elche_worker.device.kinds import KINDS, MemoryUse
+from elche_worker.model.step import Built, TrainStep, merge_of, possible_precision, split
+from elche_worker.user.loading import describe_raised
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
@@ -42,6 +47,18 @@ def stepped(job: TrainingJob, size: int = 7, num_steps: int = 3) -> tuple[torch.
         loss, _ = step.run(batch, size)
     assert isinstance(model, nn.Linear)
     return model.weight.detach(), loss.item()
+
+
+@pytest.mark.parametrize("said", ["auto", "adascale", "mean"])
+@pytest.mark.parametrize(("num_optimizers", "is_manual"), [(1, False), (2, False), (1, True), (2, True)])
+def test_rounds_of_a_game_make_the_mean_unless_the_job_says_otherwise(
+    said: str, num_optimizers: int, is_manual: bool
+) -> None:
+    job = replace(JOB, merge=said, manual_optimization=is_manual)
+    model = job.model()
+    built = Built(model, [job.optimizer(model) for _ in range(num_optimizers)])
+    chosen = "mean" if is_manual and num_optimizers > 1 else "adascale"
+    assert merge_of(job, built) == (chosen if said == "auto" else said)
 
 
 def test_of_a_warm_up_nothing_stays_but_what_was_compiled() -> None:
@@ -164,6 +181,23 @@ def test_a_batch_for_which_memory_runs_out_begins_anew_in_more_parts() -> None:
     torch.testing.assert_close(models[0].weight, models[1].weight)
 
 
+def test_a_single_sample_for_which_there_is_no_memory_ends_it() -> None:
+    """It was cut, and tried, for ever."""
+    sizes: list[int] = []
+
+    def run_out(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(batch))
+        assert len(sizes) < 20
+        raise torch.OutOfMemoryError("there is no memory")
+
+    model = nn.Linear(4, 1)
+    job = replace(JOB, train_step=run_out)
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py", backs_off=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.run(torch.zeros(4, 4), 4)
+    assert sizes == [4, 2, 1]
+
+
 def test_batches_that_wait_on_the_device_leave_it_before_a_batch_is_cut() -> None:
     """Twice there were such, so that the batch begins anew as it is; then it goes in parts."""
     sizes: list[int] = []
@@ -187,12 +221,34 @@ def test_batches_that_wait_on_the_device_leave_it_before_a_batch_is_cut() -> Non
         TrainStep(job, built, CPU, "train.py", make_room=lambda: False).run(batch, 8)
 
 
-def test_a_part_of_an_evaluation_counts_each_of_its_samples_once() -> None:
-    """Also those of its last batch, which is smaller."""
-    samples = torch.arange(9.0)
-    job = replace(JOB, eval_dataset=lambda: samples, eval_step=lambda model, batch: {"mean": batch.mean()})
-    sums = evaluate_part(job, nn.Linear(1, 1), samples, 1, 7, "train.py", batch_size=3)
-    assert sums == {"mean": (pytest.approx(float(samples[1:8].sum())), 7)}
+@pytest.mark.parametrize(
+    ("backs_off", "manual", "said"),
+    [
+        (False, False, r"8 samples in 2 parts; .*: lower batch_size, give batch_size=\"auto\", or"),
+        (True, False, r"8 samples in 8 parts; .*: lower batch_size, or"),
+        (False, True, r"8 samples; .*: lower batch_size, or"),
+    ],
+)
+def test_where_memory_runs_out_for_good_one_line_has_the_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backs_off: bool, manual: bool, said: str
+) -> None:
+    use = MemoryUse(used=22 << 30, reserved=21 << 30, peak=0, total=24 << 30)
+    monkeypatch.setattr(KINDS["cpu"], "memory", lambda device: use)
+
+    def run_out(*given: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = nn.Linear(4, 1)
+    job = replace(JOB, train_step=run_out, accumulate=1 if manual else 2, manual_optimization=manual)
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py", backs_off=backs_off)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step.run(torch.zeros(8, 4), 8)
+    line = str(describe_raised(raised.value, __file__))
+    assert "\n" not in line
+    figures = "of cpu's memory 22.00 of 24.00 GiB are in use, 21.00 GiB of it held by this process's allocator"
+    assert figures in line
+    assert re.search(f"Tried to allocate 2.00 GiB .*, at a batch of {said} make the model smaller$", line), line
+    assert (figures in capsys.readouterr().err) == backs_off
 
 
 def test_only_what_has_an_entry_for_each_sample_is_cut() -> None:
@@ -202,6 +258,41 @@ def test_only_what_has_an_entry_for_each_sample_is_cut() -> None:
     assert first["x"].tolist() == [0, 1]
     assert second["names"] == ["c", "d", "e"]
     assert (first["pair"].x.shape, first["pair"].y.shape, first["n"]) == ((2, 2), (), 5)
+
+
+def test_fields_of_texts_are_not_taken_for_samples() -> None:
+    """With as many fields as samples they were: each part got one field of both."""
+    texts = [("a1", "a2"), ("b1", "b2")]
+    assert split(texts, 2, 2) == [([("a1",), ("b1",)], 1), ([("a2",), ("b2",)], 1)]
+
+
+def test_what_collate_fn_makes_is_not_cut_but_made_of_fewer_samples() -> None:
+    """Images and targets of a detection batch were cut differently, so that each went with another's target."""
+    seen: list[list[tuple[int, int]]] = []
+
+    def look(model: nn.Module, batch: Any) -> torch.Tensor:
+        images, targets = batch
+        seen.append([(int(image[0, 0]), target) for image, target in zip(images, targets, strict=True)])
+        return model(torch.zeros(1, 4)).sum()
+
+    job = replace(JOB, accumulate=2, collate_fn=lambda samples: tuple(zip(*samples, strict=True)), train_step=look)
+    model = nn.Linear(4, 1)
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py")
+    fetch = Fetch([(torch.full((3, 2), float(n)), n) for n in range(5)], job.collate_fn, "train.py", num_parts=2)
+    for indices in ([0, 1, 2], [3], [4, 0]):
+        step.run(fetch.collate(fetch.__getitems__(Indices(indices, 0, len(indices)))), len(indices))
+    assert seen == [[(0, 0)], [(1, 1), (2, 2)], [(3, 3)], [(4, 4)], [(0, 0)]]
+
+
+def test_memory_that_runs_out_for_what_collate_fn_makes_ends_it_with_what_to_do() -> None:
+    def run_out(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("there is no memory")
+
+    model = nn.Linear(4, 1)
+    job = replace(JOB, train_step=run_out, collate_fn=torch.stack)
+    step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py", backs_off=True)
+    with pytest.raises(InvalidJob, match=r"no memory for 8 samples at once.*cannot be cut: give accumulate=2"):
+        step.run(torch.zeros(8, 4), 8)
 
 
 def test_bf16_computes_in_bf16_and_keeps_the_parameters() -> None:

@@ -6,8 +6,6 @@ A rank's own parts run on a simulated device (`simulated_cuda`), which sees what
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elche.v1 import rank_pb2
-from elche_worker import TrainingJob
-from elche_worker.collectives.operations import CollectiveFailed, Collectives, SoloCollectives
+from elche_worker.collectives.averaging import Averaging
+from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
-from elche_worker.data.lease_loader import Lease
 from elche_worker.device import streams
 from elche_worker.device.streams import CudaStreams
 from elche_worker.outer import SGD, Nesterov
-from elche_worker.rank.acts import EnterRound, ResolveCheckpoint, TrainBatch, UseResult
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
-from elche_worker.rank.main import _build
-from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import SingleProcess
-from elche_worker.session.launch import Launch
+from support.device_ranks import GROUPS, Pair, Rank, new_rank, on_device
 from support.simulated_cuda import CUDA, DEFAULT, Device
-
-BATCH_SIZE = 4
-
-
-class Pair(SoloCollectives):
-    """Stands for NCCL, which is not here, with two ranks alike: collectives go to the stream that is current."""
-
-    size = 2
-
-    def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        row = row.to(self.device)
-        return [row, row.clone()]
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        tensor.mul_(2)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        tensor.add_(0)
 
 
 class Stuck(Pair):
@@ -72,125 +46,11 @@ def gloo(store: dist.Store, position: int = 0, size: int = 1) -> Collectives:
     )
 
 
-def on_device() -> Collectives:
-    return Pair(attempt=1, generation=1, device=CUDA)
-
-
-class Samples:
-    """Fetched one by one, so that they are not kept on the device."""
-
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((3,), float(index)), torch.tensor([float(index % 2)])
-
-
-def model() -> nn.Module:
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), frozen, nn.Linear(4, 1))
-
-
-def train_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    x, y = batch
-    return nn.functional.mse_loss(model(x), y)
-
-
-def evaluate(model: nn.Module) -> dict[str, float]:
-    return {"size": float(sum(one.detach().abs().sum() for one in model.parameters()))}
-
-
-JOB = TrainingJob(
-    model=model,
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-    dataset=Samples,
-    train_step=train_step,
-    evaluate=evaluate,
-    batch_size=BATCH_SIZE,
-    epochs=4,
-)
-
-
-class Rank:
-    """One rank's parts, as its process builds them, without the loop that says when."""
-
-    def __init__(self, folder: Path, group: Collectives, **changes: Any) -> None:
-        job = replace(JOB, **changes)
-        launch = Launch(
-            coordinator="127.0.0.1:1", secret="", job_id="job", rank=group.position, device=str(CUDA), label="",
-            source="", file_name="train.py", output_dir=str(folder),
-        )  # fmt: skip
-        self._changed = threading.Condition()
-        self.streams = CudaStreams(CUDA)
-        self.said: list[rank_pb2.ConverseRequest] = []
-        with self.streams.compute():
-            parts, self._accumulators = _build(
-                launch, job, SingleProcess(), wake=self._wake, timeline=None, streams=self.streams
-            )
-            self.replica = Replica(
-                launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]
-            )  # fmt: skip
-        self.replica.generations.in_use = group
-        self.replica.model.train()
-        self._num_rounds = self._num_leases = 0
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def lease(self, num_batches: int) -> None:
-        size, self._num_leases = num_batches * BATCH_SIZE, self._num_leases + 1
-        offset = (self._num_leases * size) % 200
-        self.replica.take_lease(Lease(id=self._num_leases, epoch=0, offset=offset, size=size))
-
-    def train(self, num_batches: int) -> None:
-        self.lease(num_batches)
-        for _ in range(num_batches):
-            with self._changed:
-                assert self._changed.wait_for(lambda: self.replica.loader.is_ready, timeout=10)
-            self.replica.train(TrainBatch(0, 1.0))
-
-    def enter(self, *, may_be_checkpoint: bool = False) -> None:
-        self._num_rounds += 1
-        self.replica.enter_round(EnterRound(self.replica.row(self._num_rounds, 1), may_be_checkpoint=may_be_checkpoint))
-
-    def hold(self) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.replica.averaging.is_done, timeout=10)
-        self.replica.apply_result()
-
-    def round(self, *, meanwhile: int = 0, may_be_checkpoint: bool = False) -> None:
-        """Trains two batches, enters, trains on meanwhile, and takes the result in."""
-        self.train(2)
-        self.enter(may_be_checkpoint=may_be_checkpoint)
-        self.train(meanwhile)
-        self.hold()
-
-    def look(self, **what: bool) -> None:
-        asked = {"evaluates": False, "calls_back": False, "saves_final": False, **what}
-        self.replica.use_result(UseResult(round=self._num_rounds, version=1, epoch=0, offset=0, size=0, **asked))
-
-    def write(self) -> None:
-        order = rank_pb2.WriteCheckpoint(name=f"v{self._num_rounds}", training="{}")
-        self.replica.resolve_checkpoint(ResolveCheckpoint(self._num_rounds, self._num_rounds, is_written=True), order)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device on which nothing may have gone wrong at the test's end."""
     with Device().in_order(monkeypatch) as device:
         yield device
-
-
-@contextmanager
-def new_rank(folder: Path, group: Collectives, **changes: Any) -> Iterator[Rank]:
-    rank = Rank(folder, group, **changes)
-    with rank.streams.compute():
-        yield rank
-        rank.replica.loader.stop()
-
-
-GROUPS = {"on the device": on_device, "over gloo": lambda: gloo(dist.HashStore())}
 
 
 @pytest.fixture(params=GROUPS)
@@ -325,6 +185,13 @@ def joining(rank: Rank) -> None:
     rank.hold()
 
 
+def checkpoint_of_the_first_round(rank: Rank) -> None:
+    rank.enter(may_be_checkpoint=True)
+    rank.hold()
+    rank.write()
+    rank.replica.checkpoints.writer._thread.shutdown()
+
+
 def evaluations(rank: Rank) -> None:
     for _ in range(2):
         rank.round(meanwhile=1)
@@ -336,9 +203,26 @@ def batches(rank: Rank) -> None:
         rank.train(3)
 
 
-@pytest.mark.parametrize("path", [checkpoints_after_a_look, joining])
+@pytest.mark.parametrize("path", [checkpoints_after_a_look, joining, checkpoint_of_the_first_round])
 def test_other_paths_are_in_order_too(device: Device, tmp_path: Path, group: Collectives, path: Any) -> None:
     with new_rank(tmp_path, group, after_round=lambda model, version: None) as rank:
+        path(rank)
+
+
+@pytest.mark.parametrize("path", [checkpoints, evaluations, joining])
+def test_a_moving_average_of_the_weights_is_in_order_too(
+    device: Device, tmp_path: Path, group: Collectives, path: Any
+) -> None:
+    with new_rank(tmp_path, group, ema=0.9) as rank:
+        path(rank)
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("path", [checkpoints_after_a_look, evaluations])
+def test_paths_are_in_order_wherever_rounds_hold_their_values(
+    device: Device, tmp_path: Path, memory: str, path: Any
+) -> None:
+    with new_rank(tmp_path, on_device(), after_round=lambda model, version: None, memory=memory) as rank:
         path(rank)
 
 
@@ -354,6 +238,7 @@ NOTHING = "nothing orders them"
         (CudaStreams, "take_back", "on the device", evaluations, "is given back"),
         (CudaStreams, "take_back", "on the device", checkpoints, NOTHING),
         (CudaStreams, "finish_communication", "over gloo", rounds, "in layout.py"),
+        (Averaging, "order_change", "on the device", rounds, NOTHING),
         (CudaStreams, "communication", "on the device", rounds, "on the default stream"),
         (CudaStreams, "communication", "on the device", checkpoints, "on the default stream"),
         (CudaStreams, "copies", "on the device", batches, "on the default stream"),

@@ -47,7 +47,7 @@ def test_an_optimizers_state_comes_back_as_it_was() -> None:
 
 
 def test_what_is_no_plain_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="has a set, which a checkpoint cannot hold"):
+    with pytest.raises(ValueError, match="is of type set, which a checkpoint cannot hold"):
         flattened({"a": {1, 2}}, {})
 
 

@@ -97,8 +97,9 @@ class Adam:
         step = average.sub_(last)
         first.mul_(self.betas[0]).add_(step.mul(1 - self.betas[0]))
         second.mul_(self.betas[1]).add_(step.mul_(step).mul_(1 - self.betas[1]))
-        mean = first.div(1 - self.betas[0] ** num_steps)
-        size = second.div(1 - self.betas[1] ** num_steps).sqrt_().add_(self.eps)
+        # Not divided by the numbers: a GPU multiplies by their inverses, as of float32.
+        mean = first.mul(1 / (1 - self.betas[0] ** num_steps))
+        size = second.mul(1 / (1 - self.betas[1] ** num_steps)).sqrt_().add_(self.eps)
         average.copy_(mean.div_(size)).mul_(self.lr).add_(last)
 
 

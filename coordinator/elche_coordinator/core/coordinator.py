@@ -41,7 +41,7 @@ from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnati
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.deadlines import Deadlines
-from elche_coordinator.core.records.fleet import Fleet, HostView
+from elche_coordinator.core.records.fleet import AgentRecord, Fleet, HostView
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord
@@ -243,21 +243,9 @@ class Coordinator:
         """All hosts, in the order in which they joined."""
         return self.fleet.hosts()
 
-    def hosts_of(self, job_id: JobId) -> list[AgentId]:
-        """The hosts of the job's ranks; none of a job that is not known."""
-        job = self.jobs.get(job_id)
-        return list(dict.fromkeys(record.agent_id for record in job.ranks.values())) if job else []
-
-    def host_of_rank(self, job_id: JobId, rank: Rank) -> AgentId | None:
-        """The host of one rank; None when the job has none such."""
-        job = self.jobs.get(job_id)
-        record = job.ranks.get(rank) if job else None
-        return record.agent_id if record else None
-
-    def host_of_model(self, job_id: JobId) -> AgentId | None:
-        """The host that has the job's final model; None when there is none."""
-        training = self.trainings.get(job_id)
-        return training.run.model.agent_id if training else None
+    def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
+        """The hosts that may have what a job left with an agent that had this work folder, the likeliest first."""
+        return self.fleet.holders(job_id, agent_id, folder)
 
     # Events
 
@@ -300,7 +288,10 @@ class Coordinator:
             case JobsForgotten():
                 self._forget({job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result})
             case AgentJoined():
-                self.fleet.join(event.agent_id, event.host, event.slots, event.labels)
+                host = AgentRecord(
+                    host=event.host, slots=event.slots, labels=event.labels, folder=event.folder, jobs=event.jobs
+                )
+                self.fleet.join(event.agent_id, host)
                 self._may_place = True
             case AgentLost():
                 self._lose_agent(event)

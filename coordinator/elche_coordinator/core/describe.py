@@ -40,6 +40,8 @@ class RankView(views.RankView):
     gauges: Gauges
     durations: Histogram
     agent_id: str = ""
+    folder: str = ""
+    """Identifies the work folder of its agent, where its log is; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +333,7 @@ def _describe_rank(
         durations=record.durations.copy(),
         stalled_s=0.0 if silent_since_s is None else now_s - silent_since_s,
         agent_id=record.agent_id,
+        folder=record.folder,
     )
 
 

@@ -1,8 +1,10 @@
 """Converts events and commands to JSON and back: one coder for all of them, driven by their fields and types.
 
-A message is `{"NAME": {FIELD: VALUE}}`, without fields that have their default. NaN and infinity are texts.
+A message is `{"NAME": {FIELD: VALUE}}`, without fields that have their default. NaN and infinity are texts,
+bytes are base64.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
@@ -47,6 +49,8 @@ def plain(value: Any) -> Any:
     """The value as JSON values: keys become texts, and sequences lists."""
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     if isinstance(value, tuple | list):
         return [plain(one) for one in value]
     if isinstance(value, dict):
@@ -72,6 +76,8 @@ def _decode(hint: Any, value: Any) -> Any:
     if get_origin(hint) in (dict, Mapping):
         of_key, of_value = get_args(hint)
         return {_decode_key(of_key, name): _decode(of_value, one) for name, one in value.items()}
+    if hint is bytes:
+        return b64decode(value)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
     return float(value) if hint is float and isinstance(value, str) else value

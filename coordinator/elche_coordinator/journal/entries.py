@@ -51,6 +51,8 @@ class FreeSlots:
     host: str
     devices: dict[int, str]
     """Slot to device."""
+    folder: str = ""
+    """Identifies the work folder of its agent; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +102,18 @@ def new_entry(
 
 def found_by(job: Job, core: Coordinator) -> Found:
     """The slots that the job has found, after the core has handled the event."""
-    places: dict[tuple[AgentId, str], dict[int, str]] = {}
+    places: dict[tuple[AgentId, str, str], dict[int, str]] = {}
     ranks = [] if job.phase is JobPhase.QUEUED else list(job.ranks.values())
     for record in ranks:
-        devices = places.setdefault((record.agent_id, record.host), {})
+        devices = places.setdefault((record.agent_id, record.host, record.folder), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
     for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.conditions):
         agent = core.fleet.agents[place.agent_id]
-        places.setdefault((place.agent_id, agent.host), {})[place.slot] = agent.slots[place.slot].device
+        places.setdefault((place.agent_id, agent.host, agent.folder), {})[place.slot] = agent.slots[place.slot].device
     return Found(
         hosts=tuple(
-            FreeSlots(agent_id=agent_id, host=host, devices=devices) for (agent_id, host), devices in places.items()
+            FreeSlots(agent_id=agent_id, host=host, devices=devices, folder=folder)
+            for (agent_id, host, folder), devices in places.items()
         ),
         num_slots=core.fleet.num_slots(job.spec.conditions),
         incarnation=min((record.incarnation for record in ranks), default=Incarnation(0)),

@@ -152,7 +152,7 @@ def _add_host(core: Coordinator, host: FreeSlots, num_slots: int = 0) -> None:
     """Adds a host. Slots below and between the free ones count as another job's."""
     num_slots = max(num_slots, max(host.devices, default=-1) + 1)
     slots = tuple(Slot(device=host.devices.get(slot, "")) for slot in range(num_slots))
-    core.fleet.agents[host.agent_id] = AgentRecord(host=host.host, slots=slots)
+    core.fleet.agents[host.agent_id] = AgentRecord(host=host.host, slots=slots, folder=host.folder)
     for slot in range(num_slots):
         if slot not in host.devices:
             core.fleet.taken[Place(agent_id=host.agent_id, slot=slot)] = NOBODY

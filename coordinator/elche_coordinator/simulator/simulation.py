@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -34,7 +34,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
-from elche_coordinator.core.messages.spec import JobSpec, Lease, RecordedRound, Slot
+from elche_coordinator.core.messages.spec import JobSpec, Lease, RecordedRound, Slot, TensorSum
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
@@ -86,7 +86,7 @@ class Simulation:
     resumed: Saved | None = None
     """The checkpoint that every rank loads."""
     replay: tuple[RecordedRound, ...] = ()
-    evaluate: Callable[[int], dict[str, float]] | None = None
+    evaluate: Callable[[int], Mapping[str, float | TensorSum]] | None = None
     """The metrics of an epoch's model."""
     saved: dict[int, Saved] = field(default_factory=dict)
     """Complete checkpoints, by version."""

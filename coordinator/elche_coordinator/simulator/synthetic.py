@@ -5,7 +5,7 @@ model itself, not only in the coordinator's books.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, assert_never
@@ -16,6 +16,7 @@ from elche_coordinator.core.messages.commands import (
     SendFormGroup,
     SendKeepBest,
     SendLease,
+    SendMakeMetrics,
     SendOutcome,
     SendPauseLoop,
     SendPermit,
@@ -49,7 +50,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
 )
 from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.spec import HeaderRow, Lease
+from elche_coordinator.core.messages.spec import HeaderRow, Lease, TensorSum
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
 from elche_coordinator.simulator.collective import Collective, Entry, Parameters
@@ -78,7 +79,7 @@ class SyntheticRank:
         saved: dict[int, Saved],
         checkpoint_s: float = 0.0,
         resumed: "Saved | None" = None,
-        evaluate: Callable[[int], dict[str, float]] | None = None,
+        evaluate: Callable[[int], Mapping[str, float | TensorSum]] | None = None,
         is_alone: Callable[[], bool] = lambda: False,
         is_deadly: Callable[[Lease], bool] = lambda _: False,
     ) -> None:
@@ -131,7 +132,7 @@ class SyntheticRank:
         self._last_entered, self._last_announced, self._entered_step = RoundId(0), RoundId(0), 0
         self._last_step, self._alone_step, self._throttle_step = inf, -inf, inf
         """Of the last round of a window that no batch may follow, of one announced to itself since, of Throttle."""
-        self._chores: deque[SendOutcome] = deque()
+        self._chores: deque[SendOutcome | SendMakeMetrics] = deque()
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
         self._is_averaging = False
@@ -188,6 +189,8 @@ class SyntheticRank:
                 self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
             case SendKeepBest():
                 self._keep_best(command)
+            case SendMakeMetrics():
+                self._chores.append(command)
             case SendShutdown():
                 self.exit(0)
             case SendSaveCheckpoint() | SendPauseLoop():
@@ -469,28 +472,42 @@ class SyntheticRank:
         self._collective.enter(round_id, entry)
         self._go_on()
 
-    def _do_chore(self, outcome: SendOutcome) -> None:
+    def _do_chore(self, chore: SendOutcome | SendMakeMetrics) -> None:
         self._is_busy = True
-        evaluation_s = self._evaluation_s if outcome.evaluate is not None else 0.0
-        self.clock.after(evaluation_s, lambda: self._finish_chore(outcome))
+        if isinstance(chore, SendMakeMetrics):
+            self.clock.after(self._evaluation_s, lambda: self._make_metrics(chore))
+            return
+        evaluation_s = self._evaluation_s if chore.evaluate is not None else 0.0
+        self.clock.after(evaluation_s, lambda: self._finish_chore(chore))
 
     def _finish_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = False
         if outcome.evaluate is not None:
             part = outcome.evaluate
-            sums = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
+            given = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
             count = part.size or 1
             self._tell(
                 EvaluationDone(
                     **self.address,
                     epoch=part.epoch,
-                    sums={name: (value * count, count) for name, value in sums.items()},
+                    sums={name: (one * count, count) for name, one in given.items() if not isinstance(one, TensorSum)},
                     duration_ms=self._evaluation_s * 1000,
+                    tensors={name: one for name, one in given.items() if isinstance(one, TensorSum)},
                 )
             )
         if outcome.save_final:
             self.files["model"] = self.parameters
             self._tell(FinalStateSaved(**self.address, path="model.safetensors"))
+        self._go_on()
+
+    def _make_metrics(self, command: SendMakeMetrics) -> None:
+        """The first number of each sum."""
+        self._is_busy = False
+        made = {
+            f"sum of {name}": (float(int.from_bytes(one.data[:8], "little", signed=True)), 1)
+            for name, one in command.tensors.items()
+        }
+        self._tell(EvaluationDone(**self.address, epoch=command.epoch, sums=made, duration_ms=1.0, is_made=True))
         self._go_on()
 
     def _keep_best(self, command: SendKeepBest) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 
-from elche_coordinator.store import BadStore, Replaced, StoreFailed, reason_of
+from elche_coordinator.store import BadStore, DamagedStore, Replaced, StoreFailed, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +153,9 @@ class Database:
 
     @property
     def name(self) -> str:
-        """Its URL, without the password."""
-        return self._engine.url.render_as_string(hide_password=True)
+        """Its URL, without the password; of SQLite, the file."""
+        url = self._engine.url
+        return url.render_as_string(hide_password=True) if self.is_shared else str(url.database)
 
     def connect(self) -> sa.Connection:
         """A connection of its own."""
@@ -200,10 +201,14 @@ class Database:
         return sa.literal_column(text, sa.Float)
 
     def prepare(self) -> None:
-        """Brings the tables to the present schema. Raises `BadStore` for those of a newer version."""
+        """Brings the tables to the present schema. Raises `BadStore` for those of a newer version and damaged ones."""
         with self.writing() as connection:
-            tables = sa.inspect(connection).get_table_names()
-            if "jobs" not in tables:
+            if not self.is_shared:
+                if (found := _check_pages(connection)) != "ok":
+                    raise DamagedStore(self.name, found)
+                connection.exec_driver_sql("BEGIN IMMEDIATE")  # its driver begins no transaction for changes of tables
+            tables = set(sa.inspect(connection).get_table_names())
+            if not tables & {"alembic_version", *metadata.tables}:
                 metadata.create_all(connection)
                 connection.execute(
                     sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
@@ -211,15 +216,18 @@ class Database:
                 connection.execute(sa.text("INSERT INTO alembic_version VALUES (:now)"), {"now": REVISION})
                 return
             found = ""
+            if "alembic_version" not in tables and "bundles" in tables:  # which came after numbers
+                raise DamagedStore(self.name, "it lacks the table alembic_version")
             if "alembic_version" in tables:
                 found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or ""
-            if found == REVISION:
-                return
             if found > REVISION:
                 raise BadStore(
                     f"its tables are those of a newer version ({found}; this one knows {REVISION}): start that"
                 )
-            self._upgrade(connection, found)
+            if found != REVISION:
+                self._upgrade(connection, found)
+            if lacks := _missing(connection):
+                raise DamagedStore(self.name, f"it lacks {', '.join(lacks)}")
 
     def _upgrade(self, connection: sa.Connection, found: str) -> None:
         from alembic import command  # needed only here, and slow to import
@@ -229,6 +237,30 @@ class Database:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         config.attributes["connection"] = connection
-        if not self.is_shared:  # its driver begins no transaction for a change of tables
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
         command.upgrade(config, "head")
+
+
+def _check_pages(connection: sa.Connection) -> str:
+    """What SQLite finds wrong in its file; "ok": nothing."""
+    try:
+        return " ".join(str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()).split())
+    except sa.exc.DatabaseError as error:
+        if isinstance(error, sa.exc.OperationalError):  # it is locked, say
+            raise
+        return reason_of(error)
+
+
+def _missing(connection: sa.Connection) -> list[str]:
+    """The tables, and columns of tables, that are not there."""
+    there = {
+        name: {column["name"] for column in columns}
+        for (_, name), columns in sa.inspect(connection).get_multi_columns().items()
+    }
+    lacks = []
+    for table in metadata.sorted_tables:
+        if table.name not in there:
+            lacks.append(f"the table {table.name}")
+        else:
+            gone = sorted({column.name for column in table.columns} - there[table.name])
+            lacks += [f"{table.name}.{column}" for column in gone]
+    return lacks

@@ -18,7 +18,7 @@ from elche_coordinator.sql.database import store as _store
 from elche_coordinator.sql.database import tape as _tape
 from elche_coordinator.sql.database import tokens as _tokens
 from elche_coordinator.sql.election import Election
-from elche_coordinator.store import Identity, JobRow, LoadedState, SavedState, StoreFailed
+from elche_coordinator.store import DamagedStore, Identity, JobRow, LoadedState, SavedState, StoreFailed
 
 PUT_JOB = sa.text(
     "INSERT INTO jobs (id, record, spec, source) VALUES (:id, :record, :spec, :source) "
@@ -147,7 +147,10 @@ class SqlStore(Database):
     def load_tokens(self) -> list[Token]:
         with self.reading() as connection:
             rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
-        return [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+        try:
+            return [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+        except ValueError as error:
+            raise DamagedStore(self.name, f"a token has a role that is none: {error}") from None
 
     def add_token(self, token: Token) -> None:
         with self.writing() as connection:

@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from elche.errors import Forbidden, NotAllowed
+from elche.errors import Forbidden, NotAllowed, TooMuch
 from elche.network import is_loopback, split_host
 from elche_coordinator.access import Credentials
 from elche_coordinator.audit import Audit
+from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.roles import CALLER, Role
 from elche_coordinator.tokens import Grant
 
@@ -18,6 +20,8 @@ OPEN_PATHS = frozenset({"/healthz", "/"})
 """Paths that need no token: their answers do not depend on any job."""
 OPEN_FOLDERS = ("/static/", "/download/")
 """Folders that need no token: the page's own files, and download links, which cannot be guessed and work once."""
+LET_IN = "elche.let_in"
+"""In the scope of a request that is of somebody who may make it."""
 SECURITY_HEADERS = (
     (
         b"content-security-policy",
@@ -41,6 +45,7 @@ class AccessControl:
         self._app = app
         self._credentials = credentials
         self._audit = audit
+        self._budget = Budget("requests to the page", MAX_REQUESTS_OF_CALLER, MAX_REQUESTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,8 +63,20 @@ class AccessControl:
             refusal = _answer(403, str(error))
         if refusal is None and scope["method"] == "POST":
             send = self._noting(scope, send)
-        answer = (refusal or self._app)(scope, receive, send)
+        answer = (refusal or self._counted)(scope, receive, send)
         await (answer if grant is None else self._until_ended(grant, answer))
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer to who may have it, or that this is one request too many at once."""
+        answer: ASGIApp = self._app
+        with ExitStack() as stack:
+            if not _is_open(scope["path"]):
+                try:
+                    stack.enter_context(self._budget.taking(CALLER.get().name))
+                    scope[LET_IN] = True
+                except TooMuch as error:
+                    answer = _answer(429, str(error))
+            await answer(scope, receive, send)
 
     def _let_in(self, scope: Scope) -> Grant | None:
         """The grant of the request, if it has a token that was made. Raises `NotAllowed` or `Forbidden`."""

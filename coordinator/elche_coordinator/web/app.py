@@ -24,7 +24,7 @@ from elche_coordinator.audit import Audit
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
-from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector, snapshot
@@ -33,7 +33,7 @@ from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import MAX_RANKS
 from elche_coordinator.web import payloads
-from elche_coordinator.web.access import AccessControl
+from elche_coordinator.web.access import LET_IN, AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
 from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.recorder import JobRecording, Recorder
@@ -94,7 +94,7 @@ class Web:
             Route("/api/jobs/{job}/series", self._answering(self._series)),
             Route("/api/jobs/{job}/model", self._answering(self._model), methods=["GET"]),
             Route("/api/jobs/{job}/journal", self._answering(self._journal), methods=["GET"]),
-            Route("/api/jobs/{job}/log/{rank:int}", self._answering(self._log)),
+            Route("/api/jobs/{job}/log/{rank}", self._answering(self._log)),
             Route("/api/jobs/{job}/{verb}", self._answering(self._change_job), methods=["POST"]),
             Route("/api/agents/{agent}/{verb}", self._answering(self._change_agent), methods=["POST"]),
             Route("/download/{name}", self._download),
@@ -179,7 +179,10 @@ class Web:
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(snapshot(self._driver, self._catalogue)))
         registry.register(self._process)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
         # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
@@ -250,13 +253,17 @@ class Web:
 
     async def _log(self, request: Request) -> Response:
         """The end of a rank's log, fetched from its host."""
-        view = self._known(request)
+        view, text = self._known(request), request.path_params["rank"]
+        number = _number(text, MAX_RANKS)
+        rank = next((one for one in view.ranks if one.rank == number), None)
+        if rank is None:
+            return JSONResponse({"error": f"job {view.job_id} has no rank {text[:20]!r}"}, 404)
         transfer = self._transfers.begin()
-        if not self._driver.agents.ask_for_log(view.job_id, Rank(request.path_params["rank"]), transfer, MAX_LOG_BYTES):
+        if not self._driver.agents.ask_for_log(view.job_id, rank, transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
             raise ElcheError("the host of the rank, which has its log, is not connected")
-        text = await self._transfers.whole(transfer, MAX_LOG_BYTES)
-        return PlainTextResponse(text.decode("utf-8", "replace"))
+        log_end = await self._transfers.whole(transfer, MAX_LOG_BYTES)
+        return PlainTextResponse(log_end.decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:
         """The job's model, fetched from its host, for clients that send the token."""
@@ -269,6 +276,7 @@ class Web:
         download = self._downloads.take(request.path_params["name"])
         if download is None:
             return PlainTextResponse("this link has been used or has expired: press the button again\n", 404)
+        request.scope[LET_IN] = True
         return DownloadResponse(download)
 
     async def _journal(self, request: Request) -> Response:
@@ -339,9 +347,15 @@ class Web:
 
 def _num_ranks(params: QueryParams) -> int:
     text = params.get("ranks", "")
-    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) > MAX_RANKS:
+    if (num_ranks := _number(text, MAX_RANKS)) is None:
         raise InvalidJob(f"ranks={text[:20]!r} is no number of ranks up to {MAX_RANKS}")
-    return int(text)
+    return num_ranks
+
+
+def _number(text: str, most: int) -> int | None:
+    """A number from 0 to `most`; None for any other text."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+    return int(text) if is_number and int(text) <= most else None
 
 
 def _list_query(params: QueryParams, prefix: str = "") -> payloads.ListQuery:

@@ -37,8 +37,8 @@ MAX_TEXT = 1000
 MAX_TRACEBACK = 16_000
 SAVED_FIELDS = (
     *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
-    *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "spread", "num_ranks_hidden", "table"),
-    *("epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
+    *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "discarded", "spread", "num_ranks_hidden"),
+    *("table", "epoch", "epochs", "progress", "queue_wait_s", "ran_s", "settings", "metrics"),
 )
 """Values of an ended job of an earlier run that only its saved recording has."""
 
@@ -164,6 +164,7 @@ def detail(view: JobView) -> dict[str, Any]:
         "num_checkpoints": len(view.checkpoints),
         "checkpoint_failures": view.num_checkpoint_failures,
         "given_up": view.num_given_up,
+        "discarded": view.discarded_samples,
         "spread": _spread(view),
         "num_ranks_hidden": max(0, len(view.ranks) - MAX_ROWS),
         "table": [_row(rank) for rank in sorted(slowest_first[:MAX_ROWS], key=lambda rank: rank.rank)],

@@ -12,31 +12,65 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from elche_coordinator.web.access import LET_IN
+
 STOP_S = 1
 MAX_BUSY = 256
 """Requests and streams that are served at the same time; more are refused."""
 MAX_CONNECTIONS = 128
-"""With more connections, those that have been idle for longest are closed."""
+"""With more connections, one is closed whose peer takes nothing, or else the oldest that is idle or a stranger's."""
+TAKE_S = 120.0
+"""How long a peer may take nothing of what waits for it."""
 
 
 class _Connection(H11Protocol):
-    """One connection, which may be closed for others while it is idle."""
+    """One connection, which is closed when its peer takes nothing, or for others while it is idle."""
 
     _opened: ClassVar[dict["_Connection", None]] = {}
     """All connections of this process, oldest first."""
+    _blocked: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}
+    """Those whose peers take nothing of what waits for them, that of the longest wait first, with what will end it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Registers the connection, and closes idle ones when there are too many."""
+        """Registers the connection. When there are too many, closes those that others need least."""
         super().connection_made(transport)
         self._opened[self] = None
-        silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
-        while len(self._opened) > MAX_CONNECTIONS and (oldest := next(silent, None)) is not None:
-            del self._opened[oldest]
-            oldest.transport.abort()
-            silent = (one for one in self._opened if one.cycle is None or one.cycle.response_complete)
+        while len(self._opened) > MAX_CONNECTIONS and (one := next(self._expendable(), None)) is not None:
+            one._abort()
+
+    @classmethod
+    def _expendable(cls) -> Iterator["_Connection"]:
+        """Connections to close for others, the first first: of those that serve nobody whom a token lets in, the newest
+        is the last.
+        """
+        yield from cls._blocked
+        for one in cls._opened:
+            if one.cycle is None or one.cycle.response_complete or LET_IN not in one.cycle.scope:
+                yield one
+
+    def pause_writing(self) -> None:
+        """The peer does not take what waits for it, and has so long to begin."""
+        super().pause_writing()
+        if self in self._opened and self not in self._blocked:
+            self._blocked[self] = asyncio.get_running_loop().call_later(TAKE_S, self._abort)
+
+    def resume_writing(self) -> None:
+        """It has taken it."""
+        self._release()
+        super().resume_writing()
+
+    def _abort(self) -> None:
+        self._release()
+        self._opened.pop(self, None)
+        self.transport.abort()
+
+    def _release(self) -> None:
+        if (ending := self._blocked.pop(self, None)) is not None:
+            ending.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
+        self._release()
         self._opened.pop(self, None)
         super().connection_lost(exc)
 

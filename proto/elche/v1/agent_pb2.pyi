@@ -269,6 +269,8 @@ class AgentHello(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     MEASURES_LINKS_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -281,6 +283,8 @@ class AgentHello(_message.Message):
     """How many ranks run on it."""
     measures_links: _builtins.bool
     """Whether it knows `OpenLink` and `TryLink`."""
+    folder: _builtins.str
+    """Identifies its work folder, whichever agent has it; empty: none could be kept there."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -292,6 +296,10 @@ class AgentHello(_message.Message):
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What jobs may ask for beside the devices' properties: name to value."""
+
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Jobs whose logs or model it can deliver, the newest first."""
 
     def __init__(
         self,
@@ -305,10 +313,12 @@ class AgentHello(_message.Message):
         gone: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         measures_links: _builtins.bool = ...,
+        folder: _builtins.str = ...,
+        jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

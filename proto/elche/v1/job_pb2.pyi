@@ -82,12 +82,21 @@ class ListHostsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    page_token: _builtins.str
+    """`next_page_token` of the page before; empty for the first one."""
+    page_size: _builtins.int
+    """Largest number of hosts in the answer; 0: the coordinator's limit. It may send fewer."""
     def __init__(
         self,
+        *,
+        page_token: _builtins.str = ...,
+        page_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,14 +104,17 @@ Global___ListHostsRequest: _TypeAlias = ListHostsRequest  # noqa: Y015
 
 @_typing.final
 class ListHostsResponse(_message.Message):
-    """The hosts."""
+    """A page of hosts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HOSTS_FIELD_NUMBER: _builtins.int
     NOW_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     now: _builtins.float
     """The coordinator's clock, in seconds since 1970; 0 from older coordinators."""
+    next_page_token: _builtins.str
+    """Requests the next page; empty on the last one, and from older coordinators, which send all hosts."""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostView]:
         """Those that are connected."""
@@ -112,10 +124,11 @@ class ListHostsResponse(_message.Message):
         *,
         hosts: _abc.Iterable[Global___HostView] | None = ...,
         now: _builtins.float = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "now", b"now"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "next_page_token", b"next_page_token", "now", b"now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1561,7 +1574,9 @@ class SubmitJobRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     FINDS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Idempotency key, chosen by the client for each submission, so that a retry makes no second job. Empty: none."""
+    """Idempotency key, chosen by the client for each submission, so that a retry makes no second job. The same key of
+    another caller, as its token names it, is another key. Empty: none.
+    """
     finds: _builtins.bool
     """Whether to find the job that was submitted with the key, and to submit none."""
     @_builtins.property

@@ -274,7 +274,9 @@ class Ready(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Parameters and buffers in the model's order, each as "NAME DTYPE SHAPE KIND"; empty when they exceed 1 MiB."""
+        """Parameters and buffers in the model's order, each as "NAME DTYPE SHAPE KIND"; empty when they exceed
+        1 MiB, or 16,384.
+        """
 
     @_builtins.property
     def shard_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -430,6 +432,38 @@ class ScalarSum(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScalarSum: _TypeAlias = ScalarSum  # noqa: Y015
+
+@_typing.final
+class TensorSum(_message.Message):
+    """A tensor that an evaluation sums over its samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    IS_INTEGER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    is_integer: _builtins.bool
+    """True for int64, false for float64."""
+    data: _builtins.bytes
+    """Its values, little-endian and 8 bytes each, those of the last dimension side by side."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes of its dimensions."""
+
+    def __init__(
+        self,
+        *,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        is_integer: _builtins.bool = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "is_integer", b"is_integer", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorSum: _TypeAlias = TensorSum  # noqa: Y015
 
 @_typing.final
 class EpochWork(_message.Message):
@@ -671,6 +705,11 @@ class Gauges(_message.Message):
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     THROTTLED_MS_FIELD_NUMBER: _builtins.int
     PARAMETER_NORM_FIELD_NUMBER: _builtins.int
+    MEMORY_PROCESS_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_SLOWDOWNS_FIELD_NUMBER: _builtins.int
+    GPU_CORRECTED_ECC_ERRORS_FIELD_NUMBER: _builtins.int
+    GPU_UNCORRECTED_ECC_ERRORS_FIELD_NUMBER: _builtins.int
+    GPU_XID_ERRORS_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     """Learning rate of the first parameter group."""
     gradient_norm: _builtins.float
@@ -695,6 +734,18 @@ class Gauges(_message.Message):
     """Time spent waiting at the batch limit since the session began, in ms."""
     parameter_norm: _builtins.float
     """L2 norm of the parameters, updated every tenth batch since a round."""
+    memory_process_bytes: _builtins.int
+    """Memory of the GPU that the rank's process holds, CUDA's own included, in bytes."""
+    gpu_corrected_ecc_errors: _builtins.int
+    """Memory errors of the GPU that ECC has corrected since its driver was loaded."""
+    gpu_uncorrected_ecc_errors: _builtins.int
+    """Memory errors of the GPU that ECC could not correct, since its driver was loaded."""
+    gpu_xid_errors: _builtins.int
+    """Errors of the GPU that its driver has reported (Xid) since the process began."""
+    @_builtins.property
+    def gpu_slowdowns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why the GPU's clock is below what its load asks for: "power_cap", "thermal", "power_brake", "hardware"."""
+
     def __init__(
         self,
         *,
@@ -710,33 +761,54 @@ class Gauges(_message.Message):
         prefetch_batches: _builtins.int = ...,
         throttled_ms: _builtins.float = ...,
         parameter_norm: _builtins.float | None = ...,
+        memory_process_bytes: _builtins.int | None = ...,
+        gpu_slowdowns: _abc.Iterable[_builtins.str] | None = ...,
+        gpu_corrected_ecc_errors: _builtins.int | None = ...,
+        gpu_uncorrected_ecc_errors: _builtins.int | None = ...,
+        gpu_xid_errors: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_parameter_norm", b"_parameter_norm", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "parameter_norm", b"parameter_norm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_corrected_ecc_errors", b"_gpu_corrected_ecc_errors", "_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_uncorrected_ecc_errors", b"_gpu_uncorrected_ecc_errors", "_gpu_utilization", b"_gpu_utilization", "_gpu_xid_errors", b"_gpu_xid_errors", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_memory_process_bytes", b"_memory_process_bytes", "_parameter_norm", b"_parameter_norm", "gpu_corrected_ecc_errors", b"gpu_corrected_ecc_errors", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_uncorrected_ecc_errors", b"gpu_uncorrected_ecc_errors", "gpu_utilization", b"gpu_utilization", "gpu_xid_errors", b"gpu_xid_errors", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_process_bytes", b"memory_process_bytes", "parameter_norm", b"parameter_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_utilization", b"_gpu_utilization", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_parameter_norm", b"_parameter_norm", "gpu_power_watts", b"gpu_power_watts", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_utilization", b"gpu_utilization", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_peak_bytes", b"memory_peak_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "parameter_norm", b"parameter_norm", "prefetch_batches", b"prefetch_batches", "throttled_ms", b"throttled_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_corrected_ecc_errors", b"_gpu_corrected_ecc_errors", "_gpu_power_watts", b"_gpu_power_watts", "_gpu_temperature_celsius", b"_gpu_temperature_celsius", "_gpu_uncorrected_ecc_errors", b"_gpu_uncorrected_ecc_errors", "_gpu_utilization", b"_gpu_utilization", "_gpu_xid_errors", b"_gpu_xid_errors", "_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "_memory_process_bytes", b"_memory_process_bytes", "_parameter_norm", b"_parameter_norm", "gpu_corrected_ecc_errors", b"gpu_corrected_ecc_errors", "gpu_power_watts", b"gpu_power_watts", "gpu_slowdowns", b"gpu_slowdowns", "gpu_temperature_celsius", b"gpu_temperature_celsius", "gpu_uncorrected_ecc_errors", b"gpu_uncorrected_ecc_errors", "gpu_utilization", b"gpu_utilization", "gpu_xid_errors", b"gpu_xid_errors", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "memory_peak_bytes", b"memory_peak_bytes", "memory_process_bytes", b"memory_process_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "parameter_norm", b"parameter_norm", "prefetch_batches", b"prefetch_batches", "throttled_ms", b"throttled_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_corrected_ecc_errors: _TypeAlias = _typing.Literal["gpu_corrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofArgType__gpu_corrected_ecc_errors: _TypeAlias = _typing.Literal["_gpu_corrected_ecc_errors", b"_gpu_corrected_ecc_errors"]  # noqa: Y015
     _WhichOneofReturnType__gpu_power_watts: _TypeAlias = _typing.Literal["gpu_power_watts"]  # noqa: Y015
     _WhichOneofArgType__gpu_power_watts: _TypeAlias = _typing.Literal["_gpu_power_watts", b"_gpu_power_watts"]  # noqa: Y015
     _WhichOneofReturnType__gpu_temperature_celsius: _TypeAlias = _typing.Literal["gpu_temperature_celsius"]  # noqa: Y015
     _WhichOneofArgType__gpu_temperature_celsius: _TypeAlias = _typing.Literal["_gpu_temperature_celsius", b"_gpu_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_uncorrected_ecc_errors: _TypeAlias = _typing.Literal["gpu_uncorrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofArgType__gpu_uncorrected_ecc_errors: _TypeAlias = _typing.Literal["_gpu_uncorrected_ecc_errors", b"_gpu_uncorrected_ecc_errors"]  # noqa: Y015
     _WhichOneofReturnType__gpu_utilization: _TypeAlias = _typing.Literal["gpu_utilization"]  # noqa: Y015
     _WhichOneofArgType__gpu_utilization: _TypeAlias = _typing.Literal["_gpu_utilization", b"_gpu_utilization"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_xid_errors: _TypeAlias = _typing.Literal["gpu_xid_errors"]  # noqa: Y015
+    _WhichOneofArgType__gpu_xid_errors: _TypeAlias = _typing.Literal["_gpu_xid_errors", b"_gpu_xid_errors"]  # noqa: Y015
     _WhichOneofReturnType__gradient_norm: _TypeAlias = _typing.Literal["gradient_norm"]  # noqa: Y015
     _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__memory_process_bytes: _TypeAlias = _typing.Literal["memory_process_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_process_bytes: _TypeAlias = _typing.Literal["_memory_process_bytes", b"_memory_process_bytes"]  # noqa: Y015
     _WhichOneofReturnType__parameter_norm: _TypeAlias = _typing.Literal["parameter_norm"]  # noqa: Y015
     _WhichOneofArgType__parameter_norm: _TypeAlias = _typing.Literal["_parameter_norm", b"_parameter_norm"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_corrected_ecc_errors) -> _WhichOneofReturnType__gpu_corrected_ecc_errors | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_power_watts) -> _WhichOneofReturnType__gpu_power_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_temperature_celsius) -> _WhichOneofReturnType__gpu_temperature_celsius | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_uncorrected_ecc_errors) -> _WhichOneofReturnType__gpu_uncorrected_ecc_errors | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_utilization) -> _WhichOneofReturnType__gpu_utilization | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_xid_errors) -> _WhichOneofReturnType__gpu_xid_errors | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_norm) -> _WhichOneofReturnType__gradient_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_process_bytes) -> _WhichOneofReturnType__memory_process_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parameter_norm) -> _WhichOneofReturnType__parameter_norm | None: ...
 
@@ -1099,16 +1171,45 @@ class Evaluated(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TensorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___TensorSum: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___TensorSum | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EPOCH_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    IS_MADE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch."""
     duration_ms: _builtins.float
     """How long it took, in ms."""
+    is_made: _builtins.bool
+    """True for the answer to `MakeMetrics`; `sums` has the metrics then."""
     @_builtins.property
     def sums(self) -> _containers.MessageMap[_builtins.str, Global___ScalarSum]:
         """The user's metrics by name, as sums and counts of samples, or a value with count 1."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.MessageMap[_builtins.str, Global___TensorSum]:
+        """Tensors that are summed over the whole evaluation, by name: this rank's part."""
 
     def __init__(
         self,
@@ -1116,10 +1217,12 @@ class Evaluated(_message.Message):
         epoch: _builtins.int = ...,
         duration_ms: _builtins.float = ...,
         sums: _abc.Mapping[_builtins.str, Global___ScalarSum] | None = ...,
+        tensors: _abc.Mapping[_builtins.str, Global___TensorSum] | None = ...,
+        is_made: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "epoch", b"epoch", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "epoch", b"epoch", "is_made", b"is_made", "sums", b"sums", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1841,6 +1944,61 @@ class Evaluate(_message.Message):
 Global___Evaluate: _TypeAlias = Evaluate  # noqa: Y015
 
 @_typing.final
+class MakeMetrics(_message.Message):
+    """Make metrics of an evaluation's summed tensors, by the user's `eval_metrics` (protocol P12.9)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TensorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___TensorSum: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___TensorSum | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, from 0."""
+    @_builtins.property
+    def tensors(self) -> _containers.MessageMap[_builtins.str, Global___TensorSum]:
+        """The sums over all parts, by name."""
+
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the metrics that the evaluation has already."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        tensors: _abc.Mapping[_builtins.str, Global___TensorSum] | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "names", b"names", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MakeMetrics: _TypeAlias = MakeMetrics  # noqa: Y015
+
+@_typing.final
 class WriteCheckpoint(_message.Message):
     """Write the round's result and the captured state as a checkpoint."""
 
@@ -1926,6 +2084,7 @@ class EpochMetrics(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     RANK_BATCHES_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    RANK_SAMPLES_PER_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch, from 0."""
     loss: _builtins.float
@@ -1948,6 +2107,10 @@ class EpochMetrics(_message.Message):
     def rank_batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Batches that each rank made, in rank order."""
 
+    @_builtins.property
+    def rank_samples_per_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Samples per second of each rank, in rank order."""
+
     def __init__(
         self,
         *,
@@ -1959,10 +2122,11 @@ class EpochMetrics(_message.Message):
         samples: _builtins.int = ...,
         rank_batches: _abc.Iterable[_builtins.int] | None = ...,
         attempt: _builtins.int = ...,
+        rank_samples_per_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "metrics", b"metrics", "rank_batches", b"rank_batches", "samples", b"samples", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "duration_s", b"duration_s", "epoch", b"epoch", "loss", b"loss", "metrics", b"metrics", "rank_batches", b"rank_batches", "rank_samples_per_s", b"rank_samples_per_s", "samples", b"samples", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2184,6 +2348,7 @@ class ConverseResponse(_message.Message):
     PERMIT_FIELD_NUMBER: _builtins.int
     RECALL_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    MAKE_METRICS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The command's number, from 1: it is kept until the rank has heard it, and sent again on another stream; 0: not."""
@@ -2259,6 +2424,10 @@ class ConverseResponse(_message.Message):
     def probe(self) -> Global___Probe:
         """Links to be tried."""
 
+    @_builtins.property
+    def make_metrics(self) -> Global___MakeMetrics:
+        """Metrics to be made of sums."""
+
     def __init__(
         self,
         *,
@@ -2280,13 +2449,14 @@ class ConverseResponse(_message.Message):
         permit: Global___Permit | None = ...,
         recall: Global___Recall | None = ...,
         probe: Global___Probe | None = ...,
+        make_metrics: Global___MakeMetrics | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "make_metrics", b"make_metrics", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon", b"abandon", "clock", b"clock", "epoch_metrics", b"epoch_metrics", "form_group", b"form_group", "keep_best", b"keep_best", "make_metrics", b"make_metrics", "message", b"message", "pause_loop", b"pause_loop", "permit", b"permit", "ping", b"ping", "probe", b"probe", "recall", b"recall", "round_outcome", b"round_outcome", "save_checkpoint", b"save_checkpoint", "seq", b"seq", "shutdown", b"shutdown", "start_epoch", b"start_epoch", "sync_now", b"sync_now", "taken", b"taken", "throttle", b"throttle", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken", "permit", "recall", "probe"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["form_group", "start_epoch", "sync_now", "round_outcome", "shutdown", "throttle", "epoch_metrics", "clock", "save_checkpoint", "pause_loop", "keep_best", "abandon", "ping", "welcome", "taken", "permit", "recall", "probe", "make_metrics"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

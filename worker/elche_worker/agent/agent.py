@@ -7,16 +7,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, assert_never
+from typing import Any, BinaryIO, TypeVar, assert_never
 
 import grpc
 
 from elche.channel import open_channel
 from elche.errors import InvalidJob, UnknownMessage, Unreachable
-from elche.manifest import MANIFEST, WEIGHTS
+from elche.manifest import EMA, MANIFEST, WEIGHTS
 from elche.network import BadAddress
 from elche.protocol import call_metadata
 from elche.status import hint
@@ -24,6 +24,7 @@ from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
+from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, SpawnerProcess, Start, rank_exited
 from elche_worker.process.interfaces import listening_address
@@ -53,6 +54,10 @@ ALIVE_EVERY_S = 5.0
 """Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
 gone.
 """
+
+MAX_DELIVERIES = 192
+"""Files that are sent at once. Each takes two threads and two open files of this process, which starts ranks, too."""
+Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog)
 
 
 class Agent:
@@ -99,8 +104,8 @@ class Agent:
         self._stopped = threading.Event()
         self._outbound: Outbound[agent_pb2.AttendRequest] = Outbound()
         self._call: Any = None
-        self._folders: dict[str, Path] = {}
-        """Output folders by job, of jobs whose ranks ran on this host."""
+        self._folders = JobFolders(work_dir)
+        self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
 
     def run(self) -> None:
@@ -183,6 +188,8 @@ class Agent:
             heard=self._outbound.num_heard,
             num_ranks=self._processes.num_running,
             measures_links=True,
+            folder=self._folders.id,
+            jobs=self._folders.newest(),
         )
         outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
@@ -222,9 +229,9 @@ class Agent:
             case "start_rank":
                 self._start_rank(response.start_rank)
             case "send_model":
-                threading.Thread(target=self._deliver, args=(response.send_model,), daemon=True).start()
+                self._begin_delivery(self._deliver, response.send_model)
             case "send_log":
-                threading.Thread(target=self._deliver_log, args=(response.send_log,), daemon=True).start()
+                self._begin_delivery(self._deliver_log, response.send_log)
             case "send_stacks":
                 threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
             case "open_link":
@@ -266,20 +273,35 @@ class Agent:
             answer = agent_pb2.DeliverRequest(error=str(error))
         self._send("what a link can do", order.transfer, iter((answer,)))
 
+    def _begin_delivery(self, deliver: Callable[[Order], None], order: Order) -> None:
+        """Sends a file on a thread, unless it sends too many now: its files and threads are for ranks, too."""
+        if not self._deliveries.acquire(blocking=False):
+            log.warning("job=%s a file is not sent: %d are being sent already", order.job_id, MAX_DELIVERIES)
+            return
+
+        def run() -> None:
+            try:
+                deliver(order)
+            finally:
+                self._deliveries.release()
+
+        threading.Thread(target=run, daemon=True).start()
+
     def _deliver(self, order: agent_pb2.SendModel) -> None:
         """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
-        folder = self._folders.get(order.job_id)
+        folder = self._folders.find(order.job_id)
         name = BEST if order.best else MODEL
         path = folder / name if folder else Path(name)
         problem = ""
         if order.checkpoint:
-            path = Path(order.checkpoint) / WEIGHTS
+            kept = Path(order.checkpoint)
+            path = kept / (EMA if (kept / EMA).is_file() else WEIGHTS)
             problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
         self._send(path, order.transfer, _refusal(problem) if problem else _file(path, self._processes.files))
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written, and nothing else."""
-        folder = self._folders.get(order.job_id)
+        folder = self._folders.find(order.job_id)
         path, files = _log_path(folder, order.rank) if folder else Path("log"), self._processes.files
         chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes, files)
         times = TimesReader(path, files) if order.with_times else None
@@ -319,7 +341,7 @@ class Agent:
     def _start_rank(self, start: agent_pb2.StartRank) -> None:
         key = (start.job_id, start.rank, start.incarnation)
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
-        self._folders[start.job_id] = folder
+        self._folders.remember(start.job_id, folder)
         log_path = _log_path(folder, start.rank)
         processes = [
             Start(

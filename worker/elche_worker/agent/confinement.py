@@ -37,7 +37,7 @@ class Confinement:
         """What stands before the command of a rank."""
         arguments = [PROGRAM, "--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         arguments += ["--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
-        hidden = {Path(one).resolve() for one in (*HIDDEN, Path.home()) if Path(one).is_dir()} - {Path("/")}
+        hidden = {Path(one).resolve() for one in (*HIDDEN, os.path.expanduser("~")) if Path(one).is_dir()} - {Path("/")}
         for one in sorted(hidden):
             arguments += ["--tmpfs", str(one)]
         seen = [*self.readable, *_own_folders(), *([RESOLVER.resolve()] if RESOLVER.is_symlink() else [])]

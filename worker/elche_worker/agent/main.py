@@ -212,7 +212,7 @@ def _stop_with_stdin(stop: Callable[[], None]) -> None:
 def _slots(devices: str) -> list[agent_pb2.Slot]:
     """The slots to offer. A subprocess asks torch for the devices, so that the agent itself need not load torch."""
     for device in devices.split(","):
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device.strip()):
+        if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device.strip()):
             raise InvalidJob(
                 f"--devices: {device.strip()!r} is no device; use auto, or names such as cpu,cpu or cuda:0"
             )

@@ -10,22 +10,32 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
+from enum import Enum
 from math import nan
 from typing import Any, cast
 
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.gains import Rows, Spread, most_gain
+from elche_worker.collectives.gains import SQUARES, Rows, Spread, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
-from elche_worker.collectives.operations import CollectiveFailed, Collectives
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
 from elche_worker.collectives.outliers import StepWatch
+from elche_worker.collectives.staged import where
 from elche_worker.device.streams import HostStreams, Streams
-from elche_worker.model.layout import Kind, Layout
+from elche_worker.model.layout import CPU, Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
 
 ABORT_AGAIN_S = 0.5
+
+
+class Place(Enum):
+    """Where a round holds its values."""
+
+    DEVICE = "on the device of the group's collectives, which may be the host"
+    PINNED = "in host memory that a GPU reads and writes beside other work"
+    PAGEABLE = "in host memory that is given back when it is not used any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class Average:
     """Whether this rank's values are not in it."""
     is_finite: bool = True
     """Whether they were."""
+    state: bytes = b""
+    """What the source hands to a rank that joins, beside its model; empty on others."""
 
     @property
     def version(self) -> int:
@@ -101,11 +113,23 @@ class Averaging:
         """True once this rank's values in the round that runs are such that they may be left out of it: it does well to
         wait for the result.
         """
+        self.place = Place.DEVICE
+        """Where the next round holds its values."""
+        self._gathered: Any = None
+        """The event after which the parameters are gathered for the round that was started last; None once it is waited
+        for.
+        """
+        self._is_alone = False
+        """Whether the model is the result of the round that was started last."""
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
         """The group of the round that was started last."""
         self._buffers: dict[str, torch.Tensor] = {}
         """Copies, made at the entry, of tensors that are broadcast and that training changes."""
+
+    def num_copies(self, keeps_snapshot: bool) -> int:
+        """How many values a round holds for each that is averaged, at most."""
+        return 1 + keeps_snapshot + self.reduction.num_copies
 
     @property
     def is_running(self) -> bool:
@@ -117,23 +141,61 @@ class Averaging:
         """Whether the round's collective has ended, so that `complete` does not wait."""
         return self._running is not None and self._running.done()
 
-    def start(self, group: Collectives, row: Row, *, keeps_snapshot: bool) -> None:
+    def start(
+        self, group: Collectives, row: Row, *, keeps_snapshot: bool, keeps_result: bool = True, state: bytes = b""
+    ) -> None:
         """Takes the snapshot and starts the collective, on whose thread and stream all else is done: nobody waits for
-        the device here. The snapshot is kept when the rank may train on.
+        the device here. The snapshot is kept when the rank may train on. `state` goes to ranks that join.
+
+        A rank alone has its result at once, unless there is an outer step or a moving average: its model is that. A
+        copy of it is made, in host memory, if `keeps_result`: somebody may ask for it when the rank has trained on.
         """
-        self._layout.place(group.device)
-        self._layout.gather(keep=keeps_snapshot)
+        self._is_alone = group.size == 1 and not self.reduction.follows_one
+        if self._is_alone:
+            averaged = self._alone(row, keeps_result=keeps_result)
+            self._running, self._group = Future(), group
+            self._running.set_result(averaged)
+            self._wake()
+            return
+        is_pinned = self.place is not Place.PAGEABLE
+        self._layout.place(group.device if self.place is Place.DEVICE else CPU, is_pinned=is_pinned)
+        self._layout.gather_buffers(keep=keeps_snapshot)
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         sent = Sent.of(self._layout) if self._layout.is_part else None
         self._streams.hand_over()
+        with self._streams.communication():  # beside the next forward and backward pass
+            self._layout.gather_parameters()
+        self._gathered = self._streams.communicated()
         self.is_unusual = False
         self._is_checked.clear()
         self._group = group
-        self._running = self._thread.submit(self._run, group, row, sent)
+        self._running = self._thread.submit(self._run, group, row, sent, state)
         self._running.add_done_callback(self._on_ended)
         if self._waits_for_check:
             self._is_checked.wait()
+
+    def order_change(self) -> None:
+        """What is queued from now on may change parameters: it begins when they are gathered."""
+        if self._gathered is not None:
+            self._streams.receive(self._gathered)
+            self._gathered = None
+
+    def _alone(self, row: Row, *, keeps_result: bool) -> Average:
+        """The round of a rank alone. It waits for the device, as its caller just has, to read of its values."""
+        started_s = time.perf_counter()
+        if keeps_result:
+            self._layout.place(CPU, is_pinned=False)  # which is given back after this round, and seldom used
+            self._layout.gather()
+            self._streams.finish_compute()
+        else:
+            self._layout.release()
+        is_finite = self._agree(not row.weight or self._layout.is_model_finite())
+        self._watch.is_usual(nan, row.local_step)
+        self.is_unusual = False
+        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        row = replace(row, finite=int(is_finite), frozen=self._layout.frozen_digest())
+        return self.reduction.of_one(row, elapsed_ms)
 
     def abort(self, patience_s: float) -> bool:
         """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
@@ -161,16 +223,14 @@ class Averaging:
         self._is_checked.set()  # also where it has failed before it could check anything
         self._wake()
 
-    def _run(self, group: Collectives, row: Row, sent: "Sent | None") -> Average:
+    def _run(self, group: Collectives, row: Row, sent: "Sent | None", state: bytes) -> Average:
         with self._streams.communication():
-            if group.device.type == "cpu":
+            if self._layout.device.type == "cpu":
                 self._streams.finish_communication()  # only now are values in host memory complete
             self._layout.fill()
             row = self._check(row)
             self._is_checked.set()
-            averaged = self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers))
-            if self._is_alone(averaged):
-                return averaged
+            averaged = self.reduction.run(group, row, sent or Sent.lazily(self._layout, self._buffers), state)
             return replace(averaged, distance=self._compared())
 
     def _compared(self) -> tuple[float, float] | None:
@@ -189,13 +249,9 @@ class Averaging:
             self._wake()
         return replace(row, finite=int(is_finite), unusual=int(not is_usual))
 
-    def _is_alone(self, averaged: Average) -> bool:
-        """The model has the result already."""
-        return len(averaged.rows) == 1 and not self.reduction.has_outer_step
-
     def complete(self, *, has_newer_steps: bool) -> Average:
         """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
-        bit, with newer steps it is added as a correction.
+        bit, with newer steps it is added as a correction. Newer steps on values that were left out are dropped, too.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; the model is then unchanged.
         """
@@ -203,10 +259,10 @@ class Averaging:
         running, self._running, self._group = self._running, None, None
         averaged = running.result()
         self._watch.learn(is_averaged=not averaged.is_discarded)
-        self._streams.take_back(averaged.broadcast_bytes)
-        if self._is_alone(averaged):
+        if self._is_alone:
             return averaged
-        if has_newer_steps:
+        self._streams.take_back(averaged.broadcast_bytes)
+        if has_newer_steps and not averaged.is_discarded:
             self._layout.correct()
         else:
             self._layout.apply()
@@ -237,7 +293,8 @@ class Sent:
 
 @dataclass(slots=True)
 class Memory:
-    """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments.
+    """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments; and
+    the moving average of the weights of that dtype.
 
     Equal on all ranks that hold the version; a rank that joins gets it from the source.
     """
@@ -248,10 +305,12 @@ class Memory:
     """Number of outer steps; a tensor, so that it can be broadcast."""
     spread: Spread
     """Of no rows, unless the job merges by them."""
+    mean: torch.Tensor
+    """The moving average of the parameters and buffers that rounds average; empty unless the job has one."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All of it."""
-        return [self.last, *self.moments, self.num_steps, *self.spread.tensors()]
+        return [self.last, *self.moments, self.num_steps, *self.spread.tensors(), self.mean]
 
     def clone(self) -> "Memory":
         """A copy of all tensors."""
@@ -263,7 +322,15 @@ class Memory:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Memory":
         moments = [change(moment) for moment in self.moments]
-        return Memory(change(self.last), moments, change(self.num_steps), self.spread.each(change))
+        return Memory(change(self.last), moments, change(self.num_steps), self.spread.each(change), change(self.mean))
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What ranks that join get of the source, beside the model."""
+
+    memories: dict[Kind, Memory]
+    state: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +353,8 @@ class Reduction:
         self._memories: dict[Kind, Memory] = {}
         self._loaded: dict[Kind, Mapping[str, Any]] = {}
         """Of a checkpoint, until the first round, which tells all ranks the last result."""
+        self._loaded_mean: Mapping[str, torch.Tensor] = {}
+        """By name."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
         """Of earlier generations, whose errors are still to be sent: parts of the sum have other owners since."""
@@ -298,7 +367,14 @@ class Reduction:
 
     @property
     def _has_memory(self) -> bool:
-        return self.has_outer_step or self._options.compress is not None or self._merges_by_rows
+        options = self._options
+        return self.has_outer_step or options.compress is not None or self._merges_by_rows or options.decay is not None
+
+    @property
+    def num_copies(self) -> int:
+        """How many values it holds for each that is averaged, at most."""
+        num_errors = 0 if self._options.compress is None else 3  # of two ranks; of more it is less
+        return num_errors + (1 + self._options.outer.num_moments() if self._has_memory else 0)
 
     @torch.no_grad()
     def step_norm(self) -> float:
@@ -318,31 +394,48 @@ class Reduction:
         """Whether an outer optimizer changes the average."""
         return not isinstance(self._options.outer, PlainAverage)
 
-    def run(self, group: Collectives, row: Row, sent: "Sent | None" = None) -> Average:
-        """Runs a round on the layout's flat buffers.
+    @property
+    def follows_one(self) -> bool:
+        """Whether each round of a rank alone changes what is kept: an outer optimizer's state, a moving average."""
+        return self.has_outer_step or self._options.decay is not None
+
+    def run(self, group: Collectives, row: Row, sent: "Sent | None" = None, state: bytes = b"") -> Average:
+        """Runs a round on the layout's flat buffers; `state` goes to ranks that join.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
         """
         started_s, sent_bytes = time.perf_counter(), group.sent_bytes
         sent = sent or Sent.lazily(self._layout)
         try:
-            rows, handed, said, is_first, raw = self._collect(group, replace(row, frozen=sent.frozen_digest), sent)
+            row = replace(row, frozen=sent.frozen_digest)
+            rows, handed, said, is_first, raw = self._collect(group, row, sent, state)
         except Exception:
             self._agree(False)
             raise
         if not self._agree(True):
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
-        self._memories.update(handed)
-        self._step(said, is_first=is_first)
+        self._memories.update(handed.memories)
+        self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
-        return Average(rows, raw, elapsed_ms, sent_bytes=sent_bytes, is_discarded=is_out, is_finite=is_finite)
+        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state)
+
+    def of_one(self, row: Row, elapsed_ms: float) -> Average:
+        """The result of a rank alone, which is what it has, where no round `follows_one`. Keeps no last result: its
+        next step with others begins at its values then. What is known of the gains stays, as does what compression has
+        lost.
+        """
+        self._loaded |= self._kept()
+        self._memories = {}
+        is_out = self._options.discarded([row])[0]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Average([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
 
     def _collect(
-        self, group: Collectives, row: Row, sent: "Sent"
-    ) -> tuple[list[Row], dict[Kind, Memory], Said | None, bool, torch.Tensor]:
-        """The collectives of a round: header, memories handed to newcomers, what the ranks say of their steps, whether
+        self, group: Collectives, row: Row, sent: "Sent", state: bytes
+    ) -> tuple[list[Row], "Handed", Said | None, bool, torch.Tensor]:
+        """The collectives of a round: header, what is handed to newcomers, what the ranks say of their steps, whether
         no rank brought samples, and the bytes of the source.
         """
         group.begin(row.round)
@@ -351,27 +444,30 @@ class Reduction:
         source = self._options.source(rows)
         weights = self._options.weights(rows)
         is_first = not any(weights)
-        handed: dict[Kind, Memory] = {}
+        handed = Handed({}, b"")
         said: Said | None = None
         raw = sent.buffers
         if is_first:
             weights[source] = 1
         if group.size > 1:
+            values = where(group, self._layout.device)
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
-                said = self._hear_spread(group, weights, source)
+                said = self._hear_spread(values, weights, source)
             has_newcomers = any(one.version != rows[source].version for one in rows)
-            self._average(group, weights, is_exact=is_first or has_newcomers)
+            self._average(values, weights, is_exact=is_first or has_newcomers)
             if any(one.frozen != rows[source].frozen for one in rows):
                 raw = torch.cat([raw, sent.frozen()])
             if raw.numel():
-                group.broadcast(raw, source)
+                values.broadcast(raw, source)
             if has_newcomers:
-                handed = self._handed_memories(group, source)
+                given = self._handed_state(values, source, state)
+                is_new = row.version != rows[source].version
+                handed = Handed(self._handed_memories(values, source), given if is_new else b"")
         group.finish()
         return rows, handed, said, is_first, raw
 
-    def _average(self, group: Collectives, weights: list[int], *, is_exact: bool) -> None:
+    def _average(self, group: ValueCollectives, weights: list[int], *, is_exact: bool) -> None:
         """Averages the flat buffers over the ranks, in place."""
         own, total = weights[group.position], float(sum(weights))
         for kind, flat in self._layout.flat_buffers.items():
@@ -395,10 +491,9 @@ class Reduction:
         if self._unsent and self._sends_unsent:
             flat = self._layout.flat_buffers["float32"]
             for one in self._unsent:
-                lost = one.unsent(fraction).to(flat.device)
-                flat[: lost.numel()] += lost
+                one.add_unsent(flat[: self._layout.num_trained("float32")], fraction)
 
-    def _average_small(self, group: Collectives, flat: torch.Tensor, fractions: list[float]) -> None:
+    def _average_small(self, group: ValueCollectives, flat: torch.Tensor, fractions: list[float]) -> None:
         last = self._memory("float32", flat).last
         if self._compression is None:
             codec = CODECS[self._options.compress or ""]()
@@ -407,15 +502,16 @@ class Reduction:
         self._compression.average(flat, fractions, group)
         flat.add_(last)
 
-    def _hear_spread(self, group: Collectives, weights: list[int], source: int) -> Said:
+    def _hear_spread(self, group: ValueCollectives, weights: list[int], source: int) -> Said:
         """The collective in which ranks say how far they have gone, row by row: their squared norms' weighted mean, and
         the source's squared norms of the last round's mean.
         """
         own, parts = weights[group.position] / sum(weights), []
         for kind, flat in self._layout.flat_buffers.items():
-            trained, rows = flat[: self._layout.num_trained(kind)], self._rows(kind)
-            memory, silent = self._memory(kind, trained), torch.zeros(rows.num_rows, device=flat.device)
-            parts.append(rows.squares(trained, memory.last).mul_(own) if own else silent)
+            trained = flat[: self._layout.num_trained(kind)]
+            memory = self._memory(kind, trained)
+            silent = torch.zeros_like(memory.spread.of_mean)
+            parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
             parts.append(memory.spread.newest_of_mean if group.position == source else silent)
         said = torch.cat(parts)
         group.all_reduce(said)
@@ -425,15 +521,18 @@ class Reduction:
         """Merges the ranks' steps, of which `trained` has the mean."""
         rows, at = self._rows(kind), 2 * list(self._layout.flat_buffers).index(kind)
         memory.spread.learn(said.squares[at].clone(), said.squares[at + 1])
-        memory.spread.newest_of_mean = rows.squares(trained, memory.last)
+        moved = said.squares[at] > 0  # the mean of no steps is a step by rounding at most
+        memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
         if said.most_gain > 1.0:
             rows.go_further(trained, memory.last, memory.spread.gains(said.most_gain))
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])
 
-    def _step(self, said: Said | None, *, is_first: bool) -> None:
-        """Makes the outer step and commits the compression errors. A round without any work makes no outer step."""
+    def _step(self, said: Said | None, *, is_first: bool, num_samples: int) -> None:
+        """Makes the outer step, commits the compression errors and moves the average of the weights. A round without
+        any work makes no outer step.
+        """
         outer = self._options.outer
         if self._compression is not None:
             self._compression.commit()
@@ -451,6 +550,9 @@ class Reduction:
                     memory.num_steps += 1
                     outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
             memory.last.copy_(trained)
+            if self._options.decay is not None:
+                mean, weights = (self._layout.weights(kind, one) for one in (memory.mean, flat))
+                self._options.decay.move(mean, weights, num_samples)
 
     def _memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
         if kind not in self._memories:
@@ -460,20 +562,41 @@ class Reduction:
             memory = self._memories[kind] = memory.to(trained.device)
         return memory
 
+    def mean(self) -> dict[str, torch.Tensor]:
+        """The moving average of the weights by name, as of the last result: views of what rounds keep of it. Empty
+        unless the job has one.
+        """
+        if self._options.decay is None:
+            return {}
+        kinds = self._memories.items()
+        return {name: view for kind, one in kinds for name, view in self._layout.weights(kind, one.mean).items()}
+
+    def _new_mean(self, kind: Kind) -> torch.Tensor:
+        """It begins at the checkpoint's, or at the weights."""
+        flat = self._layout.flat_buffers[kind]
+        weights = self._layout.weights(kind, flat) if self._options.decay else {}
+        parts = [self._loaded_mean.get(name, view).to(flat).reshape(-1) for name, view in weights.items()]
+        return torch.cat(parts) if parts else flat.new_empty(0)
+
     def _new_memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
         spread = Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, trained.device)
+        mean = self._new_mean(kind)
         if kind not in self._loaded:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
-            return Memory(trained.clone(), moments, torch.zeros((), dtype=torch.int64, device=trained.device), spread)
+            num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
+            return Memory(trained.clone(), moments, num_steps, spread, mean)
         loaded = self._loaded.pop(kind)
         moments = [self._restored(kind, one) for one in loaded["moments"]]
         kept = loaded.get("spread")
         if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
-            spread = Spread(*kept)
-        return Memory(trained.clone(), moments, loaded["num_steps"], spread).to(trained.device)
+            spread = Spread(*kept).each(lambda one: one.to(SQUARES))  # older checkpoints have float32
+        return Memory(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
-    def memories(self) -> dict[str, dict[str, Any]]:
+    def memories(self) -> dict[str, Mapping[str, Any]]:
         """Checkpoint state of all memories: plain values, tensors and pieces. The last result is the model itself."""
+        return {str(kind): memory for kind, memory in (self._loaded | self._kept()).items()}
+
+    def _kept(self) -> dict[Kind, Mapping[str, Any]]:
         return {
             kind: {
                 "moments": [self._stored(kind, one) for one in memory.moments],
@@ -491,9 +614,9 @@ class Reduction:
         parts = torch.split(flat, [entry.size for entry in entries])
         return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
 
-    def restore(self, memories: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores the memories of a checkpoint."""
-        self._memories = {}
+    def restore(self, memories: Mapping[str, Mapping[str, Any]], mean: Mapping[str, torch.Tensor]) -> None:
+        """Restores the memories of a checkpoint, and its average of the weights; empty if it has none."""
+        self._memories, self._loaded_mean = {}, mean
         self._loaded = {cast(Kind, kind): memory for kind, memory in memories.items()}
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
@@ -508,7 +631,18 @@ class Reduction:
         own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
         return torch.cat([one.reshape(-1) for one in own])
 
-    def _handed_memories(self, group: Collectives, source: int) -> dict[Kind, Memory]:
+    def _handed_state(self, group: ValueCollectives, source: int, state: bytes) -> bytes:
+        """The source's state, which it broadcasts."""
+        size = torch.full((1,), len(state), dtype=torch.int64, device=self._layout.device)
+        group.broadcast(size, source)
+        own = bytearray(state) if group.position == source else bytearray(int(size))
+        if not own:
+            return b""
+        given = torch.frombuffer(own, dtype=torch.uint8).to(self._layout.device)
+        group.broadcast(given, source)
+        return bytes(given.tolist())
+
+    def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, Memory]:
         """The source's memories before the step, which it broadcasts for ranks that have another version; theirs are
         equal after it.
         """

@@ -5,11 +5,13 @@ sends the compressed sum to all. Every rank decodes the same bytes, so the resul
 error is kept and added to the next change (Karimireddy et al., arXiv 1901.09847).
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-from elche_worker.collectives.operations import Collectives
+from elche_worker.collectives.operations import ValueCollectives
+from elche_worker.device import chunks
 
 BLOCK = 256
 """Values that share one scale in 8-bit form."""
@@ -58,42 +60,60 @@ CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
 
 
 class Compression:
-    """Averages compressed changes. Its errors are of one rank and generation, and change in `commit` only."""
+    """Averages compressed changes, some blocks at a time. Its errors are of one rank and generation, and change in
+    `commit` only.
+    """
 
-    def __init__(self, codec: Codec, length: int, group: Collectives) -> None:
+    def __init__(self, codec: Codec, length: int, group: ValueCollectives) -> None:
         self.generation = group.generation
         self._position = group.position
+        self._size = group.size
         self._codec = codec
         self._length = length
         part = -(-length // group.size)
         self._part = -(-part // BLOCK) * BLOCK
+        self._step = max(1, chunks.CHUNK_BYTES // (4 * BLOCK * group.size)) * BLOCK
+        """Values of each part that are sent together."""
         self._error = torch.zeros(group.size, self._part, device=group.device)
         """Accumulated encoding error of this rank's change."""
         self._sum_error = torch.zeros(1, self._part, device=group.device)
         """Accumulated encoding error of the sum of this rank's part."""
         self._next = self._error, self._sum_error
 
-    def average(self, change: torch.Tensor, fractions: list[float], group: Collectives) -> None:
+    def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives) -> None:
         """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
-        padded = torch.zeros_like(self._error)
-        padded.view(-1)[: self._length] = change
-        own, error = self._encoded(padded, self._error, keeps=fractions[group.position] > 0)
-        received = self._codec.decode(group.all_to_all(own))
-        total = torch.zeros_like(self._sum_error)
-        for fraction, values in zip(fractions, received, strict=True):
-            if fraction > 0:  # what a rank without weight has sent may be anything
-                total += values * fraction
-        part, sum_error = self._encoded(total, self._sum_error, keeps=True)
-        change.copy_(self._codec.decode(torch.cat(group.all_gather(part))).view(-1)[: self._length])
+        self._error, self._sum_error = self._error.to(change.device), self._sum_error.to(change.device)
+        self._next = self._error, self._sum_error
+        error, sum_error = torch.empty_like(self._error), torch.empty_like(self._sum_error)
+        keeps = fractions[group.position] > 0
+        for start in range(0, self._part, self._step):
+            at = slice(start, min(start + self._step, self._part))
+            values = torch.zeros_like(self._error[:, at])
+            for row, own in zip(values, self._rows(change, at), strict=True):
+                row[: len(own)] = own
+            raw, error[:, at] = self._encoded(values, self._error[:, at], keeps=keeps)
+            total = torch.zeros_like(values[:1])
+            for fraction, received in zip(fractions, self._codec.decode(group.all_to_all(raw)), strict=True):
+                if fraction > 0:  # what a rank without weight has sent may be anything
+                    total += received * fraction
+            raw, sum_error[:, at] = self._encoded(total, self._sum_error[:, at], keeps=True)
+            sums = self._codec.decode(torch.cat(group.all_gather(raw)))
+            for own, row in zip(self._rows(change, at), sums, strict=True):
+                own.copy_(row[: len(own)])
         self._next = error, sum_error
 
-    def unsent(self, fraction: float) -> torch.Tensor:
-        """What its errors add to the change of this rank, flat: its own, and those of the sums of its part, which
+    def _rows(self, change: torch.Tensor, at: slice) -> Iterator[torch.Tensor]:
+        """The same slice of each part of the change; the last parts may have less of it, or nothing."""
+        for start in range(0, self._size * self._part, self._part):
+            yield change[start + at.start : start + at.stop]
+
+    def add_unsent(self, change: torch.Tensor, fraction: float) -> None:
+        """Adds to the change of this rank what its errors add to it: its own, and those of the sums of its part, which
         count whole, and the change by `fraction` only.
         """
-        flat = self._error.clone()
-        flat[self._position] += self._sum_error[0] / fraction
-        return flat.view(-1)[: self._length]
+        change += self._error.view(-1)[: self._length].to(change.device)
+        own = change[self._position * self._part : (self._position + 1) * self._part]
+        own += self._sum_error[0, : len(own)].to(change.device) / fraction
 
     def commit(self) -> None:
         """The last average is committed: its encoding error is sent with the next."""

@@ -16,6 +16,8 @@ import torch
 SMOOTHING = 0.9
 """Factor on what is known of a row with each round. It begins with the first round, in which ranks agree, and whose
 steps are long: so the gain rises late, and not while training has not settled."""
+SQUARES = torch.float64
+"""Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Spread:
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Spread":
         """Before the first round."""
-        return cls(*(torch.zeros(num_rows, device=device) for _ in fields(cls)))
+        return cls(*(torch.zeros(num_rows, dtype=SQUARES, device=device) for _ in fields(cls)))
 
     def tensors(self) -> list[torch.Tensor]:
         """All of it, for newcomers and checkpoints."""
@@ -47,16 +49,21 @@ class Spread:
         return Spread(*(change(tensor) for tensor in self.tensors()))
 
     def learn(self, of_steps: torch.Tensor, last_of_mean: torch.Tensor) -> None:
-        """Takes in what the ranks say in a round: of its steps, and of the last round's mean."""
+        """Takes in what the ranks say in a round: of its steps, and of the last round's mean. A row of which something
+        is not finite begins anew.
+        """
         for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, last_of_mean)):
             smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # `lerp` may round otherwise elsewhere
             known.copy_(torch.where(known > 0, smoothed, newest))
+        is_finite = self.of_steps.isfinite() & self.of_mean.isfinite()
+        for known in (self.of_steps, self.of_mean):
+            known.masked_fill_(~is_finite, 0.0)
         self.newest_of_steps = of_steps
 
     def gains(self, most: float) -> torch.Tensor:
-        """The gain of each row, from 1 to `most`."""
+        """The gain of each row, from 1 to `most`; 1 where it is not known."""
         gains = self.of_steps / self.of_mean
-        return torch.where(self.of_mean > 0, gains, torch.ones_like(gains)).clamp_(1.0, most)
+        return torch.where(gains.isfinite(), gains, torch.ones_like(gains)).clamp_(1.0, most)
 
 
 class Rows:
@@ -76,7 +83,9 @@ class Rows:
         """The squared norm of each row of the step from `last` to `flat`."""
         pairs = zip(self._parts(flat), self._parts(last), strict=True)
         norms = [torch.linalg.vector_norm(now - before, dim=1) for now, before in pairs]
-        return torch.cat(norms).float().square_() if norms else torch.zeros(0, device=flat.device)
+        if not norms:
+            return torch.zeros(0, dtype=SQUARES, device=flat.device)
+        return torch.cat(norms).to(SQUARES).square_()
 
     def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor) -> None:
         """Multiplies the step from `last` to `average` by each row's gain, in place."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from elche.contributions import Contribution, discarded
 from elche_worker.collectives.operations import RanksDiffer
+from elche_worker.model.mean import Decay
 from elche_worker.outer import Average, OuterOptimizer
 
 
@@ -43,6 +44,8 @@ class AveragingOptions:
     outliers: str = "keep"
     compress: str | None = None
     outer: OuterOptimizer = field(default_factory=Average)
+    decay: Decay | None = None
+    """Of the moving average of the weights; None: there is none."""
 
     @property
     def counts_samples(self) -> bool:

@@ -55,14 +55,15 @@ class Communicator:
             self._group: Any = nccl(store, position, size, options)
             self._group.eager_connect_single_device(device)
 
-    def run(self, begin: Callable[[Any], Work]) -> None:
-        """Runs an operation that `begin` queues on the group; returns when its result is there. Raises
+    def run(self, begin: Callable[[Any], list[Work]]) -> None:
+        """Runs operations that `begin` queues on the group; returns when their results are there. Raises
         `CollectiveFailed` when that will never be, whatever its memory has, and torch's error of a broken device.
         """
         new_event: Any = torch.cuda.Event  # untyped
         try:
             with torch.cuda.device(self._device):
-                begin(self._group).wait()
+                for work in begin(self._group):
+                    work.wait()
                 ended = new_event(blocking=True)  # a wait that spins would take a core
                 ended.record()
                 ended.synchronize()

@@ -23,26 +23,15 @@ class RoundAborted(Exception):
     """The round was abandoned on every rank before any had its whole result; the next one can follow."""
 
 
-class Collectives(Protocol):
-    """The collectives of the ranks of one generation.
-
-    Every rank calls the same operations in the same order, between `begin` and `finish`. All raise `CollectiveFailed`,
-    or `RoundAborted` when only this round is lost.
-    """
+class ValueCollectives(Protocol):
+    """The collectives by which values are averaged."""
 
     position: int
     """This rank's position, from 0."""
     size: int
-    attempt: int
     generation: int
     device: torch.device
     """Device that tensors given to the operations must be on."""
-    sent_bytes: int
-    """Payload that this rank has sent so far."""
-
-    def begin(self, round_id: int) -> None:
-        """Begins a round."""
-        ...
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Every member's row, in order of position."""
@@ -58,6 +47,22 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Copies the tensor from the source's position to all, in place."""
+        ...
+
+
+class Collectives(ValueCollectives, Protocol):
+    """The collectives of the ranks of one generation.
+
+    Every rank calls the same operations in the same order, between `begin` and `finish`. All raise `CollectiveFailed`,
+    or `RoundAborted` when only this round is lost. A round's header, in host memory, is gathered as well.
+    """
+
+    attempt: int
+    sent_bytes: int
+    """Payload that this rank has sent so far."""
+
+    def begin(self, round_id: int) -> None:
+        """Begins a round."""
         ...
 
     def finish(self) -> None:

@@ -6,7 +6,7 @@ wait for each other there, where waiting costs nothing and can be ended.
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from elche.errors import InvalidJob
 from elche_worker.collectives.nccl import PATIENCE, Communicator
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.collectives.sockets import Address, listening, shut_connections
+from elche_worker.device.chunks import chunks
 from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
@@ -77,17 +78,17 @@ class ProcessGroupCollectives:
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         self.sent_bytes += row.nbytes * (self.size - 1)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        self._run(row, lambda group: group.allgather([rows], [row]))
+        self._run(row, lambda group: [group.allgather([rows], [row])])
         return rows
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.sent_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
-        self._run(tensor, lambda group: group.allreduce([tensor]))
+        self._run(tensor, lambda group: [group.allreduce([part]) for part in self._parts(tensor)])
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent_bytes += rows.nbytes * (self.size - 1) // self.size
         received, sent = torch.empty_like(rows), rows.contiguous()
-        self._run(rows, lambda group: group.alltoall_base(received, sent, [], []))
+        self._run(rows, lambda group: [group.alltoall_base(received, sent, [], [])])
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -95,18 +96,26 @@ class ProcessGroupCollectives:
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        self._run(tensor, lambda group: group.broadcast([tensor], options))
+        self._run(tensor, lambda group: [group.broadcast([part], options) for part in self._parts(tensor)])
 
     def finish(self) -> None:
         return
 
-    def _run(self, tensor: torch.Tensor, begin: Callable[[Any], Work]) -> None:
+    def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """On a device in chunks, of which a rank that keeps its values on the host has one at a time on its device."""
+        return chunks(tensor) if self._is_there(tensor) else [tensor]
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return self._on_device is not None and tensor.device.type != "cpu"
+
+    def _run(self, tensor: torch.Tensor, begin: Callable[[Any], list[Work]]) -> None:
         """Runs an operation where its tensor is. Raises `CollectiveFailed`."""
-        if self._on_device is not None and tensor.device.type != "cpu":
+        if self._on_device is not None and self._is_there(tensor):
             self._on_device.run(begin)
             return
         try:
-            begin(self._on_host).wait()
+            for work in begin(self._on_host):
+                work.wait()
         except RuntimeError as error:
             raise CollectiveFailed(f"a collective failed: {error}") from error
 

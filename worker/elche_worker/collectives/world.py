@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from elche.errors import Misuse, PeerLost
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
+from elche_worker.device.kinds import NAMES, kind_of
 from elche_worker.model.tensors import flattened, unflattened
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -301,22 +302,19 @@ def choose_device(wanted: str) -> torch.device:
         raise Misuse(
             f"the device {wanted!r} cannot be used: {error.label}: {error.problem}; {_advice(wanted)}"
         ) from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind_of(device).select(device)
     return device
 
 
 def _advice(wanted: str) -> str:
     if wanted == "auto":
         return "leave it out: name the others in CUDA_VISIBLE_DEVICES, and start a process for each of them"
-    return "use auto, cpu, cuda, cuda:N or mps"
+    return f"use {NAMES}"
 
 
 def memory_of(device: torch.device) -> int:
     """A device's total memory in bytes; for a CPU the host's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return kind_of(device).memory(device).total
 
 
 def model_name(device: torch.device) -> str:

@@ -1,7 +1,9 @@
 """Data sets of jobs, and the order of samples in an epoch."""
 
 import operator
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -9,9 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data._utils import worker
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
+
+COUNT_S = 60.0
+"""How long a stream without a length is read to count its samples: it may have no end."""
 
 
 class Shards:
@@ -48,6 +54,10 @@ class Shards:
         if not 0 <= position < len(self):
             raise IndexError(f"there is no position {position}: the shards have {len(self)} samples")
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
+        with _undivided():
+            return self._read(shard, position)
+
+    def _read(self, shard: int, position: int) -> Any:
         if shard != self._shard or position < self._next:
             self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
         while self._next <= position:
@@ -62,11 +72,24 @@ class Shards:
         return sample
 
 
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Context in which a stream finds no worker process around it, so that it does not divide itself among them, as
+    streams do: which samples are fetched here is decided already.
+    """
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
 def as_dataset(built: Any, file_name: str) -> Any:
     """Turns what `dataset()` returned into something with len() and [index]. Raises `InvalidJob` if that is not
     possible.
 
-    A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it.
+    A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it, for a
+    limited time.
     """
     kind = type(built).__name__
     if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
@@ -81,7 +104,7 @@ def as_dataset(built: Any, file_name: str) -> Any:
         built = [built]
     if isinstance(built, list | tuple) and built and all(isinstance(one, IterableDataset) for one in built):
         parts = built
-        return Shards([_count(one) for one in parts], lambda index: parts[index])
+        return Shards([_count(one, file_name) for one in parts], lambda index: parts[index])
     if not isinstance(built, Sized) or not hasattr(built, "__getitem__"):
         raise InvalidJob(f"{file_name}: dataset() must return a map-style data set with len() and [index], not {kind}")
     return built
@@ -92,11 +115,21 @@ def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
     return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
 
 
-def _count(stream: Any) -> int:
+def _count(stream: Any, file_name: str) -> int:
+    """How many samples a stream has. Raises `InvalidJob` for one that does not say so and does not end in time."""
     try:
         return len(stream)
     except TypeError:
-        return sum(1 for _ in stream)
+        pass
+    count, until_s = 0, time.monotonic() + COUNT_S
+    for count, _ in enumerate(stream, 1):
+        if time.monotonic() > until_s:
+            raise InvalidJob(
+                f"{file_name}: dataset() returned a stream, {type(stream).__name__}, without len(), of which {count} "
+                f"samples in {COUNT_S:g} s were not all: say in its __len__ how many there are. One without an end "
+                "must end there, as with itertools.islice: an epoch is so many samples"
+            )
+    return count
 
 
 class Order(Protocol):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
+from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 Collate = Callable[[list[Any]], Any]
@@ -31,14 +32,21 @@ class FetchError:
 
 
 class Indices(list[int]):
-    """Indices of a batch's samples, and its epoch."""
+    """Indices of a batch's samples, its epoch, and in how many parts it may be at most."""
 
-    def __init__(self, indices: list[int], epoch: int) -> None:
+    def __init__(self, indices: list[int], epoch: int, max_parts: int = 1) -> None:
         super().__init__(indices)
         self.epoch = epoch
+        self.max_parts = max_parts
 
-    def __reduce__(self) -> tuple[type["Indices"], tuple[list[int], int]]:
-        return Indices, (list(self), self.epoch)
+    def __reduce__(self) -> tuple[type["Indices"], tuple[list[int], int, int]]:
+        return Indices, (list(self), self.epoch, self.max_parts)
+
+
+class Samples(list[Any]):
+    """The samples of a batch, and the number of parts that it is made in."""
+
+    num_parts = 1
 
 
 class Together(list[Any]):
@@ -48,7 +56,13 @@ class Together(list[Any]):
 class Fetch:
     """The user's data set as a `DataLoader` reads it: a list of indices gives a list of samples, or a `FetchError`."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0, num_parts: int = 1
+    ) -> None:
+        """With a `collate_fn` of the job's, whose batches cannot be cut, each of `num_parts` of the samples becomes a
+        batch of its own: the result is `InParts`.
+        """
+        self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset
         self._seed = seed
         self._collate_fn = collate_fn or default_collate
@@ -62,6 +76,13 @@ class Fetch:
 
     def __getitems__(self, indices: list[int]) -> list[Any] | FetchError:
         """The samples at these indices."""
+        samples = self._samples_at(indices)
+        if self._num_parts > 1 and isinstance(samples, list):
+            samples = Samples(samples)
+            samples.num_parts = min(self._num_parts, len(samples), getattr(indices, "max_parts", len(samples)))
+        return samples
+
+    def _samples_at(self, indices: list[int]) -> list[Any] | FetchError:
         index: int | None = None
         if indices and get_worker_info() is not None:
             self._seed_worker(indices)
@@ -91,6 +112,9 @@ class Fetch:
         if isinstance(samples, FetchError) or not samples:
             return samples or None
         try:
+            if isinstance(samples, Samples) and samples.num_parts > 1:
+                bounds = bounds_of(len(samples), samples.num_parts)
+                return InParts((self._collate_fn(samples[start:end]), end - start) for start, end in bounds)
             return self._collate_fn(samples)
         except Exception as error:
             return self._broken(error, "where samples become a batch")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from elche.errors import ElcheError
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
 from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
@@ -66,6 +67,19 @@ class BatchRequest:
     own_size: int
 
 
+class WorkerLost(ElcheError, RuntimeError):
+    """A process that fetches samples has died: a `RuntimeError`, as torch raises it. What user code raises there comes
+    as a `FetchError` instead.
+    """
+
+    @classmethod
+    def of(cls, error: BaseException) -> BaseException:
+        """What the loader has raised, as this where it shows so: torch's words, or the connection's end."""
+        is_lost = isinstance(error, EOFError | ConnectionError) or "DataLoader worker" in str(error)
+        words = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error
+
+
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
     """Start and end of one of nearly equal consecutive parts. The first ones are larger, so that the leader has one."""
     least, num_larger = divmod(size, num_parts)
@@ -96,7 +110,9 @@ class LeaseLoader:
         timeline: Timeline | None = None,
         member: int = 0,
         group_size: int = 1,
+        num_parts: int = 1,
     ) -> None:
+        """`num_parts` is the number of parts in which batches go through the model."""
         self._member, self._group_size = member, group_size
         self._timeline = timeline
         self.num_leased = 0
@@ -117,7 +133,7 @@ class LeaseLoader:
         self._news = threading.Semaphore(0)
         self._is_stopped = False
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
-        fetch = Fetch(placed, collate_fn, file_name, seed)
+        fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
         self._fetch_here = fetch
         self._loader: DataLoader[Any] = DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
@@ -126,6 +142,7 @@ class LeaseLoader:
             num_workers=num_workers,
             prefetch_factor=DEPTH if num_workers else None,
             worker_init_fn=_begin_worker(os.getpid()),
+            multiprocessing_context="fork" if num_workers else None,  # others cannot import the user's file
             pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
             generator=torch.Generator().manual_seed(0),
         )
@@ -208,7 +225,7 @@ class LeaseLoader:
             with self.transfer.stream():
                 self._fetch(fetched)
         except BaseException as error:  # a worker process or the loader has died: `take` raises it
-            self._ready.append(error)
+            self._ready.append(WorkerLost.of(error) if self._loader.num_workers else error)
             self._wake()
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
@@ -267,7 +284,8 @@ class LeaseLoader:
     def _part(self, epoch: int, indices: list[int]) -> BatchRequest:
         """This process's part of a batch; a process without a part fetches one sample that stands in for it."""
         start, end = part_of(len(indices), self._member, self._group_size)
-        return BatchRequest(epoch, len(indices), Indices(indices[start:end] or indices[:1], epoch), end - start)
+        own = Indices(indices[start:end] or indices[:1], epoch, max(1, len(indices) // self._group_size))
+        return BatchRequest(epoch, len(indices), own, end - start)
 
 
 class _Sampler:

@@ -45,15 +45,24 @@ class Memory:
         )
 
 
-def prefetch_depth(memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int) -> int:
-    """How many batches may wait on the device beside what training needs at its peak; 0 before that is measured.
+def spare_bytes(memory: Memory, *, activation_bytes: int, waiting_bytes: int) -> int:
+    """What training leaves of the device's memory at its peak. `waiting_bytes` of that are batches that wait there."""
+    spare = memory.free + memory.reserved - memory.allocated - (1 - USABLE_FRACTION) * memory.total
+    return int(spare) + waiting_bytes - activation_bytes
+
+
+def prefetch_depth(
+    memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int, set_aside_bytes: int = 0
+) -> int:
+    """How many batches may wait on the device beside what training needs at its peak and what is set aside; 0 before
+    that is measured.
 
     `waiting_bytes` is the size of those that wait there now.
     """
     if activation_bytes is None or batch_bytes <= 0:
         return 0
-    spare = memory.free + memory.reserved - memory.allocated - (1 - USABLE_FRACTION) * memory.total
-    return max(0, min(MAX_DEPTH, int((spare + waiting_bytes - activation_bytes) // batch_bytes)))
+    spare = spare_bytes(memory, activation_bytes=activation_bytes, waiting_bytes=waiting_bytes)
+    return max(0, min(MAX_DEPTH, (spare - set_aside_bytes) // batch_bytes))
 
 
 class DeviceTransfer(Protocol):
@@ -62,6 +71,14 @@ class DeviceTransfer(Protocol):
     @property
     def room(self) -> int | None:
         """Further batches that may wait on the device; None when batches wait in the host's memory."""
+        ...
+
+    set_aside_bytes: int
+    """Memory of the device that is left for something else, as long as there is so much."""
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """Memory that training has left at the last `plan`; None before that is measured."""
         ...
 
     def stream(self) -> AbstractContextManager[Any]:
@@ -94,10 +111,11 @@ class DeviceTransfer(Protocol):
 class HostTransfer:
     """For the CPU, and devices to which batches are copied when they are trained."""
 
-    room = None
+    room = spare_bytes = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.set_aside_bytes = 0
 
     def stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -128,6 +146,8 @@ class CudaTransfer:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
+        self.set_aside_bytes = 0
+        self.spare_bytes: int | None = None
         self._depth = 0
         self._max_depth = MAX_DEPTH
         """Lower after memory has run out."""
@@ -194,11 +214,16 @@ class CudaTransfer:
             needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
             self._activation_bytes = max(self._activation_bytes or 0, needed_bytes)
             self._has_trained = False
+        if self._activation_bytes is not None:
+            self.spare_bytes = spare_bytes(memory, activation_bytes=self._activation_bytes, waiting_bytes=waiting_bytes)
+            if self.spare_bytes < self.set_aside_bytes:
+                self.set_aside_bytes = 0
         depth = prefetch_depth(
             memory,
             activation_bytes=self._activation_bytes,
             waiting_bytes=waiting_bytes,
             batch_bytes=self._batch_bytes,
+            set_aside_bytes=self.set_aside_bytes,
         )
         self._depth = min(depth, self._max_depth)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 import torch
 
 from elche.errors import ElcheError, InvalidJob
+from elche_worker.device.kinds import KINDS, NAMES, NUMBERED, kind_of
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
@@ -45,8 +46,8 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Dev
     Raises `InvalidJob` for too few.
     """
     kind, _, index = wanted.partition(":")
-    if kind not in ("auto", "cpu", "cuda", "mps"):
-        raise InvalidJob(f"unknown device {wanted!r}; use auto, cpu, cuda, cuda:N or mps")
+    if kind not in ("auto", *KINDS):
+        raise InvalidJob(f"unknown device {wanted!r}; use {NAMES}")
     needed = (num_ranks or 1) * group_size
     if kind == "cpu":
         return [Device(device="cpu")] * needed
@@ -148,7 +149,7 @@ def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: f
     for a device that was asked for, and for one that hangs: this process may hang with it. Row T8.
     """
     if wanted != "auto":
-        return _try_in_time(f"cuda:{index}" if wanted == "cuda" else wanted, limit_s)
+        return _try_in_time(f"{wanted}:{index}" if wanted in NUMBERED else wanted, limit_s)
     listed = _listed()
     for name in [*listed[index:], *listed[:index]]:
         try:
@@ -201,17 +202,13 @@ def summary(devices: Sequence[Device]) -> str:
 
 
 def _listed() -> list[str]:
-    """The accelerators that torch lists."""
-    if torch.cuda.is_available():
-        return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return ["mps"] if torch.backends.mps.is_available() else []
+    """The accelerators that torch lists, of one kind."""
+    return next((found for kind in KINDS.values() if (found := kind.listed())), [])
 
 
 def _describe(device: torch.device, name: str) -> Device:
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return Device(device=name, model=properties.name, memory_bytes=properties.total_memory)
-    return Device(device=name, model="Apple" if device.type == "mps" else "")
+    model, memory_bytes = kind_of(device).described(device)
+    return Device(device=name, model=model, memory_bytes=memory_bytes)
 
 
 def main() -> None:

@@ -42,6 +42,10 @@ class Streams(Protocol):
         """Waits on the host for everything queued to communicate, and what was handed over before."""
         ...
 
+    def communicated(self) -> Any:
+        """An event after everything queued to communicate; None where nothing is queued."""
+        ...
+
     def copied(self) -> Any:
         """An event after everything queued among the copies."""
         ...
@@ -78,6 +82,9 @@ class HostStreams:
 
     def finish_communication(self) -> None:
         return
+
+    def communicated(self) -> Any:
+        return None
 
     def copied(self) -> Any:
         return None
@@ -119,6 +126,9 @@ class CudaStreams:
 
     def finish_communication(self) -> None:
         self._communication.synchronize()
+
+    def communicated(self) -> Any:
+        return self._communication.record_event()
 
     def copied(self) -> Any:
         return self._copies.record_event()

@@ -1,26 +1,85 @@
-"""Moves a batch, of any nested structure, to a device."""
+"""Moves a batch, of any nested structure, to a device. It stays of its type."""
 
-from collections.abc import Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 
+class InParts(list[tuple[Any, int]]):
+    """A batch in parts that go through the model one after the other: data and number of samples of each."""
+
+
+def bounds_of(size: int, num_parts: int) -> list[tuple[int, int]]:
+    """Start and end of nearly equal parts of so many samples; none is empty."""
+    bounds = [size * index // num_parts for index in range(num_parts + 1)]
+    return [(start, end) for start, end in pairwise(bounds) if end > start]
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device; what is no tensor stays as it is."""
+    """The same structure, of the same types, with its tensors on the device. What has a method `to` moves itself, and
+    what has neither tensors nor such a method stays as it is.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if _moves_itself(batch):
+        moved = batch.to(device)
+        return batch if moved is None else moved
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return _like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return _like_sequence(batch, [to_device(value, device) for value in batch])
+    if _is_dataclass(batch):
+        moved = copy.copy(batch)
+        for one in dataclasses.fields(batch):
+            object.__setattr__(moved, one.name, to_device(getattr(batch, one.name), device))
+        return moved
     return batch
 
 
+def _moves_itself(batch: Any) -> bool:
+    return callable(getattr(type(batch), "to", None))  # of the type: attributes may be keys of a mapping
+
+
+def _is_dataclass(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+
+
+def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the batch's type, with its attributes."""
+    if type(batch) is dict:
+        return values
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)
+        moved.update(values)
+        return moved
+    try:
+        return type(batch)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values
+
+
+def _like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """A list or tuple of the batch's type, a list with its attributes."""
+    if type(batch) is list:
+        return values
+    if isinstance(batch, list):
+        moved = copy.copy(batch)
+        moved[:] = values
+        return moved
+    try:
+        return type(batch)(values)
+    except TypeError:
+        return tuple(values)
+
+
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of the structure."""
+    """All tensors of the structure, and those in the attributes of what moves itself."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -29,6 +88,10 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_in(value)
+    elif _is_dataclass(batch) or (_moves_itself(batch) and not isinstance(batch, torch.nn.Module)):
+        for value in list(getattr(batch, "__dict__", {}).values()):
+            if isinstance(value, torch.Tensor | Mapping | list | tuple) or _is_dataclass(value):
+                yield from tensors_in(value)
 
 
 def num_bytes(batch: Any) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from elche.errors import Misuse
+from elche_worker.integrations.reporting import Reporting, check_begins_anew
 from elche_worker.trainer import Trainer, TrainerConfig
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
@@ -19,11 +20,13 @@ class ElcheCallback(pl.Callback):
     """Averages gradients over the processes of torchrun or `elche run` before each step; Lightning clips after that.
 
     Each process must have equally many batches, of as many samples, as a `DistributedSampler` gives them, and the
-    model one optimizer. Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`.
+    model one optimizer. A coordinator gets each batch's loss, and after each validation what the module has logged.
+    Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`.
     """
 
     def __init__(self) -> None:
         self._elche: Trainer | None = None
+        self._reporting: Reporting | None = None
         self._is_averaged = False
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -34,9 +37,16 @@ class ElcheCallback(pl.Callback):
             raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
         if len(trainer.optimizers) != 1:
             raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
+        check_begins_anew("trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's")
         # One step for each batch, as Lightning counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
         self._elche = Trainer.setup(pl_module, trainer.optimizers[0], config)
+        self._reporting = Reporting(self._elche, max(0, trainer.max_epochs or 0))
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reports the epoch before it."""
+        assert self._reporting is not None
+        self._reporting.begin_epoch(trainer.current_epoch)
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -46,14 +56,26 @@ class ElcheCallback(pl.Callback):
         self._elche.average_gradients()
         self._is_averaged = True
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Finishes the step, unless gradients are accumulated over more batches."""
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reports the loss, and finishes the step, unless gradients are accumulated over more batches."""
+        if self._reporting is not None:
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            self._reporting.record({"loss": loss})
         if self._elche is not None and self._is_averaged:
             self._is_averaged = False
             self._elche.finish_step()
 
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reports what the module has logged."""
+        if self._reporting is not None:  # else it is the check before training
+            self._reporting.evaluated(trainer.callback_metrics)
+
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Leaves the process group."""
+        if self._reporting is not None:
+            self._reporting.end()
         self._close(None)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:

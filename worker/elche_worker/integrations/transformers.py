@@ -1,6 +1,8 @@
 """Hugging Face's `Trainer` on several devices: a callback averages gradients, while `Trainer` sees a single device."""
 
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elche.errors import Misuse
+from elche_worker.integrations.reporting import Reporting, check_begins_anew
 from elche_worker.trainer import Trainer, TrainerConfig
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -18,7 +21,8 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 class ElcheCallback(TrainerCallback):
     """Averages gradients over the processes of torchrun or `elche run` before each step, and clips what that makes.
 
-    Make it before `TrainingArguments`, and train each process's `part` of the data. Rank 0 alone logs and saves.
+    Make it before `TrainingArguments`, and train each process's `part` of the data. Rank 0 alone logs and saves. A
+    coordinator gets what it logs, every `logging_steps` and at least once in an epoch, and the metrics of evaluations.
     """
 
     def __init__(self) -> None:
@@ -28,6 +32,9 @@ class ElcheCallback(TrainerCallback):
         if self._places:
             self._see_own_gpu(int(self._places.get("LOCAL_RANK", "0")))
         self._elche: Trainer | None = None
+        self._reporting: Reporting | None = None
+        self._has_loss = False
+        """Whether Hugging Face has logged a loss in this epoch."""
         self._max_norm = 0.0
 
     def _see_own_gpu(self, index: int) -> None:
@@ -50,6 +57,7 @@ class ElcheCallback(TrainerCallback):
             raise Misuse("make ElcheCallback before TrainingArguments, which else distribute on their own")
         if args.fp16:  # gradients are unscaled before a callback sees them, overflow and all
             raise Misuse("ElcheCallback cannot average with fp16: use bf16")
+        check_begins_anew("trainer.train(resume_from_checkpoint=...) and a checkpoint of Hugging Face's")
         model: nn.Module = named["model"]
         optimizer: Optimizer = named["optimizer"]
         self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # what is clipped is the average
@@ -59,6 +67,40 @@ class ElcheCallback(TrainerCallback):
         self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
         for name in self._places:
             del os.environ[name]
+        self._reporting = Reporting(self._elche, math.ceil(state.num_train_epochs))
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Reports the epoch before it."""
+        assert self._reporting is not None
+        self._reporting.begin_epoch(round(state.epoch or 0))
+        self._has_loss = False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Reports the loss and what else is logged while training."""
+        if self._reporting is not None and logs:
+            self._has_loss |= "loss" in logs
+            self._reporting.record({name: one for name, one in logs.items() if _is_of_training(name)})
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Reports the metrics of an evaluation while training."""
+        if self._reporting is not None and metrics:
+            self._reporting.evaluated({name: one for name, one in metrics.items() if _is_of_model(name)})
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
@@ -76,7 +118,9 @@ class ElcheCallback(TrainerCallback):
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Only rank 0 logs and saves."""
+        """Only rank 0 logs and saves. An epoch of fewer steps than `logging_steps` is logged where that is reported."""
+        if self._reporting is not None and self._reporting.is_heard and not self._has_loss:
+            control.should_log = True
         self._be_quiet(control)
 
     def _be_quiet(self, control: TrainerControl) -> None:
@@ -86,5 +130,18 @@ class ElcheCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Leaves the process group."""
         args.max_grad_norm = self._max_norm
-        if self._elche is not None:
+        if self._elche is not None and self._reporting is not None:
+            self._reporting.end()
             self._elche.close()
+        self._reporting = None
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a metric is of the model: no time, no speed, and not the epoch."""
+    return name != "epoch" and not name.endswith(("_runtime", "_per_second"))
+
+
+def _is_of_training(name: str) -> bool:
+    """Whether a logged number is of batches that were trained; evaluations and the learning rate are told otherwise."""
+    is_other = name.startswith(("eval_", "train_")) or name in ("learning_rate", "total_flos")
+    return _is_of_model(name) and not is_other

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from elche.errors import InvalidJob
 from elche.settings import SETTINGS
+from elche_worker.device.kinds import kind_of
 from elche_worker.model.trial import unchanged
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
@@ -90,4 +90,5 @@ def largest_that_fits(
                 if not is_full(error) or size == 1:
                     raise
             size = size // 2
-            torch.cuda.empty_cache()  # PyTorch gives it up for itself, but not for cuBLAS and the like
+            # PyTorch gives it up for itself, but not for cuBLAS and the like
+            kind_of(next(model.parameters()).device).empty_cache()

@@ -1,6 +1,7 @@
 """Checkpoints as folders: weights that plain PyTorch reads, what else training needs, and a manifest.
 
     NAME/model.safetensors   parameters and persistent buffers, by the model's own names
+    NAME/ema.safetensors     of a job with `ema`: the same with the moving average of the weights, as rounds keep it
     NAME/state.safetensors   optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
     NAME/state.json          how these tensors belong together, and what is no tensor
     NAME/pieces/             of a model that replica groups share: its parameters, and the optimizer's state of them,
@@ -21,7 +22,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -32,8 +33,18 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
-from elche_worker.model.tensors import Piece, copied, flattened, is_divided, placed, unflattened, write_tensors
+from elche.manifest import EMA, FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
+from elche_worker.model.frozen import completed, metadata_of, read_weights
+from elche_worker.model.tensors import (
+    Piece,
+    can_hold,
+    copied,
+    flattened,
+    is_divided,
+    placed,
+    unflattened,
+    write_tensors,
+)
 
 PIECES = "pieces"
 MODEL_PIECE = "model "
@@ -48,6 +59,10 @@ class CheckpointData:
     """Parameters and persistent buffers: tensors, or pieces of divided ones."""
     state: dict[str, Any]
     """Everything else: plain values, tensors and pieces only."""
+    frozen: str = ""
+    """Digest of the frozen parameters, if the weights are without them."""
+    mean: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The moving average of the weights, and of buffers that are not among them; empty if the job has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +176,9 @@ def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, to
     tensors: dict[str, torch.Tensor] = {}
     pieces = {f"{MODEL_PIECE}{name}": one for name, one in kept.weights.items() if isinstance(one, Piece)}
     weights = {name: one for name, one in kept.weights.items() if isinstance(one, torch.Tensor)}
-    return weights, tensors, flattened(kept.state, tensors, pieces), pieces
+    hidden = {name: one for name, one in kept.mean.items() if name not in kept.weights}
+    state = {**kept.state, "mean": hidden} if hidden else kept.state
+    return weights, tensors, flattened(state, tensors, pieces), pieces
 
 
 def _write_files(
@@ -180,7 +197,10 @@ def _write_files(
             _sync(path)
             checksums[f"{PIECES}/{path.name}"] = _sha256(path)
         _sync(draft / PIECES)
-    checksums[WEIGHTS] = write_tensors(draft / WEIGHTS, weights)
+    checksums[WEIGHTS] = write_tensors(draft / WEIGHTS, weights, metadata_of(kept.frozen))
+    if kept.mean:
+        mean = {name: _mean_of(name, one, kept.mean) for name, one in weights.items()}
+        checksums[EMA] = write_tensors(draft / EMA, mean, metadata_of(kept.frozen))
     checksums[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
     (draft / SOURCE).write_text(about.source, encoding="utf-8")
     (draft / STATE).write_text(json.dumps(structure), encoding="utf-8")
@@ -216,6 +236,15 @@ class Loaded:
     manifest: dict[str, Any]
     weights: dict[str, torch.Tensor]
     state: dict[str, Any]
+    frozen: str = ""
+    """Digest of the frozen parameters, if the weights are without them."""
+    mean: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The moving average of the weights and of other buffers, in the precision of rounds; empty if there is none."""
+
+    @property
+    def model(self) -> dict[str, torch.Tensor]:
+        """The weights of the model that was evaluated: their average, where the job had one (`ema`)."""
+        return {name: _mean_of(name, one, self.mean).to(one.dtype) for name, one in self.weights.items()}
 
     @property
     def training(self) -> str:
@@ -231,13 +260,22 @@ class Loaded:
                 )
 
     def restore_model(self, model: nn.Module) -> None:
-        """Copies the weights into the model, which may be sharded."""
+        """Copies the weights into the model, which may be sharded. Raises `InvalidJob` where frozen parameters were
+        left out, and the model has others.
+        """
         targets = persistent_tensors(model)
-        model.load_state_dict({name: placed(one, targets.get(name)) for name, one in self.weights.items()})
+        weights = completed(model, self.weights, self.frozen, f"the checkpoint {self.path}")
+        model.load_state_dict({name: placed(one, targets.get(name)) for name, one in weights.items()})
         buffers = dict(model.named_buffers())
         with torch.no_grad():
             for name, value in self.state["buffers"].items():
                 buffers[name].copy_(value)
+
+
+def _mean_of(name: str, weight: torch.Tensor, mean: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The moving average of a weight, or the weight itself. Rounds have the average of complex numbers as pairs."""
+    one = mean.get(name, weight)
+    return torch.view_as_complex(one) if weight.is_complex() and not one.is_complex() else one
 
 
 NewTensor = Callable[[torch.Size, torch.dtype], torch.Tensor]
@@ -269,15 +307,18 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
             _check_file(folder, name, file)
         try:
             pieces = _read_pieces(folder / PIECES, manifest.get("pieces", {}), new)
-            weights = safetensors.torch.load_file(folder / WEIGHTS)
+            weights, frozen = read_weights(folder / WEIGHTS)
             weights |= {
                 name.removeprefix(MODEL_PIECE): one for name, one in pieces.items() if name.startswith(MODEL_PIECE)
             }
+            mean = safetensors.torch.load_file(folder / EMA) if EMA in manifest["files"] else {}
+            mean = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in mean.items()}
             tensors = safetensors.torch.load_file(folder / STATE_TENSORS)
             state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
         except Exception as error:
             raise InvalidJob(f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
-    return Loaded(path if "://" in path else str(folder), manifest, weights, state)
+    mean |= state.get("mean", {})
+    return Loaded(path if "://" in path else str(folder), manifest, weights, state, frozen, mean)
 
 
 def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | None) -> dict[str, Any]:
@@ -324,7 +365,9 @@ def _fetched(url: str, scratch: Path) -> Path:
             filesystem.get_file(f"{folder}/{name}", str(scratch / name))
         (scratch / PIECES).mkdir()
         for name in read_manifest(scratch)["files"]:
-            if name.startswith(f"{PIECES}/"):
+            if name == EMA:
+                filesystem.get_file(f"{folder}/{EMA}", str(scratch / EMA))
+            elif name.startswith(f"{PIECES}/"):
                 target = scratch / PIECES / Path(name).name
                 filesystem.get_file(f"{folder}/{PIECES}/{target.name}", str(target))
     except OSError as error:
@@ -344,15 +387,16 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, root.rstrip("/")
 
 
-def weights_of(model: nn.Module, *, is_kept: bool = True) -> dict[str, torch.Tensor]:
-    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names.
+def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names. Those
+    `without` stay out.
 
     A sharded model is gathered, tensor by tensor, by all of its processes; those without `is_kept` get nothing.
     """
     weights = {}
     for name, tensor in persistent_tensors(model).items():
         whole = cast(Any, tensor).full_tensor() if is_divided(tensor) else tensor
-        if is_kept:
+        if is_kept and name not in without:
             weights[name] = copied(whole)
     return weights
 
@@ -363,9 +407,12 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that `state_dict` leaves out."""
+    """Copies of the buffers that `state_dict` leaves out, but not of those that no file can hold (sparse ones): these
+    are as `model()` makes them.
+    """
     persistent = model.state_dict().keys()
-    return {name: copied(buffer) for name, buffer in model.named_buffers() if name not in persistent}
+    named = model.named_buffers()
+    return {name: copied(buffer) for name, buffer in named if name not in persistent and can_hold(buffer)}
 
 
 def _sha256(path: Path) -> str:

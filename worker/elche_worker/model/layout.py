@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
-from elche_worker.model.tensors import is_divided, local_of
+from elche_worker.device.chunks import alike
+from elche_worker.model.storage import without_copies
+from elche_worker.model.tensors import is_divided, is_plain, local_of
 
 Kind = Literal["float32", "float64", "broadcast"]
 CPU = torch.device("cpu")
@@ -19,8 +21,14 @@ NOT_NEGATIVE = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "row_var", "col_var", "variance"}
 )
 """Moments of PyTorch's optimizers that are means of squares, or norms."""
+STATISTIC = "running_"
+"""How the names of buffers begin that hold statistics, as those of normalisation layers do."""
 COLUMNS = 1024
 """Words of 8 bytes in a row of what is digested."""
+FIXED = (
+    "what is trained is fixed when training begins. Let model() return everything that is trained at some time, with "
+    "requires_grad, and freeze a part for a while in epoch_fn, with requires_grad_(False) in epoch 0"
+)
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -68,13 +76,14 @@ class Entry:
 
 
 class Layout:
-    """All storage of a model, each tied part once, with flat buffers of what is averaged.
+    """All storage of a model, each shared part once, with flat buffers of what is averaged.
 
     For a sharded model it is this process's part: processes of equal position have equal layouts.
 
-    Trained parameters and floating-point buffers are averaged in float32 (float64 for float64). Integer buffers are
-    broadcast from the source in each round, bit for bit; frozen parameters when they are not equal on all ranks.
-    `buffers` and `optimizer_state` choose what is done with these: "average", "from_source" or "local" (nothing).
+    Trained parameters and floating-point buffers that are statistics (`STATISTIC`) are averaged in float32 (float64 for
+    float64). Other buffers, such as counters, queues and masks, are broadcast from the source in each round, bit for
+    bit; frozen parameters when they are not equal on all ranks. `buffers` and `optimizer_state` choose what is done
+    with these: "average", "from_source" or "local" (nothing).
     """
 
     def __init__(
@@ -93,9 +102,11 @@ class Layout:
                 _materialize(optimizer)
                 self.entries += _optimizer_entries(model, optimizer, optimizer_state)
         self.hash = _hash(self.entries)
+        self._names = dict(model.named_parameters()).keys()
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
         """By kind: what is averaged, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
+        self._is_pinned = False
         self._snapshot: dict[Kind, torch.Tensor] = {}
         """Copy of what this rank brought into the round, kept while it may train on; then the corrections."""
         self.is_kept = False
@@ -105,21 +116,63 @@ class Layout:
         }
         self._views: dict[Kind, list[torch.Tensor]] = {}
 
-    def place(self, device: torch.device) -> None:
-        """Allocates the flat buffers on the device that collectives run on. Does nothing if they are there already."""
-        if self._device == device:
+    @property
+    def device(self) -> torch.device:
+        """Where the flat buffers are."""
+        assert self._device is not None
+        return self._device
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the flat buffers, wherever they are."""
+        return sum(entry.size * dtype.itemsize for kind, dtype in DTYPES.items() for entry in self.of_kind(kind))
+
+    @property
+    def has_result(self) -> bool:
+        """Whether there are flat buffers: they have the last round's result."""
+        return self._device is not None
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `InvalidJob` where the model is not what it was when training began: with parameters to train that
+        were frozen, or not there, or in the place of others.
+        """
+        parameters = dict(model.named_parameters())
+        places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
+        for name, one in parameters.items():
+            if name not in self._names and one.requires_grad:
+                raise InvalidJob(f"the model has a new parameter, {name}, that rounds do not average: {FIXED}")
+            if name in places and places[name] is not one:
+                raise InvalidJob(f"the module of the model's {name} was replaced while it is trained: {FIXED}")
+        self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        for entry in self._frozen:
+            tensor = entry.find()
+            if tensor is not None and tensor.requires_grad:
+                raise InvalidJob(f"the model's {entry.name} was frozen and is to be trained now: {FIXED}")
+
+    def place(self, device: torch.device, *, is_pinned: bool = True) -> None:
+        """Allocates the flat buffers on a device; those in host memory such that a GPU copies to and from them beside
+        other work, unless they are not to be pinned. Does nothing if they are there already.
+        """
+        is_pinned = is_pinned and device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
+        if (self._device, self._is_pinned) == (device, is_pinned):
             return
-        self._device = device
+        self._device, self._is_pinned = device, is_pinned
         for kind in DTYPES:
             self.flat_buffers[kind] = self._new_flat(kind)
             self._views[kind] = _views(self.flat_buffers[kind], self.of_kind(kind))
         self._snapshot = {}
 
+    def release(self) -> None:
+        """Gives the flat buffers' memory back, until `place`."""
+        self._device, self.is_kept = None, False
+        self.flat_buffers, self._views, self._snapshot = {}, {}, {}
+
     def _new_flat(self, kind: Kind) -> torch.Tensor:
-        """Room for all values of a kind; in host memory such that a GPU copies to and from it beside other work."""
+        """Room for all values of a kind."""
         size = sum(entry.size for entry in self.of_kind(kind))
-        is_pinned = self._device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
-        return torch.zeros(size, dtype=DTYPES[kind], device=self._device, pin_memory=is_pinned)
+        return torch.zeros(size, dtype=DTYPES[kind], device=self._device, pin_memory=self._is_pinned)
 
     def num_trained(self, kind: Kind) -> int:
         """Number of values of trained parameters, which come first in the flat buffer."""
@@ -134,6 +187,14 @@ class Layout:
         """Trained parameters of a kind, in the order of the flat buffer."""
         return [entry for entry in self.of_kind(kind) if entry.is_trained]
 
+    def weights(self, kind: Kind, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views, by name, of the model's own tensors of a kind in a flat one: all but an optimizer's moments, which
+        come last.
+        """
+        entries = [entry for entry in self.of_kind(kind) if not entry.moment]
+        views = _views(flat[: sum(entry.size for entry in entries)], entries)
+        return {entry.name: view for entry, view in zip(entries, views, strict=True)}
+
     def of_kind(self, kind: Kind) -> list[Entry]:
         """The tensors of a kind, in the model's order."""
         return self._by_kind[kind]
@@ -143,17 +204,34 @@ class Layout:
         for kind, views in self._views.items():
             yield from zip(self.of_kind(kind), views, strict=True)
 
-    @torch.no_grad()
     def gather(self, *, keep: bool = False) -> None:
         """Copies the averaged tensors into the flat buffers, or into the snapshot, to `keep` them while training goes
         on: then `fill` copies them on. On CUDA asynchronously.
         """
+        self.gather_buffers(keep=keep)
+        self.gather_parameters()
+
+    @torch.no_grad()
+    def gather_buffers(self, *, keep: bool = False) -> None:
+        """The part of `gather` that comes first: of what a forward pass may change."""
+        self._check_frozen()
         self.is_kept = keep
-        for kind, views in self._views.items():
-            entries = self.of_kind(kind)
+        for kind in self._views:
             if keep and kind not in self._snapshot:
                 self._snapshot[kind] = self._new_flat(kind)
-            _copy(_views(self._snapshot[kind], entries) if keep else views, [entry.tensor for entry in entries])
+        self._gather(is_corrected=False)
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """The rest of it: of what optimizers alone change, in their steps."""
+        self._gather(is_corrected=True)
+
+    def _gather(self, *, is_corrected: bool) -> None:
+        for kind, views in self._views.items():
+            entries = self.of_kind(kind)
+            targets = _views(self._snapshot[kind], entries) if self.is_kept else views
+            pairs = zip(targets, entries, strict=True)
+            _copy_all((view, entry.tensor) for view, entry in pairs if entry.is_corrected == is_corrected)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -168,10 +246,16 @@ class Layout:
         return all(_is_finite(flat) for flat in self.flat_buffers.values())
 
     @torch.no_grad()
+    def is_model_finite(self) -> bool:
+        """Whether all values that would be in the flat buffers are finite. Waits for the device once."""
+        tensors = [entry.tensor for kind in DTYPES for entry in self.of_kind(kind)]
+        extremes = [extreme.double() for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
+        return not extremes or bool(torch.stack(extremes).isfinite().all())
+
+    @torch.no_grad()
     def apply(self) -> None:
         """Replaces the model's averaged tensors by the flat buffers."""
-        for kind, views in self._views.items():
-            _copy([entry.tensor for entry in self.of_kind(kind)], views)
+        _copy_all((entry.tensor, view) for entry, view in self.averaged())
 
     @property
     def is_part(self) -> bool:
@@ -192,13 +276,9 @@ class Layout:
         """Copies, by name, of the bytes of broadcast tensors that training changes."""
         return {entry.name: _raw(entry.tensor).clone() for entry in self._buffers}
 
-    @torch.no_grad()
     def frozen_digest(self) -> int:
         """63-bit digest of the frozen parameters, computed where they are; 0 without any."""
-        digest = 0
-        for entry in self._frozen:
-            digest = digest * 1_000_003 + _fast_digest(_raw(entry.tensor))
-        return digest % 2**63
+        return digest_of(entry.tensor for entry in self._frozen)
 
     @torch.no_grad()
     def compare(self) -> tuple[float, float]:
@@ -225,15 +305,33 @@ class Layout:
         for kind, views in self._views.items():
             entries = self.of_kind(kind)
             for entry, view, correction in zip(entries, views, _views(self._snapshot[kind], entries), strict=True):
-                tensor = entry.tensor
                 if not entry.is_corrected:
-                    tensor.copy_(view, non_blocking=True)
-                elif entry.moment in NOT_NEGATIVE:
-                    # Nor below both of them: else the next step divides by nearly nothing.
-                    least = torch.minimum(tensor, view.to(tensor))
-                    tensor.copy_(torch.maximum(tensor + correction.to(tensor.device), least))
-                else:
-                    tensor += correction.to(tensor.device, non_blocking=True)
+                    _copy_all([(entry.tensor, view)])
+                    continue
+                for tensor, result, change in alike(entry.tensor, view, correction):
+                    if entry.moment in NOT_NEGATIVE:
+                        # Nor below both of them: else the next step divides by nearly nothing.
+                        least = torch.minimum(tensor, result.to(tensor))
+                        tensor.copy_(torch.maximum(tensor + change.to(tensor.device), least))
+                    else:
+                        tensor += change.to(tensor.device, non_blocking=True)
+
+    @torch.no_grad()
+    def copied_tensors(self) -> list[torch.Tensor]:
+        """Copies of the model's averaged tensors, in order."""
+        return [entry.tensor.clone() for entry, _ in self.averaged()]
+
+    @torch.no_grad()
+    def take_changes(self, before: Sequence[torch.Tensor] | None) -> None:
+        """Brings what was changed in the model into the flat buffers; where these have newer steps, as a correction of
+        what these have changed. `before` is then what the model's tensors were.
+        """
+        for index, (entry, view) in enumerate(self.averaged()):
+            now = entry.tensor.to(view)
+            if before is not None:
+                old = before[index].to(view)
+                now = torch.where(view == old, now, view + (now - old))
+            view.copy_(now)
 
     def result_views(self) -> dict[str, torch.Tensor]:
         """The round's result, as views of the flat buffers, by name."""
@@ -243,9 +341,10 @@ class Layout:
     def swap(self) -> None:
         """Swaps the model's averaged tensors and the flat buffers."""
         for entry, view in self.averaged():
-            held = entry.tensor.clone()
-            entry.tensor.copy_(view)
-            view.copy_(held)
+            for tensor, part in alike(entry.tensor, view):
+                held = tensor.clone()
+                tensor.copy_(part)
+                part.copy_(held)
 
     @torch.no_grad()
     def digest(self) -> int:
@@ -288,27 +387,25 @@ class Layout:
             offset += size
 
 
+@torch.no_grad()
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """63-bit digest of the tensors' bytes, in order, computed where they are; 0 without any."""
+    digest = 0
+    for tensor in tensors:
+        digest = digest * 1_000_003 + _fast_digest(_raw(tensor))
+    return digest % 2**63
+
+
 def _entries(model: nn.Module, buffers: str) -> list[Entry]:
-    seen: set[tuple[object, ...]] = set()
+    named = [*model.named_parameters(), *([] if buffers == "local" else model.named_buffers())]
     entries = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = _place(tensor)
-        if not tensor.numel() or place in seen:
-            continue
-        seen.add(place)
+    for name, tensor in without_copies((name, one) for name, one in named if is_plain(one)):
+        path, _, key = name.rpartition(".")
         is_parameter = isinstance(tensor, nn.Parameter)
-        if is_parameter or buffers != "local":
-            path, _, key = name.rpartition(".")
-            is_averaged = tensor.requires_grad if is_parameter else buffers == "average"
-            entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
+        is_statistic = buffers == "average" and key.startswith(STATISTIC)
+        is_averaged = tensor.requires_grad if is_parameter else is_statistic
+        entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
     return entries
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Identity of a tensor's storage; parts of sharded tensors may be empty, and are told apart by object."""
-    if is_divided(tensor):
-        return (id(tensor),)
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
 
 
 def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
@@ -386,10 +483,11 @@ def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
     return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """On CUDA asynchronously."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair to the first, on CUDA asynchronously."""
+    for one, other in pairs:
+        for target, source in alike(one, other):
+            target.copy_(source, non_blocking=target.is_cuda or source.is_cuda)
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

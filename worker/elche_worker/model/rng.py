@@ -1,10 +1,15 @@
 """The state of the random number generators that user code may use: torch's, Python's and numpy's."""
 
+import hashlib
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
+
+GENERATORS = ("torch", "python", "numpy")
+"""That of CUDA goes with torch's."""
 
 
 def seed_all(seed: int) -> None:
@@ -31,11 +36,35 @@ def capture_rng_state() -> dict[str, Any]:
     }
 
 
-def restore_rng_state(state: dict[str, Any]) -> None:
-    """Restores a state of `capture_rng_state`."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+def restore_rng_state(state: dict[str, Any], only: Collection[str] = GENERATORS) -> None:
+    """Restores a state of `capture_rng_state`, of these generators."""
+    if "torch" in only:
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    if "python" in only:
+        random.setstate(state["python"])
+    if "numpy" in only:
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+
+
+def rng_digests() -> dict[str, str]:
+    """A digest of the state of each generator of the host, to tell whether those of two processes are alike."""
+    _, keys, *rest = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": repr(random.getstate()).encode(),
+        "numpy": np.asarray(keys).tobytes() + repr(rest).encode(),
+    }
+    return {name: hashlib.sha256(state).hexdigest() for name, state in states.items()}
+
+
+def seed_apart(number: int, only: Collection[str]) -> None:
+    """Seeds these generators anew, by their seed, or what they would draw next, and `number`."""
+    if "torch" in only:
+        torch.manual_seed(torch.initial_seed() + number)
+    if "python" in only:
+        random.seed(random.getrandbits(64) + number)
+    if "numpy" in only:
+        np.random.seed((int(np.random.randint(2**31)) + number) % 2**32)

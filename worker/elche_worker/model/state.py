@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from elche_worker.model.checkpoint import weights_of
+from elche_worker.model.frozen import completed, metadata_of, read_weights
 from elche_worker.model.tensors import write_tensors
 
 
@@ -39,14 +39,17 @@ def save_state(model: nn.Module, path: Path) -> None:
     save_weights(weights_of(model), path)
 
 
-def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes weights that `weights_of` returned."""
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = "") -> None:
+    """Writes weights that `weights_of` returned; `frozen` is the digest of frozen parameters that they leave out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    write_tensors(draft, weights)
+    write_tensors(draft, weights, metadata_of(frozen))
     draft.replace(path)
 
 
 def load_state(model: nn.Module, path: Path | str) -> None:
-    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another one."""
-    model.load_state_dict(load_file(str(path)))
+    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another one, and
+    `InvalidJob` for one with other frozen parameters, where the file has left them out.
+    """
+    weights, frozen = read_weights(Path(path))
+    model.load_state_dict(completed(model, weights, frozen, str(path)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 CHUNK_BYTES = 16 << 20
@@ -76,13 +77,19 @@ def placed(value: Any, target: Any) -> Any:
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+def assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a value, where rounds have it, into a tensor of the model's form: complex numbers come as pairs."""
+    (torch.view_as_real(target) if target.is_complex() and not value.is_complex() else target).copy_(value)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Writes contiguous CPU tensors as a safetensors file and makes it durable; returns its SHA-256.
 
     Raises `ValueError`, naming the tensor, for a type that the format does not have.
     """
     assert sys.byteorder == "little"
-    header, position = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which no safetensors file can hold")
@@ -112,29 +119,66 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def flattened(value: Any, tensors: dict[str, torch.Tensor], pieces: dict[str, Piece] | None = None) -> Any:
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor that is neither sparse nor quantized."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+def can_hold(value: Any) -> bool:
+    """Whether files can hold it: a plain tensor of a type that the safetensors format has."""
+    return is_plain(value) and value.dtype in DTYPES
+
+
+def described(value: Any) -> str:
+    """What a value is, for messages about what files cannot hold."""
+    if not isinstance(value, torch.Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{value.dtype}" if value.layout == torch.strided else f"{value.layout}"
+
+
+def flattened(
+    value: Any,
+    tensors: dict[str, torch.Tensor],
+    pieces: dict[str, Piece] | None = None,
+    *,
+    where: str = "the state",
+) -> Any:
     """Flattens a nested value to JSON: its tensors go into `tensors`, pieces into `pieces`, and their names take their
     place.
 
-    Dictionaries may have keys of any type, and tuples stay tuples. Raises `ValueError` for other types.
+    Dictionaries may have keys of any type, tuples stay tuples, and NumPy's numbers become Python's. Raises `ValueError`
+    for other types, saying `where` it is.
     """
     if isinstance(value, Piece) and pieces is not None:
         name = f"state {len(pieces)}"
         pieces[name] = value
         return {"piece": name}
-    if isinstance(value, torch.Tensor):
+    if can_hold(value):
         name = str(len(tensors))
         tensors[name] = value.contiguous()
         return {"tensor": name}
     if isinstance(value, Mapping):
-        return {"pairs": [[flattened(one, tensors, pieces) for one in pair] for pair in value.items()]}
+        return {
+            "pairs": [
+                [flattened(key, tensors, pieces, where=f"a key of {where}"), _nested(one, tensors, pieces, where, key)]
+                for key, one in value.items()
+            ]
+        }
     if isinstance(value, tuple):
-        return {"tuple": [flattened(one, tensors, pieces) for one in value]}
+        return {"tuple": [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)]}
     if isinstance(value, list):
-        return [flattened(one, tensors, pieces) for one in value]
+        return [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)]
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"the optimizer's state has a {type(value).__name__}, which a checkpoint cannot hold")
+    raise ValueError(f"{where} is {described(value)}, which a checkpoint cannot hold")
+
+
+def _nested(
+    value: Any, tensors: dict[str, torch.Tensor], pieces: dict[str, Piece] | None, where: str, key: object
+) -> Any:
+    return flattened(value, tensors, pieces, where=f"{where}[{key!r}]")
 
 
 def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

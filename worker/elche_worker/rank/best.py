@@ -20,7 +20,8 @@ def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
     if not checkpoint:
         _link(model_path, best)
         return
-    save_weights(load(checkpoint).weights, best)
+    loaded = load(checkpoint)
+    save_weights(loaded.model, best, loaded.frozen)
     if restores:
         _link(model_path, model_path.with_name(LAST))
         _link(best, model_path)

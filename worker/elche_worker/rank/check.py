@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError, InvalidJob
+from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
 from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
@@ -120,6 +121,7 @@ def answer(words: Sequence[str], answers: int) -> int:
     arguments = parser.parse_args(words)
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
+    take_any_text(encoding="utf-8")
     os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))

@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 from elche_worker.collectives.averaging import Reduction
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
+from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.model.step import Built, TrainStep
-from elche_worker.model.tensors import Piece, copied, is_divided, local_of, placed
+from elche_worker.model.storage import place_of, results_of_views
+from elche_worker.model.tensors import Piece, assign, copied, is_divided, local_of, placed
 from elche_worker.user.schedule import LearningRates
 
 
@@ -29,8 +31,10 @@ class CheckpointCapture:
         rates: LearningRates,
         seed: int,
         streams: Streams,
+        left_out: LeftOut,
     ) -> None:
         self._streams = streams
+        self._left_out = left_out
         self._rank = rank
         self._built = built
         self._layout = layout
@@ -42,7 +46,8 @@ class CheckpointCapture:
         self._copying: Future[None] | None = None
         """Copies the result out of the flat buffers while training goes on."""
         self._names = persistent_tensors(built.model).keys() | dict(built.model.named_buffers()).keys()
-        """The tensors that a new model has; buffers that only a forward pass creates are not saved."""
+        """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
+        self._names -= left_out.names
         self._spare: list[CheckpointData] = []
         """Memory of a checkpoint that is written, reused: allocating it anew costs more than the copy."""
 
@@ -64,30 +69,35 @@ class CheckpointCapture:
         buffers = other_buffers(self._built.model)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
         live = {name: one for name, one in persistent_tensors(self._built.model).items() if name in self._names}
-        results = self._results(live)
+        results = _under_all_names(live, self._layout.result_views())
+        mean = self._reduction.mean()
+        mean |= _under_all_names(live, mean)
+        with self._streams.communication():
+            results |= results_of_views(live, results)
+            mean |= results_of_views(live, mean) if mean else {}
         weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
-        data = CheckpointData(weights, state)
+        data = CheckpointData(weights, state, self._left_out.digest)
         self._streams.hand_over()  # the communication stream does nothing else before the copy: a round waits for it
-        self._copying = self._thread.submit(self._copy, data, live, results, old.weights)
+        self._copying = self._thread.submit(self._copy, data, live, results, mean, old)
         return data
 
     def _copy(
-        self, data: CheckpointData, live: dict[str, torch.Tensor], results: dict[str, torch.Tensor], old: dict[str, Any]
+        self,
+        data: CheckpointData,
+        live: dict[str, torch.Tensor],
+        results: dict[str, torch.Tensor],
+        mean: dict[str, torch.Tensor],
+        old: CheckpointData,
     ) -> None:
         with self._streams.communication():
-            _copy(data, live, results, old)
+            _copy(data, live, results, old.weights)
+            data.mean.update(copied(mean, old.mean))
 
     def recapture_moments(self, at_entry: dict[str, Any]) -> None:
         """Copies moments that rounds average again, while the optimizers hold those of the result."""
         at_entry["optimizers"] = copied(
             [one.state_dict() for one in self._built.all_optimizers], at_entry["optimizers"]
         )
-
-    def _results(self, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The view of the flat buffers of each averaged tensor, under each of its names."""
-        by_name = self._layout.result_views()
-        by_place = {_place(live[name]): view for name, view in by_name.items() if name in live}
-        return {name: by_place[_place(tensor)] for name, tensor in live.items() if _place(tensor) in by_place}
 
     def finish_copy(self) -> None:
         """Waits until the flat buffers may change."""
@@ -110,7 +120,7 @@ class CheckpointCapture:
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
-        self._reduction.restore(loaded.state["outer"])
+        self._reduction.restore(loaded.state["outer"], loaded.mean)
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])
         else:
@@ -123,15 +133,17 @@ def _copy(
     """Copies the results, in the model's dtypes, into the memory of an earlier checkpoint if there is one."""
     for name, view in results.items():
         target = local_of(old[name]) if name in old else None
-        if target is None or target.shape != view.shape or target.dtype != live[name].dtype:
-            target = torch.empty(view.shape, dtype=live[name].dtype)
-        target.copy_(view)
+        form = local_of(live[name])
+        if target is None or target.shape != form.shape or target.dtype != form.dtype:
+            target = torch.empty(form.shape, dtype=form.dtype)
+        assign(target, view)
         data.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    local = local_of(tensor)
-    return local.data_ptr(), local.shape
+def _under_all_names(live: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The view that stands for each of the model's tensors, under each of its names."""
+    by_place = {place_of(live[name]): view for name, view in views.items() if name in live}
+    return {name: by_place[place_of(tensor)] for name, tensor in live.items() if place_of(tensor) in by_place}
 
 
 def _divided_as(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,6 @@ class Wakeup:
 
 def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoReturn:
     """Carries out the leader's acts. Raises what user code raises, and `CollectiveFailed` when a process is gone."""
-    replica.model.train()
     while True:
         act = group.receive()
         match act:

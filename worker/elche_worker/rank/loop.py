@@ -17,6 +17,7 @@ from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.data.lease_loader import Lease
 from elche_worker.data.reserve import Reserve
 from elche_worker.device.streams import Streams
+from elche_worker.model.evaluation import Evaluated, make_metrics
 from elche_worker.rank.acts import (
     ApplyResult,
     EndRound,
@@ -29,6 +30,7 @@ from elche_worker.rank.acts import (
     UseResult,
 )
 from elche_worker.rank.best import keep_best
+from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.rank.generations import Build
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
@@ -38,7 +40,6 @@ from elche_worker.telemetry.gauges import Gauges
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
-from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import Progress
 
 REPORT_EVERY_S = 0.05
@@ -110,13 +111,12 @@ class RankLoop:
         """How far the job is, as far as this rank knows."""
         return self._replica.progress
 
-    def warm_up(self) -> None:
-        """Makes a batch of which nothing stays, before the rank is ready."""
-        self._replica.warm_up()
+    def rehearse(self, *, warms_up: bool) -> None:
+        """Evaluates a batch of which nothing stays, and trains one if it `warms_up`, before the rank is ready."""
+        self._replica.rehearse(warms_up=warms_up)
 
     def run(self) -> None:
         """Trains until the coordinator says to leave; raises `Leave` then, and what user code raises."""
-        self._replica.model.train()
         while True:
             if self._control.has_news:
                 self._take_in()
@@ -167,6 +167,8 @@ class RankLoop:
                     self._take_metrics(_metrics(command.epoch_metrics))
                 case "throttle":
                     self._rounds.throttle_step = command.throttle.limit_step
+                case "make_metrics":
+                    self._make_metrics(command.make_metrics)
                 case "keep_best":
                     self._keep_best(command.keep_best)
                 case "form_group":
@@ -454,7 +456,7 @@ class RankLoop:
         )
         self._group.send(act)
         self._replica.use_result(
-            act, outcome.checkpoint, lambda sums: self._tell_evaluation(part.epoch, sums, started_s)
+            act, outcome.checkpoint, lambda done: self._tell_evaluation(part.epoch, done, started_s)
         )
         if act.saves_final:
             saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
@@ -469,11 +471,17 @@ class RankLoop:
             print(kept.error, flush=True)
         self._session.send(rank_pb2.ConverseRequest(best_kept=kept))
 
-    def _tell_evaluation(self, epoch: int, sums: dict[str, Sum], started_s: float) -> None:
+    def _make_metrics(self, order: rank_pb2.MakeMetrics) -> None:
+        """Calls the job's `eval_metrics` with an evaluation's sums."""
+        started_s = time.perf_counter()
+        made = make_metrics(self._job, tensors_of(order.tensors), order.names, self._launch.file_name)
+        done = Evaluated({name: (value, 1) for name, value in made.items()})
+        self._tell_evaluation(order.epoch, done, started_s, is_made=True)
+
+    def _tell_evaluation(self, epoch: int, done: Evaluated, started_s: float, *, is_made: bool = False) -> None:
         duration_ms = (time.perf_counter() - started_s) * 1000
         self._note(timeline.EVALUATE, started_s, epoch)
-        messages = {name: rank_pb2.ScalarSum(sum=float(total), count=count) for name, (total, count) in sums.items()}
-        evaluated = rank_pb2.Evaluated(epoch=epoch, sums=messages, duration_ms=duration_ms)
+        evaluated = evaluated_message(epoch, done, duration_ms, is_made=is_made)
         self._session.send(rank_pb2.ConverseRequest(evaluated=evaluated))
 
 
@@ -487,6 +495,7 @@ def _metrics(message: rank_pb2.EpochMetrics) -> EpochMetrics:
         samples=message.samples,
         samples_per_s=message.samples / message.duration_s if message.duration_s else 0.0,
         rank_batches=tuple(message.rank_batches),
+        rank_samples_per_s=tuple(message.rank_samples_per_s),
         attempt=message.attempt,
     )
 

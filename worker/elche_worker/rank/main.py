@@ -17,7 +17,7 @@ import torch
 from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
-from elche.ready import ready_message
+from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS, ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
 from elche_worker.collectives.nccl import keep_survivors_alive
@@ -25,18 +25,20 @@ from elche_worker.collectives.operations import CollectiveFailed, OperationStuck
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.fetching import Fetch
-from elche_worker.data.lease_loader import LeaseLoader
+from elche_worker.data.lease_loader import LeaseLoader, WorkerLost
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
+from elche_worker.device.kinds import kind_of
 from elche_worker.device.share import memory_fraction
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
+from elche_worker.model.modes import what_is_still
 from elche_worker.model.rng import seed_all
-from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, possible_precision
+from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
 from elche_worker.process.leaving import leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
@@ -67,7 +69,6 @@ from elche_worker.user.strategy import Strategy
 
 LEAVE_GRACE_S = 3.0
 """How long a rank that was told to leave may stay busy in user code or in a collective before it is ended."""
-MAX_TENSORS_CHARS = 1 << 20
 MEMBER_GRACE_S = 2.0
 """How long a process of a replica group waits before it reports an error that may be a failed collective."""
 PEERS_GRACE_S = 10.0
@@ -128,7 +129,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
-        _die_of_device(error)
+        _die_alone(error)
         _let_others_tell(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
         _await_verdict(control)
@@ -150,8 +151,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             replica = Replica(
                 launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
             )
-            if launch.warms_up:
-                replica.warm_up()
+            replica.rehearse(warms_up=launch.warms_up)
             group.exchange(None)
             follow(group, replica, wakeup)
     except CollectiveFailed as error:
@@ -161,7 +161,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         code = 1
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
-        _die_of_device(error)
+        _die_alone(error)
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
@@ -204,10 +204,9 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
         )
     device = torch.device(launch.device)
     _check_device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if (fraction := memory_fraction()) < 1:
-            torch.cuda.set_per_process_memory_fraction(fraction, device)
+    kind_of(device).select(device)
+    if device.type == "cuda" and (fraction := memory_fraction()) < 1:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
     return job
 
 
@@ -226,15 +225,24 @@ def _prepare(
     parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
-    if launch.warms_up:
-        loop.warm_up()
+    loop.rehearse(warms_up=launch.warms_up)
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
+    merge = merge_of(job, parts.built)
+    if (job.merge, merge) == ("auto", "mean") and launch.rank == 0:
+        num = len(parts.built.all_optimizers)
+        why = f"train_step steps {num} optimizers itself, and the steps of such a game do not add up to more"
+        print(f"elche: rounds make the mean (merge='mean'): {why}", file=sys.stderr, flush=True)
+    built = parts.built
+    said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
+    if launch.rank == 0 and said_of_modes:
+        print(f"elche: {said_of_modes}", file=sys.stderr, flush=True)
     ready = _ready(
         job,
         parts.extent,
         parts.layout,
         launch,
+        merge=merge,
         eval_size=len(parts.eval_dataset) if parts.eval_dataset is not None else 0,
         shard_sizes=tuple(dataset.sizes) if isinstance(dataset, Shards) else (),
         is_drawn=bool(job.sample_weights),
@@ -288,6 +296,7 @@ def _build(
         timeline=timeline,
         member=group.position,
         group_size=group.size,
+        num_parts=job.accumulate,
     )
     extent = Extent(
         dataset_size=dataset_size,
@@ -338,7 +347,7 @@ def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, 
     if job.manual_optimization:
         raise InvalidJob("batch_size 'auto' has no effect with manual_optimization: give a number")
     step = TrainStep(job, built, torch.device(launch.device), launch.file_name)
-    fetch = Fetch(dataset, job.collate_fn, launch.file_name)
+    fetch = Fetch(dataset, job.collate_fn, launch.file_name, num_parts=job.accumulate)
 
     def train(num_samples: int) -> None:
         data = fetch.collate(fetch.__getitems__(list(range(num_samples))))
@@ -360,6 +369,7 @@ def _ready(
     layout: Layout,
     launch: Launch,
     *,
+    merge: str,
     eval_size: int = 0,
     shard_sizes: tuple[int, ...] = (),
     is_drawn: bool = False,
@@ -369,7 +379,7 @@ def _ready(
     settings = AgreedSettings(
         **shared_values(job) | resolved | {"batch_size": extent.batch_size},
         dataset_size=extent.dataset_size,
-        averaging_options=_options(job),
+        averaging_options=_options(job, merge),
         has_evaluation=job.has_evaluation,
         eval_size=eval_size,
         wants_metrics=job.wants_metrics,
@@ -381,10 +391,12 @@ def _ready(
     return ready_message(settings, device=_label(job, launch), build=build, tensors=_described(layout))
 
 
-def _options(job: JobDefinition) -> str:
+def _options(job: JobDefinition, merge: str) -> str:
     """The other options that must be equal on all ranks, as text."""
-    words = [job.weighting, job.merge, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
-    return " ".join(map(str, words if job.shard is None else [*words, job.shard, "in groups of", job.group_size]))
+    words: list[object] = [job.weighting, merge, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
+    words += [] if job.ema is None else ["ema", job.ema]
+    words += [] if job.shard is None else [job.shard, "in groups of", job.group_size]
+    return " ".join(map(str, words))
 
 
 def _label(job: JobDefinition, launch: Launch) -> str:
@@ -404,7 +416,8 @@ def _described(layout: Layout) -> list[str]:
     models; empty for a model with too many.
     """
     tensors = [str(entry) for entry in layout.entries]
-    return tensors if sum(map(len, tensors)) <= MAX_TENSORS_CHARS else []
+    fits = len(tensors) <= MAX_TENSORS and sum(map(len, tensors)) <= MAX_TENSORS_CHARS
+    return tensors if fits else []
 
 
 def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb2.RankFailed:
@@ -420,12 +433,13 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     return rank_pb2.RankFailed(error=sendable(f"{raised}{where}"), traceback=text, batch=batch)
 
 
-def _die_of_device(error: BaseException) -> None:
-    """Ends the process when its device has failed, as the driver does with some faults: the others go on without it
-    (protocol P24.3).
+def _die_alone(error: BaseException) -> None:
+    """Ends the process when its device has failed, as the driver does with some faults, or a process that fetches its
+    samples was ended: the others go on without it (protocol P24.3).
     """
-    if is_device_fault(error):
-        print("elche: this is a fault of the device, not of the job: the rank ends, and is started again", flush=True)
+    if is_device_fault(error) or isinstance(error, WorkerLost):
+        whose = "the device" if is_device_fault(error) else "the rank's host"
+        print(f"elche: this is a fault of {whose}, not of the job: the rank ends, and is started again", flush=True)
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 

@@ -6,9 +6,11 @@ are in the same method when that exchanges something within the group.
 """
 
 import faulthandler
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,16 @@ from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
+from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse
+from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
+from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
+from elche_worker.model.modes import evaluated_weights
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.rng import capture_rng_state, restore_rng_state
+from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.state import save_weights
-from elche_worker.model.step import Built, TrainStep, evaluate, evaluate_part
+from elche_worker.model.step import Built, TrainStep, merge_of
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
@@ -37,6 +44,7 @@ from elche_worker.rank.connect import connect
 from elche_worker.rank.generations import Generations
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
+from elche_worker.rank.round_memory import RoundMemory
 from elche_worker.rank.view import View
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.meter import Meter, RoundWork
@@ -44,7 +52,6 @@ from elche_worker.telemetry.timeline import Timeline
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.scalars import Sum
 from elche_worker.user.schedule import LearningRates, Progress
 
 ABORT_PATIENCE_S = 0.5
@@ -152,21 +159,13 @@ class Replica:
         outer: Any = job.outer_optimizer
         options = AveragingOptions(
             weighting=job.weighting,
-            merge=job.merge,
+            merge=merge_of(job, parts.built),
             nonfinite=job.nonfinite,
             outliers=job.outliers,
             compress=job.compress,
             outer=outer,
+            decay=decay_of(job.ema, parts.extent.batch_size),
         )
-        self.step = TrainStep(
-            job,
-            parts.built,
-            self.device,
-            launch.file_name,
-            backs_off=parts.backs_off,
-            make_room=parts.loader.make_room,
-        )
-        self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self.averaging = Averaging(
             parts.layout,
             options,
@@ -175,20 +174,39 @@ class Replica:
             measures_divergence=job.traits.measures_divergence,
             agree=parts.group.agree,
         )
+        self._round_memory = RoundMemory(
+            job.memory, parts.loader.transfer, parts.layout.size_bytes * self.averaging.num_copies(job.overlaps)
+        )
+        self.step = TrainStep(
+            job,
+            parts.built,
+            self.device,
+            launch.file_name,
+            backs_off=parts.backs_off,
+            make_room=parts.loader.make_room,
+            order_change=self.averaging.order_change,
+        )
+        self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
         """Whether its values were left out of the last round."""
         self.version = 0
         """Version that the model holds; 0 until the first round."""
         self._result = ResultExtent(0, 0, 0)
+        self._leased: Counter[int] = Counter()
+        """By epoch: samples that are leased and not trained."""
         self.epoch = -1
+        self._begun_epoch = -1
+        """The last epoch for which this process has called `epoch_fn`."""
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self, self.rates, self.callbacks)
         seed = job.seed + MEMBER_SEED * launch.member
         be_this_rank(self.view)
+        self._left_out = LeftOut(self.model, parts.layout, keeps=job.save_frozen)
+        reduction, left_out = self.averaging.reduction, self._left_out
         self.checkpoints = RoundCheckpoints(
             CheckpointCapture(
-                launch.rank, parts.built, parts.layout, self.step, self.averaging.reduction, self.rates, seed, streams
+                launch.rank, parts.built, parts.layout, self.step, reduction, self.rates, seed, streams, left_out
             ),
             CheckpointWriter(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces),
         )
@@ -201,6 +219,8 @@ class Replica:
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
+        if said := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
+            print(f"elche: {said}", flush=True)
 
     @property
     def local_step(self) -> int:
@@ -230,6 +250,7 @@ class Replica:
         """Fetches the samples of one more slice of an epoch."""
         self.loader.plan()
         self.loader.add(lease)
+        self._leased[lease.epoch] += lease.size
 
     def join_generation(self, act: JoinGeneration) -> None:
         """Begins to connect to the generation's other ranks; its first round uses the connection."""
@@ -260,12 +281,33 @@ class Replica:
         self.loader.stop()
         self.averaging.abort(ABORT_PATIENCE_S)
 
+    def rehearse(self, *, warms_up: bool) -> None:
+        """Looks whether checkpoints and the trained model can be written and read, and evaluates a batch of which
+        nothing stays, where ranks share evaluations (protocol P12.10). If it `warms_up`, it trains one, too.
+        """
+        check_savable(self.model, self._left_out.names)
+        check_state(self.optimizers)
+        if (dataset := self._parts.eval_dataset) is not None:
+            with _peers_told_apart():
+                fits, backs_off = self._eval_batch_size, self._parts.backs_off
+                rehearse(
+                    self._job,
+                    self.model,
+                    dataset,
+                    self._launch.file_name,
+                    batch_size=fits,
+                    backs_off=backs_off,
+                    optimizers=self.optimizers,
+                )
+            self._reshard()
+        if warms_up:
+            self.warm_up()
+
     # Batches
 
     def warm_up(self) -> None:
         """Makes a batch of which nothing stays, while no other rank waits for this one (protocol P19.2)."""
         state = capture_rng_state()  # the data set may draw random numbers, too
-        self.model.train()
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
         with _peers_told_apart():
@@ -280,9 +322,7 @@ class Replica:
         if not self.replica_group.is_leader:
             self.rates.factor = act.factor
         if batch.epoch != self.epoch:
-            self.epoch = batch.epoch
-            self.callbacks.call(self._job.epoch_fn, self.view, batch.epoch, on_every_rank=True)
-            self.replica_group.share_learning_rates(self.rates)
+            self._begin_epoch(batch.epoch)
         if not self.rates.is_constant:
             self.rates.set(self._progress(act.samples))
         self.timer.start()
@@ -293,10 +333,29 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
+        self._leased[batch.epoch] -= batch.size
         self._norm.note_batch(self.local_step - self.entered.local_step)
+        if self.local_step == 1:  # the first step has made the optimizers' state
+            check_state(self.optimizers)
         times_ms = self.timer.take()
         if self.replica_group.is_leader:  # the others report to nobody
             self.meter.add_times(times_ms)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Calls `epoch_fn`, once for each epoch. Where the rates are of a rank that had called it, of which this one
+        has them or its checkpoint, they stay so: what it multiplies is multiplied once.
+        """
+        self.epoch = epoch
+        if epoch <= self._begun_epoch:
+            return
+        self._begun_epoch, had = epoch, self.rates.to_json()
+        self.averaging.order_change()  # the callback may do anything
+        self.callbacks.call(self._job.epoch_fn, self.view, epoch, on_every_rank=True)
+        self.layout.check(self.model)
+        if epoch <= self.rates.epoch:
+            self.rates.restore(had)
+        self.rates.epoch = max(self.rates.epoch, epoch)
+        self.replica_group.share_learning_rates(self.rates)
 
     def _slow_down(self, started_s: float) -> None:
         """Simulates a slower device: the batch takes `slow_factor` times as long."""
@@ -307,24 +366,34 @@ class Replica:
 
     def enter_round(self, act: EnterRound) -> EnteredRound:
         """Takes the snapshot and starts averaging, in the generation that the row names."""
-        self._use_generation(act.row.generation)
+        is_new_group = self._use_generation(act.row.generation)
+        ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
         self._reshard()
         self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
         group = self.generations.standing(row.generation)
-        self.averaging.start(group, row, keeps_snapshot=self._job.overlaps)
+        self.averaging.place = self._round_memory.place(group, self.local_step)
+        self.averaging.start(
+            group,
+            row,
+            keeps_snapshot=self._job.overlaps,
+            keeps_result=act.may_be_checkpoint or is_new_group or ends_leases,
+            state=json.dumps(self.rates.to_json()).encode(),
+        )
         self.entered = EnteredRound(
             row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
         )
         return self.entered
 
-    def _use_generation(self, generation: int) -> None:
+    def _use_generation(self, generation: int) -> bool:
+        """Whether it is new."""
         act = self.generations.use(generation)
         if act is not None:
             self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
             self.checkpoints.writer.num_ranks = act.world_size
+        return act is not None
 
     def row(self, round_id: int, generation: int) -> Row:
         """This rank's row of a round's header."""
@@ -354,10 +423,13 @@ class Replica:
             self.meter.put_back(self.entered.work)
             raise
         self.version = averaged.version
+        if averaged.state:
+            self.rates.restore(json.loads(averaged.state))
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
             self._forget_moments()
         self._was_discarded = averaged.is_discarded
+        self._left_out.check(row.frozen for row in averaged.rows)
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self._show_result()
@@ -372,11 +444,21 @@ class Replica:
             with self._result_in_model():
                 if at_entry is not None:
                     self.checkpoints.capture.recapture_moments(at_entry)
-                self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
+                self._call_after_round()
         if at_entry is not None:
             if self.replica_group.is_leader:
                 self.checkpoints.writer.wait_for_room(self._is_over)
             self.checkpoints.capture_result(self.entered.round, at_entry)
+
+    def _call_after_round(self) -> None:
+        """What it changes in the model is changed in the result and in newer steps alike."""
+        if self._job.after_round is None:
+            return
+        self.checkpoints.capture.finish_copy()
+        before = self.layout.copied_tensors() if self.has_newer_steps else None
+        self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
+        self._reshard()
+        self.layout.take_changes(before)
 
     def _forget_moments(self) -> None:
         """Clears the optimizer state, unless the round has replaced it, too: of parameters that were not finite, or are
@@ -390,7 +472,7 @@ class Replica:
         """Digest of what must be equal on all ranks: the parameters or, if ranks train on meanwhile, the round's
         result.
         """
-        return self.layout.result_digest() if self._job.overlaps else self.layout.digest()
+        return self.layout.result_digest() if self._job.overlaps and self.layout.has_result else self.layout.digest()
 
     def _reshard(self) -> None:
         """Frees parameters that the last forward has left gathered: only then does the model consist of the shards."""
@@ -403,25 +485,26 @@ class Replica:
         """Writes what was captured of the round, or discards it. Only the leader has `write`."""
         if act.is_written:
             self._reshard()
-        self.checkpoints.resolve(act, write, self.entered.round)
+        self.checkpoints.resolve(act, write, self._round_held)
 
     def use_result(
         self,
         act: UseResult,
         write: rank_pb2.WriteCheckpoint | None = None,
-        tell: Callable[[dict[str, Sum]], None] | None = None,
+        tell: Callable[[Evaluated], None] | None = None,
     ) -> None:
         """Evaluates, shows or saves the round's result, which the flat buffers hold until the next round; `tell` is
-        called with the evaluation's sums.
+        called with what the evaluation came to.
         """
         self._reshard()
+        self.averaging.order_change()
         if act.calls_back:
-            self.checkpoints.capture_late(act.round, self.entered.round)
+            self.checkpoints.capture_late(act.round, self._round_held)
         with self._result_in_model():
             if act.evaluates:
-                sums = self._evaluate(act)
+                done = self._evaluate(act)
                 if tell is not None:
-                    tell(sums)
+                    tell(done)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
                 # Written only now, so that the job does not end before the callback has returned.
@@ -429,10 +512,18 @@ class Replica:
             if act.saves_final:
                 self._save_final()
 
+    @property
+    def _round_held(self) -> int:
+        """The round whose result is in the flat buffers or the model: the one entered last; 0 when it is in neither."""
+        is_in_model = self.local_step == self._result.local_step
+        return self.entered.round if is_in_model or self.layout.has_result else 0
+
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:
-        """Context in which the model has the round's result instead of newer steps."""
-        has_newer_steps = self.local_step != self._result.local_step
+        """Context in which the model has the round's result instead of newer steps, if it is kept: a rank alone may be
+        asked for one of which that could not be foreseen (protocol P12.3).
+        """
+        has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
         if has_newer_steps:
             self.checkpoints.capture.finish_copy()
             self.layout.swap()
@@ -441,20 +532,30 @@ class Replica:
         if has_newer_steps:
             self.layout.swap()
 
-    def _evaluate(self, act: UseResult) -> dict[str, Sum]:
-        job, file_name = self._job, self._launch.file_name
-        fits = max(1, self._parts.batch_size // self.step.num_parts)
-        dataset = self._parts.eval_dataset
-        with _peers_told_apart():
+    def _evaluate(self, act: UseResult) -> Evaluated:
+        job, file_name, dataset = self._job, self._launch.file_name, self._parts.eval_dataset
+        fits = self._eval_batch_size
+        with _peers_told_apart(), self._mean_in_model():
             if not act.size:
-                return evaluate(job, self.model, file_name)
-            return evaluate_part(job, self.model, dataset, act.offset, act.size, file_name, batch_size=fits)
+                return evaluate(job, self.model, file_name, optimizers=self.optimizers)
+            part = (job, self.model, dataset, act.offset, act.size, file_name)
+            return evaluate_part(*part, batch_size=fits, optimizers=self.optimizers)
+
+    @property
+    def _eval_batch_size(self) -> int:
+        """As many samples as go through the model at once when it trains."""
+        return max(1, self._parts.batch_size // self.step.num_parts)
+
+    def _mean_in_model(self) -> AbstractContextManager[None]:
+        """Context in which the model has the moving average of the weights, if the job has one."""
+        return mean_in_model(self.layout, self.averaging.reduction.mean())
 
     def _save_final(self) -> None:
         self._reshard()
-        weights = weights_of(self.model, is_kept=self.replica_group.is_leader)
+        with self._mean_in_model(), evaluated_weights(self.optimizers):
+            weights = weights_of(self.model, is_kept=self.replica_group.is_leader, without=self._left_out.names)
         if self.replica_group.is_leader:
-            save_weights(weights, self._launch.model_path)
+            save_weights(weights, self._launch.model_path, self._left_out.digest)
 
 
 @contextmanager

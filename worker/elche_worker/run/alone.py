@@ -1,6 +1,7 @@
 """Trains a job on one device without a coordinator: the same file, the same order of samples, no rounds."""
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, JobFailed
+from elche.evaluation import missing_metric, never_finite, note_finite, spoilt_metric
 from elche.extent import Extent
 from elche.shards import shuffled_shards
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
@@ -18,10 +20,14 @@ from elche_worker.data.dataset import Shards
 from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.discovery import own_device
+from elche_worker.device.kinds import kind_of
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
+from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse
+from elche_worker.model.mean import MeanOfModel, decay_of
+from elche_worker.model.modes import evaluated_weights, what_is_still
 from elche_worker.model.state import TrainedState
-from elche_worker.model.step import Built, TrainStep, build_model, evaluate, evaluate_part
+from elche_worker.model.step import Built, TrainStep, build_model
 from elche_worker.rank.view import RateSetters
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
@@ -38,7 +44,8 @@ MEASURED_BATCHES = 2
 def train_alone(
     job: JobDefinition, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
 ) -> TrainedState:
-    """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`.
+    """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`, and
+    `JobFailed` when the last evaluation has a metric that is no finite number any more.
 
     The state is that of the best epoch where the job monitors a metric and restores it, else of the last one. Writes no
     checkpoints: for these a job needs a coordinator.
@@ -50,8 +57,7 @@ def train_alone(
         )
     chosen = own_device(device)
     target = torch.device(chosen.device)
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
+    kind_of(target).select(target)
     streams = new_streams(target)
     with streams.compute():
         return _train(job, chosen, streams, on_epoch)
@@ -64,6 +70,8 @@ def _train(
     dataset, dataset_size = build_dataset(job, FILE)
     eval_dataset = build_eval_dataset(job, FILE)
     built = build_model(job, target, FILE)
+    if said := what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode):
+        print(f"elche: {said}", file=sys.stderr)
     batch_size = rank_batch_size(job, chosen, dataset_size)
     extent = Extent(
         dataset_size=dataset_size,
@@ -83,19 +91,24 @@ def _train(
         num_workers=job.num_workers,
         pins_memory=target.type == "cuda",
         transfer=new_transfer(target, streams),
+        num_parts=job.accumulate,
     )
     accumulators = pin_accumulators(built.model)
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks = _Watch(job), Callbacks()
+    mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
     rank = _Rank(built, rates, callbacks, chosen.device)
     be_this_rank(rank)
     loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
     best: TrainedState | None = None
     try:
         num_trained = 0
-        built.model.train()
+        if eval_dataset is not None:
+            fits = batch_size // step.num_parts or 1
+            backs_off, optimizers = is_auto(job, chosen), built.all_optimizers
+            rehearse(job, built.model, eval_dataset, FILE, batch_size=fits, backs_off=backs_off, optimizers=optimizers)
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
@@ -107,27 +120,32 @@ def _train(
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
                 num_trained += batch.size
                 loss, scalars = step.run(loader.transfer.receive(batch.data, batch.event), batch.size)
+                mean.move(batch.size)
                 rank.local_step += 1
                 if rank.local_step == MEASURED_BATCHES:
                     loader.plan()
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
-            metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
+            with mean.in_model():
+                metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
             epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
             callbacks.call(job.metrics_fn, epoch_metrics)
             loggers.log(epoch_metrics)
             if on_epoch:
                 on_epoch(epoch, metrics)
-            watch.judge(metrics)
+            watch.judge(metrics, epoch + 1)
             if watch.is_best and job.restore == "best":
-                best = TrainedState.of(built.model)
+                with mean.in_model(), evaluated_weights(built.all_optimizers):
+                    best = TrainedState.of(built.model)
             if watch.is_over:
                 break
     finally:
         loader.stop()
         loggers.end()
         del accumulators
-    return best or TrainedState.of(built.model)
+    watch.end()
+    with mean.in_model(), evaluated_weights(built.all_optimizers):
+        return best or TrainedState.of(built.model)
 
 
 class _Rank(RateSetters):
@@ -158,6 +176,7 @@ def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], durat
         samples=sums.num_samples,
         samples_per_s=sums.num_samples / duration_s,
         rank_batches=(sums.num_batches,),
+        rank_samples_per_s=(sums.num_samples / duration_s,),
     )
 
 
@@ -185,34 +204,46 @@ def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: 
     if not job.has_evaluation:
         return {}
     if eval_dataset is None:
-        sums = evaluate(job, built.model, FILE)
+        whole = evaluate(job, built.model, FILE, optimizers=built.all_optimizers)
     else:
-        sums = evaluate_part(job, built.model, eval_dataset, 0, len(eval_dataset), FILE, batch_size=batch_size)
-    return {name: float(total) / count for name, (total, count) in sums.items()}
+        part = (job, built.model, eval_dataset, 0, len(eval_dataset), FILE)
+        whole = evaluate_part(*part, batch_size=batch_size, optimizers=built.all_optimizers)
+    return metrics_of(job, whole, FILE)
 
 
 class _Watch:
-    """Whether the monitored metric still gets better."""
+    """Whether the monitored metric still gets better, and whether metrics are still numbers."""
 
     def __init__(self, job: JobDefinition) -> None:
         self._job = job
         self._best = math.inf
         self._num_since = 0
+        self._metrics: dict[str, float] = {}
+        self._last_finite: dict[str, int] = {}
         self.is_best = False
         """Whether the last epoch is the best one so far."""
 
-    def judge(self, metrics: dict[str, float]) -> None:
-        """Takes in an epoch's evaluation. Raises `InvalidJob` when it does not give the metric."""
+    def judge(self, metrics: dict[str, float], num_epochs: int) -> None:
+        """Takes in the evaluation after so many epochs. Raises `InvalidJob` when it does not give the metric."""
+        self._metrics, self._last_finite = metrics, note_finite(metrics, self._last_finite, num_epochs)
         monitor = self._job.monitor
         if monitor is None:
             return
         if monitor not in metrics:
-            known = ", ".join(sorted(metrics)) or "none"
-            raise InvalidJob(f"the evaluation gives no metric {monitor!r}, which monitor names; it gives {known}")
+            raise InvalidJob(missing_metric(monitor, metrics))
         value = -metrics[monitor] if self._job.mode == "max" else metrics[monitor]
         self.is_best = math.isfinite(value) and value < self._best
         self._num_since = 0 if self.is_best else self._num_since + 1
         self._best = value if self.is_best else self._best
+
+    def end(self) -> None:
+        """The last evaluation was the final one. Raises `JobFailed` when a metric is no finite number any more; of one
+        that never was it says so.
+        """
+        if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
+            raise JobFailed(spoilt)
+        if odd := never_finite(self._metrics):
+            print(f"elche: {odd}", file=sys.stderr)
 
     @property
     def is_over(self) -> bool:

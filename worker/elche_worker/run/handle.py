@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from elche.errors import InvalidJob, JobFailed
 from elche.notebook import EVERY_S, show_live
 from elche.settings import SETTINGS
+from elche_worker.model.rng import seed_all
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
@@ -86,7 +88,7 @@ class Handle:
 
     def join(self) -> TrainedState:
         """Waits for the end and returns the trained state. Raises `JobFailed`, with the user's traceback, unless it
-        succeeded.
+        succeeded; and `InvalidJob` if frozen parameters were left out (`save_frozen=False`) and `model()` makes others.
         """
         self._process.wait()
         for thread in self._threads:
@@ -98,6 +100,8 @@ class Handle:
         if result["state"] != "succeeded":
             message = result.get("error") or f"the training was {result['state']}"
             raise JobFailed(message, traceback=result.get("traceback", ""))
+        if not self._job.save_frozen:
+            seed_all(self._job.seed)  # as the ranks did: what the file leaves out may be random
         model = self._job.model()
         load_state(model, result["model"])
         return TrainedState.of(model)
@@ -157,8 +161,10 @@ class Handle:
                 metrics=dict(metrics),
                 duration_s=duration_s,
                 samples=epoch["committed"],
+                attempt=epoch["attempt"],
                 samples_per_s=epoch["committed"] / duration_s if duration_s else 0.0,
                 rank_batches=tuple(epoch["rank_batches"]),
+                rank_samples_per_s=tuple(epoch["rank_samples_per_s"]),
             )
         )
 
@@ -175,6 +181,7 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
         )
     if find_spec("elche_client") is None or find_spec("elche_coordinator") is None:
         raise InvalidJob("job.start() needs the coordinator and the client: pip install 'elche[all]'")
+    _check_is_of_file(job)
     arguments = [str(_file_of(job)), "--ranks", str(ranks), "--device", device]
     arguments += ["--out", out] if out is not None else []
     for rank, factor in slow.items():
@@ -183,6 +190,21 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
         text = setting.unparse(getattr(job, name))
         arguments += [setting.flag, text] if text else []
     return Handle(job, arguments)
+
+
+def _check_is_of_file(job: JobDefinition) -> None:
+    """Raises `InvalidJob` for a job with other functions than the `job` of its file, which the ranks build."""
+    module = sys.modules.get(getattr(inspect.unwrap(job.train_step), "__module__", ""))
+    defined = getattr(module, "job", None)
+    if not isinstance(defined, JobDefinition):
+        return
+    for field in fields(job):
+        if field.name not in SETTINGS and getattr(job, field.name) is not getattr(defined, field.name):
+            raise InvalidJob(
+                f"job.start() runs the `job` of its file, and this one has another {field.name}: its ranks would train "
+                "with that of the file. Call start() on the file's `job`, with other plain settings by "
+                "dataclasses.replace; make the rest depend on a setting or an environment variable; or use job.run()"
+            )
 
 
 def _file_of(job: JobDefinition) -> Path:

@@ -1,14 +1,12 @@
-"""Gauges of a rank's device: memory, load, temperature and power, sampled on a thread of its own."""
+"""Gauges of a rank's device, sampled on a thread of its own."""
 
-import os
-import resource
 import threading
-from contextlib import suppress
-from typing import Any
 
 import torch
 
 from elche.v1 import rank_pb2
+from elche_worker.device.kinds import kind_of
+from elche_worker.telemetry import nvml
 
 EVERY_S = 1.0
 
@@ -18,7 +16,7 @@ class Gauges:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._nvml = _open_nvml(device)
+        self._nvml = nvml.opened(device)
         self._newest: rank_pb2.Gauges | None = None
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="gauges", daemon=True).start()
@@ -34,55 +32,19 @@ class Gauges:
 
     def _run(self) -> None:
         while True:
-            sample = _cuda_memory(self._device) if self._device.type == "cuda" else _host_memory()
+            sample = _memory(self._device)
             if self._nvml is not None:
-                _add_nvml(sample, *self._nvml)
+                self._nvml.add_to(sample)
             self._newest = sample
             if self._stop.wait(EVERY_S):
                 return
 
 
-def _cuda_memory(device: torch.device) -> rank_pb2.Gauges:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+def _memory(device: torch.device) -> rank_pb2.Gauges:
+    memory = kind_of(device).memory(device)
     return rank_pb2.Gauges(
-        memory_used_bytes=total_bytes - free_bytes,
-        memory_reserved_bytes=torch.cuda.memory_reserved(device),
-        memory_peak_bytes=torch.cuda.max_memory_allocated(device),
-        memory_total_bytes=total_bytes,
+        memory_used_bytes=memory.used,
+        memory_reserved_bytes=memory.reserved,
+        memory_peak_bytes=memory.peak,
+        memory_total_bytes=memory.total,
     )
-
-
-def _host_memory() -> rank_pb2.Gauges:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    used_bytes = 0
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as statm:
-        used_bytes = int(statm.read().split()[1]) * page_bytes
-    return rank_pb2.Gauges(
-        memory_used_bytes=used_bytes,
-        memory_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        memory_total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
-    )
-
-
-def _open_nvml(device: torch.device) -> tuple[Any, Any] | None:
-    """NVML and its handle of the device; None without NVIDIA's driver."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception as error:  # whatever the driver raises: gauges must not stop training
-        print(f"load, heat and power of {device} are not shown: {error}", flush=True)
-        return None
-
-
-def _add_nvml(sample: rank_pb2.Gauges, nvml: Any, handle: Any) -> None:
-    with suppress(nvml.NVMLError):
-        sample.gpu_utilization = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    with suppress(nvml.NVMLError):
-        sample.gpu_temperature_celsius = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-    with suppress(nvml.NVMLError):
-        sample.gpu_power_watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000

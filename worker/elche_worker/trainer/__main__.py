@@ -4,11 +4,13 @@ import runpy
 import sys
 from pathlib import Path
 
+from elche.output import take_any_text
 from elche_worker.process.parent import end_with_parent
 
 
 def main() -> None:
     """Runs the script as `python SCRIPT ARGUMENT...` would."""
+    take_any_text(encoding="utf-8")  # as its log is read
     parent_pid, script, *arguments = sys.argv[1:]
     end_with_parent(int(parent_pid))
     sys.argv = [script, *arguments]

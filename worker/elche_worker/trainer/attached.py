@@ -205,6 +205,7 @@ class CoordinatorAttachment:
                     | "throttle"
                     | "epoch_metrics"
                     | "keep_best"
+                    | "make_metrics"
                     | "ping"
                     | "probe"
                     | "welcome"

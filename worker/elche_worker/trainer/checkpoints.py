@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,23 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
+from elche_worker.model.rng import capture_rng_state
+from elche_worker.model.tensors import copied, flattened
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import Optimizers
-from elche_worker.trainer.saving import Position, Saver, is_there, restore, restore_rng_of_rank
+from elche_worker.trainer.resumption import Resumption
+from elche_worker.trainer.saving import Position, Saver, is_there, restore
+
+
+@dataclass(frozen=True, slots=True)
+class AtStep:
+    """What a checkpoint has of the end of a step: later, the batch of the next one may have been drawn."""
+
+    random: dict[str, Any]
+    """Random numbers."""
+    loaders: dict[str, Any]
+    """State of registered loaders and samplers, by name."""
 
 
 class LoopCheckpoints:
@@ -28,12 +42,18 @@ class LoopCheckpoints:
         self._every_minutes = config.checkpoint_every_minutes
         self.place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
         """Where checkpoints go; "" if that is not configured."""
-        self.resumed: Position | None = None
-        """Position of the loaded checkpoint, until the loop has reached it."""
+        self.resumption = Resumption(world)
         self._loader: Mapping[str, Any] = {}
         """The loader's state in the checkpoint, until its epoch begins."""
-        self._random: dict[str, Any] | None = None
-        """Its random number generators, until training begins."""
+        self._registered: dict[str, Any] = {}
+        """Objects of the script whose state is in checkpoints."""
+        self._states: dict[str, Any] = {}
+        """State in the loaded checkpoint that no such object has got yet."""
+        self._have_got: set[str] = set()
+        """Names of those that have got theirs."""
+        self._settings: list[dict[str, Any]] = []
+        """The optimizers' settings in it."""
+        self._has_hinted = False
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
 
@@ -56,21 +76,95 @@ class LoopCheckpoints:
             self._saved_s = time.monotonic()
         return is_due
 
-    def save(self, position: Position, plan: dict[str, Any], attachment: Attachment, place: str = "") -> None:
-        """Starts writing, on rank 0. Raises `Misuse` without a place."""
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """See `Trainer.register_state`."""
+        for name, one in objects.items():
+            if name in self._registered:
+                raise Misuse(f"register_state: there is a state {name!r} already: give it another name")
+            if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise Misuse(f"register_state: {name!r} is a {type(one).__name__}, without state_dict, load_state_dict")
+            try:
+                flattened(copied(one.state_dict()), {})
+            except ValueError as error:
+                raise Misuse(f"register_state: {name!r}: {error}") from None
+            self._registered[name] = one
+            if name in self._states:
+                self._give_state(name)
+            elif self.resumption.position is not None:
+                self._say(f"the checkpoint has no state of {name!r}, which begins anew")
+
+    def check_states(self) -> None:
+        """Raises `Misuse` when the loop trains on without a state that is in its checkpoint."""
+        for name in self._states:
+            raise Misuse(
+                f"the checkpoint has the state of {name!r}, and the script has registered nothing of that name: call "
+                f"trainer.register_state({name}=...) before the first step"
+            )
+
+    def _give_state(self, name: str) -> None:
+        self._have_got.add(name)
+        self._registered[name].load_state_dict(self._states.pop(name))
+        self._optimizers.set_settings(self._settings)  # a schedule sets the first learning rate as it is made
+
+    @property
+    def _loaders(self) -> list[str]:
+        """Names of registered loaders and samplers."""
+        return [name for name, one in self._registered.items() if hasattr(one, "__iter__")]
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loader goes on from its state in the loaded checkpoint."""
+        return any(name in self._have_got for name in self._loaders)
+
+    def at_step(self) -> AtStep:
+        """What is of the end of a step in a checkpoint."""
+        loaders = {name: self._registered[name].state_dict() for name in self._loaders}
+        return AtStep(capture_rng_state(), copied(loaders))
+
+    def _say(self, text: str) -> None:
+        if not self._world.rank:
+            print(f"elche: {text}", file=sys.stderr, flush=True)
+
+    def refuse(self, num_steps: int, attachment: Attachment, reason: str) -> None:
+        """Says why no checkpoint is made."""
+        if not self._world.rank:
+            self._say(f"no checkpoint of step {num_steps}: {reason}")
+            attachment.report_not_saved(num_steps, reason)
+
+    def save(
+        self,
+        position: Position,
+        plan: dict[str, Any],
+        attachment: Attachment,
+        place: str = "",
+        at_step: AtStep | None = None,
+    ) -> None:
+        """Starts writing, on rank 0, with what was at the end of a step, or is now. Raises `Misuse` without a place."""
         place = place or self.place
         if not place:
             raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
         self._saved_s = time.monotonic()
         if self._world.rank:
             return
+        if not self._registered and not self._has_hinted and self._optimizers.have_schedule:
+            self._has_hinted = True
+            self._say(
+                "a learning rate schedule steps an optimizer of this loop, and checkpoints are without its state: "
+                "trainer.register_state(schedule=...) has it in them"
+            )
         if self._saver is None or self._saver.place != place:
             self._saver = Saver(place, self._name)
+        at_step = at_step or self.at_step()
         self._saver.save(
             self._model,
             self._optimizers,
             position,
             plan,
+            {
+                "random": at_step.random,
+                "registered": {name: one.state_dict() for name, one in self._registered.items()} | at_step.loaders,
+                "begun": self.resumption.begun,
+            },
             self._world.size,
             attachment.report_saved,
             attachment.report_not_saved,
@@ -88,20 +182,20 @@ class LoopCheckpoints:
             problem = str(error)
         self._world.agree(problem)
         assert restored is not None
-        self.resumed, plan, self._random = restored
-        self._loader = plan.get("data", {})
-        return self.resumed, plan
+        self.resumption.load(restored)
+        self._loader = restored.plan.get("data", {})
+        self._states, self._settings = dict(restored.registered), self._optimizers.settings()
+        for name in self._registered:
+            if name in self._states:
+                self._give_state(name)
+            else:
+                self._say(f"the checkpoint has no state of {name!r}, which begins anew")
+        return restored.position, restored.plan
 
     def take_loader(self) -> Mapping[str, Any]:
         """The loader's state in the checkpoint. Returned once."""
         loader, self._loader = self._loader, {}
         return loader
-
-    def restore_rng_state(self, num_steps: int) -> None:
-        """Continues the checkpoint's random numbers, when training begins."""
-        random, self._random = self._random, None
-        if random is not None:
-            restore_rng_of_rank(random, self._world.rank, num_steps)
 
     def close(self) -> None:
         """Waits until all checkpoints are written."""

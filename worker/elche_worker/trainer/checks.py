@@ -8,6 +8,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
+from elche_worker.model.tensors import described, is_plain
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
 
@@ -21,6 +22,11 @@ def problem_of(model: Any, optimizers: Any) -> str:
     lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
     if lazy:
         return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
+    for name, one in model.named_buffers():
+        if not is_plain(one):
+            return (
+                f"buffer {name!r} is {described(one)}, which ranks cannot send each other: keep it as a plain attribute"
+            )
     if problem := problem_of_optimizers(optimizers, model):
         return problem
     if not any(one.requires_grad for one in model.parameters()):
@@ -34,6 +40,20 @@ def check_same_config(config: TrainerConfig, world: World) -> None:
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise Misuse(f"ranks have different configs: rank 0 {texts[0]}, rank {rank} {text}")
+
+
+def check_shares(batch_size: Any, num_steps: int | None, least: int, world: World) -> None:
+    """Raises `Misuse` on every rank unless all ask for the same shares, with at least so many samples for each."""
+    needed = least * world.size if world.size > 1 else 1
+    is_number = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    problem = ""
+    if not is_number or batch_size < needed:
+        each = f" ({least} for each of {world.size} ranks)" if world.size > 1 else ""
+        problem = f"shares: batch_size must be a whole number of at least {needed}{each}, not {batch_size!r}"
+    world.agree(problem)
+    for rank, told in enumerate(world.gather_texts(f"batch_size={batch_size}, num_steps={num_steps}")):
+        if told != f"batch_size={batch_size}, num_steps={num_steps}":
+            raise Misuse(f"shares: rank {rank} has {told}, and this one batch_size={batch_size}, num_steps={num_steps}")
 
 
 def module_of(head: Any, name: str) -> nn.Module:

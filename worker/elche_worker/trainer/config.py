@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from elche.errors import Misuse
 
+MAX_ANCHOR = 200
+"""Upper limit of the anchor unless another one is given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -55,6 +58,7 @@ class TrainerConfig:
         )
         _check(_is_whole(self.anchor, 1), "anchor", self.anchor, "a whole number of at least 1")
         _check(_is_number(self.overhead_target), "overhead_target", self.overhead_target, "a number")
+        self._check_el_che()
         _check(
             self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
             "max_grad_norm",
@@ -73,10 +77,43 @@ class TrainerConfig:
             hint is None or is_hint, "speed_hint", hint, "None, or (slowest rank, how many times faster the others are)"
         )
 
+    def _check_el_che(self) -> None:
+        """The settings of El Che fit each other."""
+        if self.max_anchor == 0:
+            for name in ("anchor", "overhead_target"):
+                value = getattr(self, name)
+                if value != getattr(TrainerConfig, name):
+                    raise Misuse(
+                        f"TrainerConfig: {name}={value!r} has no effect with max_anchor=0, which is a step after every "
+                        "batch: leave one of them out"
+                    )
+        elif self.anchor != TrainerConfig.anchor:
+            most = MAX_ANCHOR if self.max_anchor is None else self.max_anchor
+            _check(self.anchor <= most, "anchor", self.anchor, f"at most {most}, or max_anchor more")
+
     @property
     def has_el_che(self) -> bool:
         """Whether several batches may go into one step."""
         return self.max_anchor != 0
+
+
+OF_GIVEN_BATCHES = ("max_anchor", "anchor", "overhead_target", "speed_hint")
+"""Settings that act on batches which elche gives out."""
+
+
+def check_has_effect(config: TrainerConfig, *, has_shares: bool) -> None:
+    """For a loop that takes its batches itself, raises `Misuse` for a setting that then has no effect. With
+    `has_shares`, batches are shared by speed all the same.
+    """
+    for name in OF_GIVEN_BATCHES:
+        value = getattr(config, name)
+        if value == getattr(TrainerConfig, name) or (name, value) == ("max_anchor", 0):
+            continue
+        if not (has_shares and name == "speed_hint"):
+            raise Misuse(
+                f"TrainerConfig: {name}={value!r} has no effect in a loop that takes its batches itself, with a step "
+                "after each: leave it out, or have elche give out those of a loader (set_data_loader, then epoch)"
+            )
 
 
 def _check(condition: bool, name: str, value: object, wanted: str) -> None:

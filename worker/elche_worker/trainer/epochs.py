@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from elche.errors import Misuse
+from elche_worker.collectives.world import World
 from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.data import Batch, Data
+from elche_worker.trainer.iterations import Iterations
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.stepping import Stepper
 
@@ -14,51 +16,84 @@ class Epochs:
     """The epochs of a loop. `check_open` raises when the loop is closed."""
 
     def __init__(
-        self, progress: ProgressTracker, checkpoints: LoopCheckpoints, stepper: Stepper, check_open: Callable[[], None]
+        self,
+        progress: ProgressTracker,
+        checkpoints: LoopCheckpoints,
+        stepper: Stepper,
+        iterations: Iterations,
+        check_open: Callable[[], None],
     ) -> None:
         self._progress = progress
         self._checkpoints = checkpoints
         self._stepper = stepper
+        self._iterations = iterations
         self._check_open = check_open
         self._in_progress: object | None = None
-        """Stands for the epoch that gives out batches."""
+        """Stands for the epoch, or the shares, that batches are taken of."""
 
     def batches(self, data: Data, epoch: int) -> Iterator[Batch]:
         """See `Trainer.epoch`."""
         progress, checkpoints, stepper = self._progress, self._checkpoints, self._stepper
-        resumed = checkpoints.resumed
+        resumption = checkpoints.resumption
+        resumed = resumption.position
         if resumed is not None and epoch < resumed.epoch:
             return
-        checkpoints.resumed = None
-        start = resumed.done if resumed is not None and epoch == resumed.epoch else 0
-        progress.begin_epoch(epoch, start)
+        resumption.begin()
+        resumption.position = None
+        progress.begin_epoch(epoch, resumed)
+        start = progress.done
         progress.epoch_size, progress.batch_size = data.num_samples, data.batch_size
-        checkpoints.restore_rng_state(progress.num_steps)
         order = data.restore(checkpoints.take_loader())
         waited_s = time.perf_counter()
-        if self._in_progress is not None:  # that epoch was left for this one
-            stepper.forget_batches()
-        own = self._in_progress = object()
+        own = self._begin(gives_samples=True)
         for batch, step in data.epoch(epoch, start, order if start else None):
             self._check_open()
             if self._in_progress is not own:
                 raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
             progress.add_data_wait(waited_s)
-            stepper.begin_batch(batch, step)
-            yield batch
+            stepper.begin_batch(batch.size, step)
+            with self._iterations.given():
+                yield batch
             stepper.clock.end_batch()
             waited_s = time.perf_counter()
         self._in_progress = None
         progress.end_epoch()
 
+    def shares(self, world: World, batch_size: int, num_steps: int | None) -> Iterator[int]:
+        """See `Trainer.shares`."""
+        progress, stepper = self._progress, self._stepper
+        steps = stepper.share_batches(batch_size)
+        self._checkpoints.resumption.begin()
+        progress.batch_size = batch_size
+        own = self._begin(gives_samples=False)
+        while num_steps is None or progress.num_steps < num_steps:
+            self._check_open()
+            if self._in_progress is not own:
+                raise Misuse("these shares were left for others, or for an epoch: take one after the other")
+            step = next(steps)
+            share = sum(size for _, size in step.of(world.number))
+            stepper.begin_batch(share, step)
+            with self._iterations.given():
+                yield share
+            stepper.clock.end_batch()
+        self._in_progress = None
+
+    def _begin(self, *, gives_samples: bool) -> object:
+        """Stands for what batches are taken of now; batches that were left before it are forgotten."""
+        if self._in_progress is not None:
+            self._stepper.forget_batches()
+        self._in_progress, self._progress.gives_samples = object(), gives_samples
+        return self._in_progress
+
     def numbers(self, count: int) -> Iterator[int]:
         """See `Trainer.epochs`."""
-        progress, resumed = self._progress, self._checkpoints.resumed
-        self._checkpoints.restore_rng_state(progress.num_steps)
+        progress, resumption = self._progress, self._checkpoints.resumption
         progress.num_epochs = count
-        for epoch in range(resumed.epoch if resumed is not None else 0, count):
-            progress.begin_epoch(epoch, resumed.done if resumed is not None and resumed.epoch == epoch else 0)
+        for epoch in range(resumption.position.epoch if resumption.position is not None else 0, count):
+            resumption.begin_epoch(epoch)
+            progress.begin_epoch(epoch, resumption.position)
             yield epoch
-            self._checkpoints.resumed = None
+            resumption.position = None
             if progress.epoch == epoch:
                 progress.end_epoch()
+            self._iterations.end()

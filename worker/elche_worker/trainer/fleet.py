@@ -35,8 +35,7 @@ class Fleet:
         named = zip(self.names, self._models, strict=True)
         return summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])
 
-    def introduction(self, *, has_el_che: bool) -> str:
-        """The line that a loop prints when it begins: its devices, and how batches are shared."""
-        how = "; El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-        how = "" if len(self.names) == 1 else how if has_el_che else "; every batch is shared"
-        return f"elche: {self.summary}{how}"
+    @property
+    def introduction(self) -> str:
+        """The line that a loop prints when it begins."""
+        return f"elche: {self.summary}"

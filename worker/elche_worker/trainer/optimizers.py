@@ -31,6 +31,11 @@ class Optimizers:
         """The first optimizer, whose learning rate is reported."""
         return next(iter(self))
 
+    @property
+    def have_schedule(self) -> bool:
+        """Whether a learning rate schedule of torch was made for one of them, as far as torch tells."""
+        return any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in self)
+
     def keys_of(self, wanted: Key | None) -> list[Key]:
         """The key `wanted`, or all keys for None. Raises `Misuse` for an unknown key."""
         if wanted is not None and wanted not in self.by_key:
@@ -63,6 +68,16 @@ class Optimizers:
         for key, one in self.by_key.items():
             one.load_state_dict({**one.state_dict(), "state": moments[str(key)]})
 
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings of each group of parameters, such as its learning rate."""
+        groups = (group for one in self for group in one.param_groups)
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces them by earlier ones."""
+        for group, given in zip((group for one in self for group in one.param_groups), settings, strict=True):
+            group.update(given)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state of `state_dict`. Raises `ValueError` for one of other optimizers."""
         if not self.are_several:
@@ -72,6 +87,16 @@ class Optimizers:
             raise ValueError(f"it has the optimizers {sorted(state)}, and the loop {sorted(map(str, self.by_key))}")
         for key, one in self.by_key.items():
             one.load_state_dict(state[str(key)])
+
+
+def make_step(optimizer: Optimizer) -> None:
+    """Steps it. Raises `Misuse` for LBFGS, whose closure the loop gives itself."""
+    if isinstance(optimizer, LBFGS):
+        raise Misuse(
+            "LBFGS needs a closure, which step() has not: call average_gradients(), optimizer.step(lambda: loss), and "
+            "finish_step() in its place"
+        )
+    optimizer.step()
 
 
 def problem_of_optimizers(given: Any, model: nn.Module) -> str:
@@ -84,11 +109,20 @@ def problem_of_optimizers(given: Any, model: nn.Module) -> str:
     return next((problem for one in values if (problem := _problem(one, model))), "")
 
 
+def _steps_once(optimizer: LBFGS) -> bool:
+    """Whether it evaluates the loss once in each step."""
+    return all(group["max_iter"] == 1 and group["line_search_fn"] is None for group in optimizer.param_groups)
+
+
 def _problem(optimizer: Any, model: nn.Module) -> str:
     if not isinstance(optimizer, Optimizer):
         return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
-    if isinstance(optimizer, LBFGS):
-        return "LBFGS needs a closure at every step, which no trainer has: use another optimizer"
+    if isinstance(optimizer, LBFGS) and not _steps_once(optimizer):
+        return (
+            "LBFGS needs a closure, which it calls several times in a step, and the gradients are averaged once: build "
+            "it with max_iter=1 and without line_search_fn, and make steps of average_gradients(), "
+            "optimizer.step(lambda: loss) and finish_step()"
+        )
     own = {id(one) for one in model.parameters()}
     foreign = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if foreign:

@@ -11,11 +11,10 @@ from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
 from elche.cadence import ElChe, clamped_counts
 from elche.errors import Misuse
 from elche.partition import ranks_by_share
-from elche_worker.trainer.config import TrainerConfig
+from elche_worker.trainer.config import MAX_ANCHOR, TrainerConfig
 
 CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
-MAX_ANCHOR = 200
 LEAST_STEPS = 20
 """Least number of optimizer steps in an epoch when El Che chooses the anchor."""
 THROUGHPUT_WEIGHT = 0.3
@@ -146,6 +145,8 @@ class Balance:
     def __init__(self, rank: int, world_size: int, config: TrainerConfig, *, num_done: int = 0) -> None:
         self.delay = 0
         self.members = tuple(range(world_size))
+        self.least = 1
+        """Samples of each rank at least, where a batch has enough."""
         self._rank = rank
         self._num_done = num_done
         self._own_throughput = 0.0
@@ -158,7 +159,7 @@ class Balance:
     def steps(self, num_samples: int, batch_size: int, start: int) -> Iterator[Step]:
         index = self._num_done
         for batch_start in range(start, num_samples, batch_size):
-            sizes = shard_sizes(self._decided.at(index), min(batch_size, num_samples - batch_start))
+            sizes = shard_sizes(self._decided.at(index), min(batch_size, num_samples - batch_start), self.least)
             starts = [batch_start + sum(sizes[:rank]) for rank in range(len(sizes))]
             parts = (((at, size),) if size else () for at, size in zip(starts, sizes, strict=True))
             yield Step(index, tuple(parts), self.members)

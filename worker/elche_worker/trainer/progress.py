@@ -22,8 +22,12 @@ class ProgressTracker:
         self.epoch = 0
         self.done = 0
         """Samples of the epoch that all ranks have trained."""
+        self.epoch_steps = 0
+        """Steps that were made in the epoch."""
         self.num_epochs = 0
         """Number of epochs that the loop trains; 0 if not known."""
+        self.gives_samples = True
+        """Whether elche says which samples are trained, so that the loop can go on within an epoch."""
         self.epoch_size = 0
         self.batch_size = 0
         self._is_epoch_open = False
@@ -35,25 +39,29 @@ class ProgressTracker:
     @property
     def position(self) -> Position:
         """Where the loop is: the end of an epoch is the beginning of the next one."""
-        return Position(self.num_steps, self.epoch, self.done)
+        return Position(self.num_steps, self.epoch, self.done, self.epoch_steps)
 
     def restore(self, position: Position) -> None:
         """Continues from a checkpoint's position."""
-        self.num_steps, self.epoch, self.done = position.num_steps, position.epoch, position.done
+        self.num_steps, self.epoch = position.num_steps, position.epoch
+        self.done, self.epoch_steps = position.done, position.epoch_steps
 
-    def begin_epoch(self, epoch: int, done: int = 0) -> None:
-        """Opens an epoch of which `done` samples are trained already."""
+    def begin_epoch(self, epoch: int, resumed: Position | None = None) -> None:
+        """Opens an epoch, which goes on if it is that of the resumed position."""
         if not self._is_epoch_open or epoch != self.epoch:
             self._is_epoch_open, self._epoch_started_s = True, time.perf_counter()
-        self.epoch, self.done = epoch, done
+        self.epoch, self.done, self.epoch_steps = epoch, 0, 0
+        if resumed is not None and resumed.epoch == epoch:
+            self.done, self.epoch_steps = resumed.done, resumed.epoch_steps
 
     def end_epoch(self) -> None:
         """Ends the open epoch. Idempotent."""
         if not self._is_epoch_open:
             return
         self._is_epoch_open = False
+        self._add_rest()
         self.attachment.end_epoch(self.epoch, self.done, time.perf_counter() - self._epoch_started_s)
-        self.epoch, self.done = self.epoch + 1, 0
+        self.epoch, self.done, self.epoch_steps = self.epoch + 1, 0, 0
 
     @property
     def evaluated_epoch(self) -> int:
@@ -78,27 +86,39 @@ class ProgressTracker:
     ) -> None:
         """Counts a step; `is_same_batch`: another optimizer was stepped with its batches before."""
         self.num_steps += 1
-        if step is not None:
+        self.epoch_steps += 1
+        if step is not None and self.gives_samples:
             self.done += sum(step.samples)
         if not self.attachment.is_attached:
             return
         self._averaging_ms += sync_ms
-        scalars = take_scalars()
-        if not self._num_losses and "loss" in scalars:
-            self._loss_sum, self._num_losses = scalars.pop("loss")
         own = step.of(number) if step is not None else ()
         num_samples = sum(size for _, size in own) if step is not None else told_samples or 0
         num_batches = len(own) if step is not None else int(not is_same_batch)
         if len(batch_ms) == 1 and num_batches > 1:  # one time of all of them
             batch_ms = [batch_ms[0] / num_batches] * num_batches
-        self.attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
+        self._add_batches(num_batches, num_samples)
         self.attachment.add_times(batch_ms, sync_ms, 0.0)
+
+    def _add_batches(self, num_batches: int, num_samples: int) -> None:
+        """Adds batches, and what was recorded since the last ones."""
+        scalars = take_scalars()
+        if not self._num_losses and "loss" in scalars:
+            self._loss_sum, self._num_losses = scalars.pop("loss")
+        self.attachment.add_batches(num_batches, num_samples, self._loss_sum, self._num_losses, scalars)
         self._loss_sum, self._num_losses = 0.0, 0
+
+    def _add_rest(self) -> None:
+        """Adds what was recorded after the last step."""
+        if self.attachment.is_attached:
+            self._add_batches(0, 0)
 
     def report(self, anchor: int, learning_rate: float | None, *, is_last: bool = False) -> None:
         """Reports the position, at most once per interval."""
         if not self.attachment.is_attached:
             return
+        if is_last:
+            self._add_rest()
         progress = rank_pb2.LoopProgress(
             num_steps=self.num_steps,
             epoch=self.epoch,

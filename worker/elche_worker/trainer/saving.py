@@ -2,20 +2,18 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
 from elche_worker.model.checkpoint import About, CheckpointData, Loaded, Target, load, other_buffers, weights_of
-from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
@@ -31,7 +29,23 @@ class Position:
     epoch: int = 0
     """The present epoch, or the next one."""
     done: int = 0
-    """Samples of it that all ranks have trained."""
+    """Samples of it that all ranks have trained; 0 in a loop that takes its batches itself."""
+    epoch_steps: int = 0
+    """Steps that were made in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a loop goes on with, beside model and optimizers."""
+
+    position: Position
+    plan: dict[str, Any]
+    random: dict[str, Any]
+    """Random number generators, for `Resumption`."""
+    registered: dict[str, Any]
+    """State by the name under which the script has registered it."""
+    begun: dict[str, Any]
+    """What `Resumption` keeps of the beginning of the loop and of the epoch; older checkpoints have none."""
 
 
 class Saver:
@@ -52,12 +66,13 @@ class Saver:
         optimizers: Optimizers,
         position: Position,
         plan: dict[str, Any],
+        kept: Mapping[str, Any],
         num_ranks: int,
         tell: Callable[[int, str, int, float], None],
         tell_not: Callable[[int, str], None],
     ) -> None:
         """Starts writing; `tell(version, path, bytes, seconds)` or `tell_not(version, reason)` follows. Waits for the
-        previous checkpoint, so that only one is in memory. A step is saved only once.
+        previous checkpoint, so that only one is in memory. A step is saved only once. `kept` is more of its state.
         """
         if position.num_steps == self._last_step:
             return
@@ -66,11 +81,11 @@ class Saver:
             self._writing.result()
         state = {
             "optimizer": copied(optimizers.state_dict()),
-            "random": capture_rng_state(),
             "buffers": other_buffers(model),
             "plan": copied(plan),
+            **copied(kept),
         }
-        kept = CheckpointData(weights_of(model), state)
+        data = CheckpointData(weights_of(model), state)
         about = About(
             job=self._name,
             file_name=str(Path(sys.argv[0]).resolve()),
@@ -78,11 +93,11 @@ class Saver:
             num_ranks=num_ranks,
             tensors=_tensors(model),
         )
-        self._writing = self._thread.submit(self._write, kept, about, position, tell, tell_not)
+        self._writing = self._thread.submit(self._write, data, about, position, tell, tell_not)
 
     def _write(
         self,
-        kept: CheckpointData,
+        data: CheckpointData,
         about: About,
         position: Position,
         tell: Callable[[int, str, int, float], None],
@@ -90,10 +105,10 @@ class Saver:
     ) -> None:
         started_s = time.perf_counter()
         name = self._free_name(f"step-{position.num_steps:08d}")
-        loop = {"num_steps": position.num_steps, "epoch": position.epoch, "done": position.done}
+        loop = asdict(position)
         try:
             target = Target(self.place)
-            path, size_bytes = target.write(name, kept, about, {"loop": loop})
+            path, size_bytes = target.write(name, data, about, {"loop": loop})
             self._written.append(name)
             while len(self._written) > KEPT:
                 target.remove(self._written.pop(0))
@@ -114,9 +129,8 @@ class Saver:
         self._thread.shutdown(wait=True)
 
 
-def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Position, dict[str, Any], dict[str, Any]]:
-    """Restores model and optimizers from a checkpoint, or the newest in a folder; returns its position, plan and random
-    number state, for `restore_rng_of_rank`.
+def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
+    """Restores model and optimizers from a checkpoint, or the newest in a folder; returns the rest of it.
 
     Raises `Misuse` for one that is incomplete, of another model, or not of a loop.
     """
@@ -135,17 +149,9 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> tuple[Positi
         optimizers.load_state_dict(loaded.state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise Misuse(f"the checkpoint {loaded.path} does not fit: {str(error).splitlines()[0]}") from None
-    return Position(loop["num_steps"], loop["epoch"], loop["done"]), loaded.state["plan"], loaded.state["random"]
-
-
-def restore_rng_of_rank(state: dict[str, Any], rank: int, num_steps: int) -> None:
-    """Restores random number generators on the checkpoint's rank, and seeds them differently on others. Called when
-    training continues, so that what the script draws before, such as a split of its data, is unchanged.
-    """
-    if rank == 0:
-        restore_rng_state(state)
-    else:
-        torch.manual_seed(torch.initial_seed() + rank + 1_000_003 * num_steps)
+    position = Position(loop["num_steps"], loop["epoch"], loop["done"], loop.get("epoch_steps", 0))
+    state = loaded.state
+    return Restored(position, state["plan"], state["random"], state.get("registered", {}), state.get("begun", {}))
 
 
 def is_there(path: str) -> bool:

@@ -1,27 +1,32 @@
 """One optimizer step of all ranks: gradients are normalised, averaged by share, clipped and applied."""
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
+from elche.errors import Misuse
 from elche_worker.collectives.consistency import broadcast
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
 from elche_worker.trainer.clock import StepClock
-from elche_worker.trainer.config import TrainerConfig
-from elche_worker.trainer.data import Batch
+from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
-from elche_worker.trainer.optimizers import Key, Optimizers
+from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import RequestConsensus
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
+
+LEAST_SHARE = 2
+"""Samples of each rank at least in a batch of `shares`, or of a model with BatchNorm, which cannot train with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +62,19 @@ class Stepper:
         self._progress = progress
         self._together = together
         self.planner: Planner = Balance(world.rank, world.size, config)
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            self.planner.least = LEAST_SHARE
         self.clock = StepClock(world.device)
         self.averager = GradientAverager(model, optimizers, world)
         self.share = StepShare(world)
         self.last_sizes: list[int] = []
         """Samples of each rank in the latest batches."""
+        self._restored: Mapping[str, Any] = {}
+        """The plan of the checkpoint that was loaded."""
+        self._expects_given = False
+        """Whether there is a loader whose batches elche is to give out."""
+        self._takes_own: bool | None = None
+        """Whether the latest step was of batches that the loop has taken itself; None before the first."""
         self._has_gradients = True
         """Whether any rank has samples in this step."""
         self._is_normalised = False
@@ -75,7 +88,7 @@ class Stepper:
     @property
     def el_che(self) -> Cadence | None:
         """The planner, where ranks train several batches per step; else None."""
-        return self.planner if isinstance(self.planner, Cadence) else None
+        return self.planner if isinstance(self.planner, Cadence) and not self._takes_own else None
 
     @property
     def ratios(self) -> list[float]:
@@ -91,16 +104,48 @@ class Stepper:
 
     # Batches
 
-    def begin_batch(self, batch: Batch, step: Step) -> None:
-        """Records a batch that is given out: this rank's part of `step`."""
-        is_first = self.share.plan is None
+    def expect_given_batches(self) -> None:
+        """There is a loader now."""
+        self._expects_given = True
+        how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
+        self._say(how if self.el_che is not None else "every batch is shared")
+
+    def _take_own_batch(self) -> None:
+        """The next step is of a batch that the loop has taken itself."""
+        if self._takes_own is None and not self._expects_given:
+            check_has_effect(self._config, has_shares=bool(self.last_sizes))
+            self._say("a step after every batch of the loop's own")
+        self._takes_own = True
+
+    def _say(self, how: str) -> None:
+        if self._world.size > 1 and self._world.rank == 0:
+            print(f"elche: {how}", file=sys.stderr, flush=True)
+
+    def share_batches(self, batch_size: int) -> Iterator[Step]:
+        """Steps without end, of batches that the loop makes itself, in sizes by speed. Every rank calls it."""
+        check_has_effect(self._config, has_shares=True)
+        if not isinstance(self.planner, Balance):
+            self.planner = Balance(self._world.rank, self._world.size, self._config)
+            self.planner.members = self._world.members
+            self.planner.restore(self._restored)
+        self.planner.least = LEAST_SHARE
+        return self.planner.steps(sys.maxsize, batch_size, 0)
+
+    def restore(self, plan: Mapping[str, Any]) -> None:
+        """Goes on with what a checkpoint's planner had learnt."""
+        self._restored = plan
+        self.planner.restore(plan)
+
+    def begin_batch(self, num_samples: int, step: Step) -> None:
+        """Records a batch that is given out, of which this rank's part of `step` has so many samples that count."""
+        is_first, self._takes_own = self.share.plan is None, False
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.among(self._world.members).samples
             # Under El Che more batches may follow, and a loop that gives its samples does so only at the step.
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
-        self.clock.begin_batch(batch.size)
+        self.clock.begin_batch(num_samples)
 
     def forget_batches(self) -> None:
         """Forgets the batches of an epoch that was left before they were trained."""
@@ -110,15 +155,14 @@ class Stepper:
 
     # The step
 
-    @property
-    def is_averaged(self) -> bool:
-        """Whether gradients are averaged and not applied yet."""
-        return bool(self.averager.averaged)
-
     def average(
         self, samples: int | None, keys: list[Key], take_requests: Callable[[], Sequence[float]]
     ) -> torch.Tensor | None:
         """Averages gradients and shares buffers; returns the sums of the ranks' requests, if there are any."""
+        if self.averager.averaged:
+            raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
+        if not self._takes_own and self.share.known is None:
+            self._take_own_batch()
         self.share.say(samples)
         self.averager.averaged = keys
         self.clock.slow_down()
@@ -210,7 +254,7 @@ class Stepper:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
             nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
         for key in self.averager.averaged:
-            self._optimizers.by_key[key].step()
+            make_step(self._optimizers.by_key[key])
 
     def finish(self) -> None:
         """Counts the step, clears its gradients, and begins the next one."""

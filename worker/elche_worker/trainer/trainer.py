@@ -25,10 +25,10 @@ from elche.errors import Misuse
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
+from elche_worker.model.savable import take_form
 from elche_worker.trainer.attached import attach, checked_metrics, coordinator_address
-from elche_worker.trainer.attachment import Attachment
-from elche_worker.trainer.checkpoints import LoopCheckpoints
-from elche_worker.trainer.checks import check_same_config, module_of, problem_of
+from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
+from elche_worker.trainer.checks import check_same_config, check_shares, module_of, problem_of
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
@@ -36,11 +36,12 @@ from elche_worker.trainer.epochs import Epochs
 from elche_worker.trainer.fleet import Fleet
 from elche_worker.trainer.forward import Forward, LossContext
 from elche_worker.trainer.gathering import Gathered, weighted_mean
+from elche_worker.trainer.iterations import Iterations
 from elche_worker.trainer.optimizers import Given, Key, Optimizers
 from elche_worker.trainer.progress import ProgressTracker
-from elche_worker.trainer.requests import Cancelled, RequestConsensus, Requests, failure_of
+from elche_worker.trainer.requests import failure_of
 from elche_worker.trainer.scattering import scattered
-from elche_worker.trainer.stepping import Stepper
+from elche_worker.trainer.stepping import LEAST_SHARE, Stepper
 from elche_worker.trainer.together import Together
 
 
@@ -58,10 +59,12 @@ class Trainer:
         self._forward = Forward(model, self._progress.add_loss)
         self._together = Together(world)
         self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress, self._together)
-        self._consensus = RequestConsensus(world.device)
         self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
+        self._iterations = Iterations(
+            model, optimizers, world, self._progress, self._checkpoints, self._together, self._save, self.close
+        )
         self._data: Data | None = None
-        self._epochs = Epochs(self._progress, self._checkpoints, self._stepper, self._check_open)
+        self._epochs = Epochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
         self._is_closed = False
 
     @classmethod
@@ -78,8 +81,8 @@ class Trainer:
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
-        El Che (several batches per step) is on where devices differ, and wherever a config is given, unless that has
-        `max_anchor=0`. Says in one line on stderr what it found.
+        El Che (several batches per step, of those that `epoch` gives) is on where devices differ, and wherever a config
+        is given, unless that has `max_anchor=0`. Says in a line on stderr what it found.
 
         With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
         ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
@@ -89,6 +92,7 @@ class Trainer:
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         world.agree(problem_of(model, optimizer))
+        take_form(model)
         model.to(world.device)
         optimizers = Optimizers(optimizer)
         optimizers.follow_parameters()
@@ -100,7 +104,7 @@ class Trainer:
             trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
         model.train()
         if world.rank == 0:
-            print(trainer._fleet.introduction(has_el_che=trainer.has_el_che), file=sys.stderr)
+            print(trainer._fleet.introduction, file=sys.stderr)
         resumed = os.environ.get("ELCHE_RESUME", "")
         if resumed:
             trainer.load(resumed)
@@ -130,7 +134,7 @@ class Trainer:
         self._checkpoints.check()
         if not address:
             return
-        policy = "El Che" if self.has_el_che else "shares of every batch" if self.is_distributed else "one device"
+        policy = "El Che, over batches of epoch()" if self.has_el_che else "a step after every batch"
         where = {"policy": policy, "checkpoint_dir": self._checkpoints.place, "resumed": resumed}
         self._progress.attachment = self._together.attachment = attach(address, self._config, self._world, **where)
         self._together.on_regrouped = self._rejoin
@@ -140,10 +144,6 @@ class Trainer:
         """A rank has died, and the others have another group."""
         self._fleet.keep(self._world.members)
         self._stepper.averager.rejoin()
-
-    @property
-    def _attachment(self) -> Attachment:
-        return self._progress.attachment
 
     # What it is
 
@@ -219,7 +219,7 @@ class Trainer:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The model's output; arguments are moved to the device."""
-        self._check_open()
+        self._begin_forward()
         arguments, named = to_device(arguments, self.device), to_device(named, self.device)
         return self._model(*arguments, **named)
 
@@ -230,7 +230,7 @@ class Trainer:
         whole batch, a tensor, in the batch's order. If the loss is a mean over samples, `backward` and `step()` then
         make the step of the whole batch. `trainer(x)` computes all of `x` on this rank alone.
         """
-        self._check_open()
+        self._begin_forward()
         if not self.is_distributed:
             return self(*inputs, **named)
         if self._stepper.share.plan is not None and torch.is_grad_enabled():
@@ -239,6 +239,11 @@ class Trainer:
             lambda: scattered(self._world, self._model, inputs, named, self._stepper.ratios), give=None
         )
         return output
+
+    def _begin_forward(self) -> None:
+        self._check_open()
+        if self._model.training:
+            self._checkpoints.resumption.begin()
 
     # Data
 
@@ -266,6 +271,7 @@ class Trainer:
             problem = str(error)
         data = Data.agreed(loader, self._world, names, self._stepper.planner, self._together, problem)
         self._data, self._forward.wiring = data, wiring
+        self._stepper.expect_given_batches()
 
     @property
     def data_num_batches(self) -> int:
@@ -291,6 +297,19 @@ class Trainer:
         completed. Reports their number to the coordinator."""
         self._check_open()
         yield from self._epochs.numbers(count)
+
+    def shares(self, batch_size: int, num_steps: int | None = None) -> Iterator[int]:
+        """For each iteration of a loop that makes its batches itself: how many of `batch_size` samples are this rank's,
+        at least 2 of them, by the ranks' measured speed. `step()` then makes the step of all `batch_size`, if the loss
+        is a mean over samples. It ends when the loop has made `num_steps`, those before a resume among them.
+
+        Every rank takes all of them. Raises `Misuse` for fewer samples than 2 for each rank, and beside a loader.
+        """
+        self._check_open()
+        if self._data is not None:
+            raise Misuse("shares() is for batches of your own, and set_data_loader has given a loader: use epoch()")
+        self._together.run(lambda: check_shares(batch_size, num_steps, LEAST_SHARE, self._world))
+        yield from self._epochs.shares(self._world, batch_size, num_steps)
 
     def forward_batch(self, batch: Batch) -> Any:
         """The model's output of a batch of `epoch`; of several batches end to end (dimension 0).
@@ -377,28 +396,36 @@ class Trainer:
         Then call `step`; or step the optimizer yourself, and call `finish_step`.
         """
         self._check_open()
-        if self._stepper.is_averaged:
-            raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         keys = self._optimizers.keys_of(optimizer)
         if len(keys) < len(self._optimizers.by_key) and self.has_loss_fn:
             raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
-        summed = self._stepper.average(samples, keys, self._take_requests)
+        self._iterations.begin_step()
+        summed = self._stepper.average(samples, keys, self._iterations.take_requests)
         if summed is not None:
-            self._consensus.put(summed)
+            self._iterations.consensus.put(summed)
         if self._data is not None and self._data.members != self._stepper.planner.members:
             self._data.plan_again(self._stepper.planner, self._stepper.share.take_lost())
 
     def finish_step(self) -> None:
         """The last part of `step`: gradients are cleared, and the next step begins."""
         self._check_open()
+        stepped = self._stepper.averager.averaged
         self._stepper.finish()
-        self._apply_requests(self._consensus.take())
+        self._iterations.end_step(stepped)
         self._stepper.clock.begin_step()
 
     @property
     def num_steps(self) -> int:
-        """Number of steps made."""
+        """Number of steps made, those before a resume among them: begin at it where you count steps."""
+        self._checkpoints.resumption.ask()
         return self._progress.num_steps
+
+    @property
+    def num_epoch_steps(self) -> int:
+        """Steps made in the present epoch, those before a resume among them: a loop over a loader of its own that
+        omits as many batches goes on within the epoch, if its order follows from the epoch or from random numbers."""
+        self._checkpoints.resumption.ask_epoch_steps()
+        return self._progress.epoch_steps
 
     # What people ask for, and checkpoints
 
@@ -407,19 +434,32 @@ class Trainer:
         self._check_open()
         numbers = checked_metrics(metrics)
         if self._world.rank == 0:
-            self._attachment.report_metrics(self._progress.evaluated_epoch, numbers)
+            self._progress.attachment.report_metrics(self._progress.evaluated_epoch, numbers)
 
     def save(self, place: str = "") -> None:
         """Starts writing a checkpoint into a new folder in `place`, by default the config's `checkpoint_dir`, while
-        training goes on. Rank 0 writes; call it on every rank, between steps. The newest 3 are kept.
+        training goes on. Rank 0 writes; call it on every rank, at the end of an iteration. The newest 3 are kept.
 
         Raises `Misuse` if no place is given.
         """
         self._check_open()
+        self._save(None, place)
+
+    def _save(self, at_step: AtStep | None, place: str = "") -> None:
         plan = self._stepper.planner.to_json()
         if self._data is not None:
             plan["data"] = self._data.state(is_within=bool(self._progress.done))
-        self._checkpoints.save(self._progress.position, plan, self._attachment, place)
+        self._checkpoints.save(self._progress.position, plan, self._progress.attachment, place, at_step)
+
+    def register_state(self, **objects: Any) -> None:
+        """Has checkpoints contain the state of these objects, by name: a learning rate schedule, say. Call it on every
+        rank, before the first step; where a checkpoint is resumed, they get what it has of them.
+
+        An object has `state_dict()`, of plain values and tensors, and `load_state_dict()`. That of rank 0 is kept. A
+        loader or sampler (with `__iter__`) goes on behind the batch of the last step. Raises `Misuse` for others.
+        """
+        self._check_open()
+        self._checkpoints.register(objects)
 
     def load(self, path: str) -> None:
         """Resumes from a checkpoint, or the newest in a folder, on any number of ranks: model, optimizer, and what
@@ -432,31 +472,7 @@ class Trainer:
         if loaded is not None:
             position, plan = loaded
             self._progress.restore(position)
-            self._stepper.planner.restore(plan)
-
-    # Requests
-
-    def _take_requests(self) -> Sequence[float]:
-        """What this rank asks all ranks to do: cancel, save, pause; empty, on all ranks, where nobody can ask."""
-        if not self._attachment.is_attached and not self._checkpoints.has_interval:
-            return ()
-        cancel, checkpoint, pause = self._attachment.operator.take_requests()
-        return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
-
-    def _apply_requests(self, requests: Requests) -> None:
-        """Does what all ranks have agreed to do after this step."""
-        if requests.checkpoint:
-            if self._checkpoints.place:
-                self.save()
-            else:
-                reason = "the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR"
-                self._attachment.report_not_saved(self.num_steps, reason)
-        if requests.cancel:
-            reason = self._attachment.operator.cancelled or "another rank was cancelled"
-            self.close()
-            raise Cancelled(f"elche: the loop is ended: {reason}")
-        if requests.pause:
-            self._together.wait_while_paused()
+            self._stepper.restore(plan)
 
     # Its end
 
@@ -466,10 +482,11 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        self._iterations.close(error)
         self._checkpoints.close()
         if error is None:
             self._stepper.report(is_last=True)
-        self._attachment.leave(error)
+        self._progress.attachment.leave(error)
         self._forward.capture.close()
         self._stepper.averager.close()
         self._world.close()

@@ -31,6 +31,8 @@ class EpochMetrics:
     samples_per_s: float
     rank_batches: tuple[int, ...] = ()
     """Batches of each rank, in rank order."""
+    rank_samples_per_s: tuple[float, ...] = ()
+    """Samples per second of each rank, in rank order."""
     attempt: int = 1
     """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
 
@@ -40,8 +42,8 @@ class Rank(Protocol):
 
     Learning rates are set in `epoch_fn` and `after_round`, which run on every rank: set the same on all. Elsewhere that
     raises `Misuse`, since one rank would train at another rate than the others. What is set is part of checkpoints and
-    holds after a resume, but for functions: `epoch_fn` is called anew for the epoch in which training goes on, and may
-    set these again.
+    goes to ranks that join, but for functions. A process calls `epoch_fn` for the epoch in which it begins, too, and it
+    may set these again; rates stay, where it had been called for this epoch before.
     """
 
     lr_factor: float

@@ -34,6 +34,7 @@ OPTIONAL_FUNCTIONS = (
     "evaluate",
     "eval_dataset",
     "eval_step",
+    "eval_metrics",
     "collate_fn",
     "sample_weights",
     "schedule",
@@ -51,6 +52,8 @@ ALLOWED_WITH_SHARD: dict[str, tuple[object, ...]] = {
     "buffers": ("average",),
     "optimizer_state": ("local",),
     "backend": ("auto", "gloo", "nccl"),
+    "ema": (None,),
+    "save_frozen": (True,),
 }
 """Values of settings that a sharded job can have; the default first."""
 
@@ -95,7 +98,12 @@ class JobDefinition(Settings):
     eval_dataset: Callable[[], Any] | None = None
     """Builds a map-style data set, which all ranks evaluate together after each epoch, each as much as it is fast."""
     eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
-    """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients."""
+    """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients. It
+    is tried on each rank before training, on a first batch of which nothing stays."""
+    eval_metrics: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
+    """Metrics of sums, such as F1 of a confusion matrix: tensors with dimensions that `eval_step` returns beside its
+    metrics are summed over all batches of all ranks, in int64 or float64 on the CPU, up to 1 MiB. Called with the sums
+    by name, on one rank after each evaluation, and before training on each with those of two batches."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """Makes a batch of a list of samples; by default torch's own."""
     manual_optimization: bool = False
@@ -118,8 +126,8 @@ class JobDefinition(Settings):
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
-    """Called on every rank when a round's result is in its model: (model, version). For a running mean of weights, or a
-    learning rate that follows rounds (`this_rank().set_lr`)."""
+    """Called on every rank when a round's result is in its model: (model, version). What it changes there stays: change
+    the same on all. For a running mean of weights, or a rate that follows rounds (`this_rank().set_lr`)."""
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
@@ -161,6 +169,12 @@ class JobDefinition(Settings):
             f"policy {self.policy!r} averages after every batch and cannot overlap: use averaging='blocking', or "
             "'cadence'",
         )
+        for name in self.traits.ignores:
+            _require(
+                getattr(self, name) == getattr(JobDefinition, name),
+                f"{name} has no effect with policy {self.policy!r}, which averages after every batch: leave it at "
+                f"{SETTINGS[name].unparse(getattr(JobDefinition, name))}, or use 'cadence' or 'async'",
+            )
         _require(
             self.max_batch_diff != 0 or self.averaging != "overlapped",
             "max_batch_diff 0 is lockstep, in which no rank trains on while an average is made: use "
@@ -173,6 +187,10 @@ class JobDefinition(Settings):
         )
         _require(
             self.evaluate is None or self.eval_step is None, "give evaluate, or eval_dataset and eval_step, not both"
+        )
+        _require(
+            self.eval_metrics is None or self.eval_step is not None,
+            "eval_metrics makes metrics of what eval_step returns: give eval_dataset and eval_step, too",
         )
         _require(
             self.monitor is None or self.has_evaluation,

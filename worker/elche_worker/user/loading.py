@@ -1,5 +1,6 @@
 """Loads a user's file as a `TrainingJob`, and turns its errors into one clear message."""
 
+import ast
 import importlib
 import linecache
 import os
@@ -63,6 +64,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
+        _refuse_torchrun(source, file_name)
         exec(compile(source, file_name, "exec"), module.__dict__)
     except InvalidJob as error:
         raise InvalidJob(f"{file_name}: {said(error)}") from None
@@ -72,6 +74,26 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         leave_if_forked(error)
         raise describe_raised(error, file_name) from None
     return _job_of(module, file_name)
+
+
+def _refuse_torchrun(source: str, file_name: str) -> None:
+    """Raises `InvalidJob` for a script that makes torch's process group and no job: here it would wait for others, or
+    train alone.
+    """
+    nodes = list(ast.walk(ast.parse(source, file_name)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    lines = [
+        node.lineno
+        for node in nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "init_process_group"
+    ]
+    if lines and not names & {"job", "*"}:
+        raise InvalidJob(
+            f"line {min(lines)} makes a process group, as scripts for torchrun do, and there is no `job`: put "
+            "Trainer.setup(model, optimizer) in the place of process group, DistributedDataParallel and sampler, or "
+            "define job = TrainingJob(...); docs/moving.md shows both"
+        )
 
 
 def _load_module(name: str, file_name: str) -> JobDefinition:

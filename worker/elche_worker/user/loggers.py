@@ -161,4 +161,5 @@ def values_of(metrics: EpochMetrics) -> dict[str, float]:
         "speed/epoch_s": metrics.duration_s,
         "attempt": float(metrics.attempt),
         **{f"batches/rank_{rank}": float(number) for rank, number in enumerate(metrics.rank_batches)},
+        **{f"speed/rank_{rank}": speed for rank, speed in enumerate(metrics.rank_samples_per_s)},
     }

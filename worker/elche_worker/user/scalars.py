@@ -45,6 +45,11 @@ def number_of(value: Any) -> float | None:
         return None
 
 
+def described(value: Any) -> str:
+    """What is no number, for an error."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def take_scalars() -> dict[str, Sum]:
     """Sum and count of what was recorded since the last call, by name."""
     global _recorded

@@ -49,6 +49,8 @@ class LearningRates:
         schedule: Callable[[Progress], float] | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
     ) -> None:
+        self.epoch = -1
+        """Last epoch that callbacks have begun; of the rank, or the checkpoint, whose rates these are."""
         self._scale = 1.0
         self._factor = 1.0
         self._optimizers = optimizers
@@ -132,11 +134,11 @@ class LearningRates:
 
     def to_json(self) -> dict[str, Any]:
         """What callbacks have set, as plain values for a checkpoint."""
-        return {"factor": self.factor, "bases": self._bases if self._were_set else None}
+        return {"factor": self.factor, "bases": self._bases if self._were_set else None, "epoch": self.epoch}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `to_json` returned; anything that callbacks have not set follows the job's file."""
-        self.factor = state["factor"]
+        self.factor, self.epoch = state["factor"], state.get("epoch", -1)
         bases = state["bases"]
         if bases is not None and len(bases) == len(self._bases):
             self._set_bases([float(base) for base in bases])

@@ -13,8 +13,10 @@ class FinalModel:
 
     def __init__(self, job_id: JobId, outbox: Outbox) -> None:
         self.path = ""
-        self.agent_id: AgentId | None = None
+        self.agent_id = AgentId("")
         """The host that has it."""
+        self.folder = ""
+        """Identifies the work folder of that host."""
         self.model_is = ""
         """Whether it is the best one or the last, once that is known."""
         self.best_problem = ""
@@ -28,7 +30,8 @@ class FinalModel:
 
     def on_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The last model is on disk."""
-        self.path, self.agent_id, self._saver = event.path, record.agent_id, record
+        self.path, self._saver = event.path, record
+        self.agent_id, self.folder = record.agent_id, record.folder
 
     def awaits_best_of(self, record: RankRecord) -> bool:
         """Whether the rank still has to confirm that the best model is stored."""

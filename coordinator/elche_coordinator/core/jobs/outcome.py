@@ -17,6 +17,8 @@ def with_training(result: JobResult, training: Training, model: FinalModel, rank
     return replace(
         result,
         model=model.path,
+        model_agent_id=model.agent_id,
+        model_folder=model.folder,
         model_is=model.model_is,
         best_problem=model.best_problem,
         epochs=ledger.epoch,

@@ -73,6 +73,7 @@ class Places:
             slot=first.slot,
             more_slots=tuple(place.slot for place in others),
             host=agent.host,
+            folder=agent.folder,
             device=f"{len(devices)}x {devices[0].partition(':')[0]}" if others else devices[0],
             slot_devices=devices,
             life=self._roster.new_life(),

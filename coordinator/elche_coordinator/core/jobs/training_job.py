@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 from typing import assert_never
 
+from elche.evaluation import never_finite
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
 from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
@@ -511,12 +512,16 @@ class TrainingJob(Job):
         self._finish()
 
     def _finish(self) -> None:
-        if (
-            self.phase is JobPhase.FINISHING
-            and self.run.training is not None
-            and self.run.model.complete(self.run.training)
-        ):
-            self.decide(Outcome.SUCCEEDED, "all samples are committed")
+        training = self.run.training
+        if self.phase is not JobPhase.FINISHING or training is None or not self.run.model.complete(training):
+            return
+        if spoilt := training.evaluations.spoilt:
+            model = self.run.model
+            best = f"; {model.path} is the {model.model_is}" if model.model_is not in ("", "last") else ""
+            self.fail(Failure(spoilt + best))
+            return
+        odd = never_finite(training.evaluations.metrics)
+        self.decide(Outcome.SUCCEEDED, f"all samples are committed; {odd}" if odd else "all samples are committed")
 
     def decide(self, outcome: Outcome, reason: str, failure: Failure | None = None) -> None:
         """As of every job; no rank is started again."""

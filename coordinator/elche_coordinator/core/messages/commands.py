@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.ids import (
     Version,
 )
 from elche_coordinator.core.messages.reports import EpochReport, Report
-from elche_coordinator.core.messages.spec import JobSpec, Lease, Peer
+from elche_coordinator.core.messages.spec import JobSpec, Lease, Peer, TensorSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,17 @@ class Evaluate:
     offset: int = 0
     size: int = 0
     """Samples; 0: the rank evaluates all, its own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendMakeMetrics(RankCommand):
+    """Make metrics of what an evaluation has summed; the answer is an `EvaluationDone`."""
+
+    epoch: int
+    tensors: dict[str, TensorSum]
+    """Over all parts, by name."""
+    names: tuple[str, ...]
+    """Of the metrics that the evaluation has already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +240,7 @@ SessionCommand = (
     | SendSaveCheckpoint
     | SendPauseLoop
     | SendKeepBest
+    | SendMakeMetrics
     | SendShutdown
 )
 """What a rank is sent in its session."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Slot
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Slot, TensorSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,11 @@ class Gauges:
     prefetch_batches: int = 0
     throttled_ms: float = 0.0
     parameter_norm: float | None = None
+    memory_process_bytes: int | None = None
+    gpu_slowdowns: tuple[str, ...] = ()
+    gpu_corrected_ecc_errors: int | None = None
+    gpu_uncorrected_ecc_errors: int | None = None
+    gpu_xid_errors: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +167,10 @@ class EvaluationDone(RankEvent):
     sums: dict[str, tuple[float, int]]
     """Name to (sum, count)."""
     duration_ms: float
+    tensors: dict[str, TensorSum] = field(default_factory=dict)
+    """What is summed over all parts, by name."""
+    is_made: bool = False
+    """Whether these are the metrics that were made of the summed tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +317,10 @@ class AgentJoined:
     host: str
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    """Identifies its work folder, which another agent may have had before; empty: not known."""
+    jobs: tuple[JobId, ...] = ()
+    """Whose logs or model it can deliver, as far as it has told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +339,9 @@ class JobSubmitted:
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
     key: str = ""
-    """The client's own name for this submission: one that is sent again makes no second job. Empty: it has none."""
+    """The client's own name for this submission, with whose it is (`Caller.own_key`): one that is sent again makes no
+    second job. Empty: it has none.
+    """
     past_attempts: int = 0
     """How often it was begun under coordinators before this one. Then `spec.resume` is what it goes back to."""
     last_incarnation: Incarnation = Incarnation(0)  # noqa: RUF009

@@ -52,6 +52,10 @@ class JobResult(reports.JobResult):
     checkpoints: tuple[Checkpoint, ...] = ()
     failed_rank: int | None = None
     """The rank whose end, or whose error, failed the job; None where it was no rank's."""
+    model_agent_id: str = ""
+    """The agent that had the model."""
+    model_folder: str = ""
+    """Identifies that agent's work folder, which another agent may have now; empty: not known."""
 
 
 Report = (

@@ -1,10 +1,13 @@
 """Values of which messages are made: what a client submits, leases, headers, and what ranks are compared by."""
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
+from math import prod
+from operator import add
 from typing import Any
 
 from elche.settings import AgreedSettings
@@ -29,6 +32,33 @@ def figures(state: Mapping[str, object]) -> dict[str, float]:
                 f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is no number with a name"
             )
     return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSum:
+    """A tensor that an evaluation sums over its samples, as 8 bytes per value, little-endian."""
+
+    shape: tuple[int, ...]
+    is_integer: bool
+    """Whether its values are int64, and not float64."""
+    data: bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are as many values as the shape says."""
+        return len(self.data) == 8 * prod(self.shape)
+
+    def plus(self, other: "TensorSum") -> "TensorSum":
+        """The sum with a tensor of the same shape; of integers if both are."""
+        is_integer = self.is_integer and other.is_integer
+        values: Iterable[Any] = map(add, self._values(), other._values())
+        if is_integer:  # as torch adds them: without a limit check
+            values = ((value + 2**63) % 2**64 - 2**63 for value in values)
+        data = struct.pack(f"<{prod(self.shape)}{'q' if is_integer else 'd'}", *values)
+        return TensorSum(shape=self.shape, is_integer=is_integer, data=data)
+
+    def _values(self) -> tuple[Any, ...]:
+        return struct.unpack(f"<{prod(self.shape)}{'q' if self.is_integer else 'd'}", self.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

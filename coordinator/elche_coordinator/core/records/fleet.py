@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from elche.selector import parse
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 
-MAX_CONDITIONS = 64
-"""Sets of conditions whose slots are remembered."""
+MAX_REMEMBERED = 1_000_000
+"""Hosts, and slots, that are remembered of all sets of conditions together; the set that was asked for the longest time
+ago is forgotten first.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +31,20 @@ class AgentRecord:
     labels: dict[str, str] = field(default_factory=dict)
     is_drained: bool = False
     """Whether it gets no more ranks."""
+    folder: str = ""
+    """Identifies its work folder; empty: not known."""
+    jobs: tuple[JobId, ...] = ()
+    """Jobs that ended before it joined, of which it has told that it has their folders."""
 
     def meeting(self, conditions: Iterable[str]) -> frozenset[int]:
         """The slots that meet all conditions."""
         parsed = [parse(text) for text in conditions]
-        return frozenset(
-            index
-            for index, slot in enumerate(self.slots)
-            if all(
-                one.holds(
-                    {**self.labels, "device": slot.device, "model": slot.model, "host": self.host}, slot.memory_bytes
-                )
-                for one in parsed
-            )
-        )
+        found = set()
+        for index, slot in enumerate(self.slots):
+            facts = {**self.labels, "device": slot.device, "model": slot.model, "host": self.host}
+            if all(one.holds(facts, slot.memory_bytes) for one in parsed):
+                found.add(index)
+        return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,22 @@ class Fleet:
     def __init__(self) -> None:
         self.agents: dict[AgentId, AgentRecord] = {}
         self.taken: dict[Place, tuple[JobId, Rank]] = {}
-        self._meeting: dict[tuple[str, ...], dict[AgentId, frozenset[int]]] = {}
-        """By conditions: the slots of each host that meet them, as far as somebody has asked."""
+        self._meeting: dict[tuple[str, ...], dict[AgentId, dict[int, Place]]] = {}
+        """By conditions, that asked for last at the end: the slots of each host that meet them, by index."""
+        self._num_remembered = 0
+        """Hosts and slots in `_meeting`."""
 
-    def join(self, agent_id: AgentId, host: str, slots: tuple[Slot, ...], labels: dict[str, str] | None = None) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is found again."""
+        return {"agents": self.agents, "taken": self.taken}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.agents, self.taken = state["agents"], state["taken"]
+
+    def join(self, agent_id: AgentId, record: AgentRecord) -> None:
         """A host offers its slots."""
-        self.agents[agent_id] = AgentRecord(host=host, slots=slots, labels=labels or {})
+        self.agents[agent_id] = record
 
     def leave(self, agent_id: AgentId) -> None:
         """A host is gone, and its slots with it."""
@@ -82,12 +95,23 @@ class Fleet:
             self.taken.pop(place, None)
         self.agents.pop(agent_id, None)
         for known in self._meeting.values():
-            known.pop(agent_id, None)
+            if (slots := known.pop(agent_id, None)) is not None:
+                self._num_remembered -= 1 + len(slots)
 
     def places(self, agent_id: AgentId) -> list[Place]:
         """All slots of a host; none of one that is not here."""
         agent = self.agents.get(agent_id)
         return [Place(agent_id=agent_id, slot=slot) for slot in range(len(agent.slots) if agent else 0)]
+
+    def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
+        """The hosts that may have what a job left with an agent that had this work folder, the likeliest first: that
+        agent, those that have its folder now, and those that have told that they hold the job's.
+        """
+        why = {
+            one: (one == agent_id, agent.folder == folder != "", job_id in agent.jobs)
+            for one, agent in self.agents.items()
+        }
+        return sorted((one for one in why if any(why[one])), key=lambda one: why[one], reverse=True)
 
     def drain(self, agent_id: AgentId, *, is_drained: bool) -> None:
         """The host gets no more ranks, or some again; nothing changes for one that is not here."""
@@ -96,14 +120,20 @@ class Fleet:
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
         """Whether the slot, of a host that is here, meets all conditions."""
-        if not conditions:
-            return True
-        if len(self._meeting) > MAX_CONDITIONS:
-            self._meeting.clear()
-        known = self._meeting.setdefault(conditions, {})
-        if place.agent_id not in known:
-            known[place.agent_id] = self.agents[place.agent_id].meeting(conditions)
-        return place.slot in known[place.agent_id]
+        return place.slot in self._slots_meeting(conditions)[place.agent_id]
+
+    def _slots_meeting(self, conditions: tuple[str, ...]) -> dict[AgentId, dict[int, Place]]:
+        """The slots of each host that meet all conditions. Each host is asked once, not at every look."""
+        known = self._meeting[conditions] = self._meeting.pop(conditions, {})
+        for agent_id, agent in self.agents.items():
+            if agent_id not in known:
+                slots = sorted(agent.meeting(conditions))
+                known[agent_id] = {slot: Place(agent_id=agent_id, slot=slot) for slot in slots}
+                self._num_remembered += 1 + len(slots)
+        while self._num_remembered > MAX_REMEMBERED and len(self._meeting) > 1:
+            oldest = self._meeting.pop(next(iter(self._meeting)))
+            self._num_remembered -= sum(1 + len(slots) for slots in oldest.values())
+        return known
 
     def free_places(self, conditions: tuple[str, ...] = ()) -> list[Place]:
         """The slots that may get a rank, host by host."""
@@ -111,18 +141,18 @@ class Fleet:
 
     def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
         """The slots of all hosts that are not drained, free or not."""
+        meeting = self._slots_meeting(conditions)
         return [
             place
             for agent_id, agent in self.agents.items()
             if not agent.is_drained
-            for place in self.places(agent_id)
-            if self.meets(place, conditions)
+            for place in meeting[agent_id].values()
         ]
 
     def num_slots(self, conditions: tuple[str, ...] = ()) -> int:
         """How many slots one job could have of all hosts, drained or not."""
-        every = [place for agent_id in self.agents for place in self.places(agent_id)]
-        return len(self._once((place for place in every if self.meets(place, conditions)), set()))
+        meeting = self._slots_meeting(conditions)
+        return len(self._once((place for agent_id in self.agents for place in meeting[agent_id].values()), set()))
 
     def free_for_one(self, conditions: tuple[str, ...], without: Collection[Place] = ()) -> list[Place]:
         """The free slots that one job could have."""

@@ -63,6 +63,8 @@ class RankRecord:
     """Of a replica group: those of its other processes, by position from 1."""
     slot_devices: tuple[str, ...] = ()
     """The device of each of its processes."""
+    folder: str = ""
+    """Identifies the work folder of its agent; empty: not known."""
     log_path: str = ""
     links_address: str = ""
     """Where other ranks can try whether they reach it; empty before it is ready."""
@@ -111,6 +113,8 @@ class RankRecord:
     divergence: float | None = None
     """L2 of what the last round changed, relative to its result; None where that was not measured."""
 
+    discarded_in_a_row: int = 0
+    """Of the last averages that it brought samples to, those that it was left out of."""
     evaluation_ms: float = 0.0
     """How long the last evaluation took here; 0 before the first."""
 

@@ -106,8 +106,9 @@ class Round:
 
 
 def _notice(row: HeaderRow) -> str:
-    why = "its step is far longer than its steps before" if row.finite else "its parameters are not finite"
-    return f"left out of the average after its batch {row.local_step}: {why}; does its device compute right?"
+    too_long = "its step is far longer than its steps before (outliers='keep' averages it)"
+    why = too_long if row.finite else "its parameters are not finite"
+    return f"after its batch {row.local_step}: {why}; does its device compute right?"
 
 
 def _sensible(duration_ms: float) -> float:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from elche.evaluation import MAX_SUM_BYTES, missing_metric, note_finite, spoilt_metric
 from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.events import EvaluationDone
 from elche_coordinator.core.messages.ids import Epoch, Rank, Version
-from elche_coordinator.core.messages.spec import figures, whole_number
+from elche_coordinator.core.messages.spec import TensorSum, figures, whole_number
 from elche_coordinator.core.records.failure import Failure
 
 MAX_VERSIONS = 32
@@ -26,19 +28,52 @@ class Evaluation:
     waiting: dict[Rank, None]
     """Ranks whose part is not complete."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    tensors: dict[str, TensorSum] = field(default_factory=dict)
+    """Sums over the parts that are there, of which a rank makes metrics when all are."""
+    is_asked: bool = False
+    """Whether a rank was asked to make metrics of the tensors; it is in `waiting` until it has."""
     duration_ms: float = 0.0
+    failure: Failure | None = None
+    """Why the parts cannot be one evaluation, if so."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Means over all samples."""
         return {name: total / count for name, (total, count) in self.sums.items() if count}
 
-    def add(self, sums: dict[str, tuple[float, int]], duration_ms: float) -> None:
-        """Adds one rank's part."""
-        self.duration_ms = max(self.duration_ms, duration_ms)
-        for name, (total, count) in sums.items():
+    @property
+    def lacks_metrics(self) -> bool:
+        """Whether all parts are there, and nobody was asked to make metrics of their tensors."""
+        return bool(self.tensors) and not self.waiting and not self.is_asked and self.failure is None
+
+    def add(self, part: EvaluationDone) -> None:
+        """Adds one rank's part, or the metrics that were made of all."""
+        self.duration_ms = (
+            self.duration_ms + part.duration_ms if part.is_made else max(self.duration_ms, part.duration_ms)
+        )
+        for name, (total, count) in part.sums.items():
             old_total, old_count = self.sums.get(name, (0.0, 0))
             self.sums[name] = (old_total + total, old_count + count)
+        for name, tensor in part.tensors.items():
+            self.failure = self.failure or self._add_tensor(name, tensor, part.rank)
+        if self.failure is None and (size := sum(len(one.data) for one in self.tensors.values())) > MAX_SUM_BYTES:
+            self.failure = Failure(
+                f"eval_step returns tensors whose sums take {size} bytes; at most {MAX_SUM_BYTES} are possible",
+                invalid=True,
+            )
+
+    def _add_tensor(self, name: str, tensor: TensorSum, rank: Rank) -> Failure | None:
+        before = self.tensors.get(name)
+        if not tensor.is_whole:
+            return Failure(f"rank {rank} tells {len(tensor.data)} bytes of {name!r}, whose shape is {tensor.shape}")
+        if before is not None and before.shape != tensor.shape:
+            return Failure(
+                f"eval_step returns {name!r} of shape {tensor.shape} on rank {rank}, and of shape {before.shape} on "
+                "another: only tensors of one shape can be summed",
+                invalid=True,
+            )
+        self.tensors[name] = tensor if before is None else before.plus(tensor)
+        return None
 
 
 class Evaluations:
@@ -56,6 +91,8 @@ class Evaluations:
         self.num_since_best = 0
         """Evaluations since that one."""
         self._best: float | None = None
+        self._last_finite: dict[str, int] = {}
+        """Epochs complete when each metric was last a finite number."""
         self._by_version: dict[Version, dict[str, float]] = {}
         """Of the newest evaluations, and of the best."""
         self._open: list[Evaluation] = []
@@ -89,30 +126,44 @@ class Evaluations:
         waiting = dict.fromkeys(ranks)
         self._open.append(Evaluation(epochs=epochs, version=version, num_epochs=num_epochs, waiting=waiting))
 
-    def take_part(
-        self, rank: Rank, epoch: int, sums: dict[str, tuple[float, int]], duration_ms: float
-    ) -> list[Evaluation]:
-        """One rank's part is there; returns what is complete now, in order. Old news changes nothing."""
-        if epoch in self._void.get(rank, ()):
-            self._void[rank].remove(epoch)
+    def take_part(self, part: EvaluationDone) -> list[Evaluation]:
+        """One rank's part is there, or the metrics that it has made of all parts' tensors; returns what is complete
+        now, in order. Old news changes nothing.
+        """
+        if part.epoch in self._void.get(part.rank, ()):
+            self._void[part.rank].remove(part.epoch)
             return []
         for evaluation in self._open:
-            if evaluation.epochs[-1] == epoch and rank in evaluation.waiting:
-                del evaluation.waiting[rank]
-                evaluation.add(sums, duration_ms)
+            is_its = evaluation.epochs[-1] == part.epoch and evaluation.is_asked == part.is_made
+            if is_its and part.rank in evaluation.waiting:
+                del evaluation.waiting[part.rank]
+                evaluation.add(part)
         return self.take_complete()
 
     def take_complete(self) -> list[Evaluation]:
         """Those of which no part is missing, nor of one before them, in order; each once."""
         complete = []
-        while self._open and not self._open[0].waiting:
+        while self._open and not self._open[0].waiting and not self._open[0].lacks_metrics:
             complete.append(self._open.pop(0))
         return complete
 
+    def ask(self, rank: Rank) -> list[Evaluation]:
+        """Those whose parts are all there, of whose tensors this rank is to make metrics now; each once."""
+        asked = [evaluation for evaluation in self._open if evaluation.lacks_metrics]
+        for evaluation in asked:
+            evaluation.is_asked, evaluation.waiting = True, {rank: None}
+        return asked
+
     def lose(self, rank: Rank) -> list[Epoch]:
-        """The rank is gone: what it had a part of is void. Returns the epochs whose evaluation is owed again."""
+        """The rank is gone: what it had a part of is void; another can make metrics of tensors that are summed. Returns
+        the epochs whose evaluation is owed again.
+        """
         self._void.pop(rank, None)
-        lost = [evaluation for evaluation in self._open if rank in evaluation.waiting]
+        touched = [evaluation for evaluation in self._open if rank in evaluation.waiting]
+        for evaluation in touched:
+            if evaluation.is_asked:
+                evaluation.is_asked, evaluation.waiting = False, {}
+        lost = [evaluation for evaluation in touched if evaluation.waiting]
         for evaluation in lost:
             self._open.remove(evaluation)
             for other in evaluation.waiting:
@@ -122,7 +173,10 @@ class Evaluations:
 
     def judge(self, evaluation: Evaluation) -> Failure | None:
         """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
+        if evaluation.failure is not None:
+            return evaluation.failure
         self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
+        self._last_finite = note_finite(self.metrics, self._last_finite, evaluation.num_epochs)
         self._by_version[evaluation.version] = evaluation.metrics
         for version in list(self._by_version)[:-MAX_VERSIONS]:
             if version != self.best_version:
@@ -131,16 +185,17 @@ class Evaluations:
             return None
         value = self.metrics.get(self._monitor)
         if value is None:
-            known = ", ".join(sorted(self.metrics)) or "none"
-            return Failure(
-                f"the evaluation gives no metric {self._monitor!r}, which monitor names; it gives {known}: "
-                "name one of these, or let evaluate return it"
-            )
+            return Failure(missing_metric(self._monitor, self.metrics))
         self.num_since_best += 1
         if isfinite(value) and (self._best is None or self._sign * value < self._sign * self._best):
             self._best, self.best_version, self.num_since_best = value, evaluation.version, 0
             self.best_epoch = evaluation.num_epochs
         return None
+
+    @property
+    def spoilt(self) -> str:
+        """Why training has failed with the newest evaluation as its final one; empty when it has not."""
+        return spoilt_metric(self.metrics, self._last_finite, self._monitor)
 
     @property
     def lost_patience(self) -> str | None:
@@ -160,6 +215,7 @@ class Evaluations:
             "best_epoch": self.best_epoch,
             "metrics_epoch": self.metrics_epoch,
             "num_since_best": self.num_since_best,
+            "last_finite": self._last_finite,
             "owed_epochs": self.owed_epochs,
             "by_version": {str(version): metrics for version, metrics in self._by_version.items()},
         }
@@ -174,5 +230,7 @@ class Evaluations:
             state.get("best_epoch"),
             state.get("metrics_epoch"),
         )  # older ones have none
+        finite = state.get("last_finite", {})  # older ones have none
+        self._last_finite = {name: whole_number(epoch, "last finite metric") for name, epoch in finite.items()}
         self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
         self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

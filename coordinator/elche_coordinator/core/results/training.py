@@ -10,7 +10,7 @@ from typing import Any
 
 from elche.partition import throughput_sizes
 from elche.settings import AgreedSettings
-from elche_coordinator.core.messages.commands import Evaluate, Publish, SendOutcome, WriteCheckpoint
+from elche_coordinator.core.messages.commands import Evaluate, Publish, SendMakeMetrics, SendOutcome, WriteCheckpoint
 from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.events import (
     EvaluationDone,
     ResultReceived,
 )
-from elche_coordinator.core.messages.ids import Attempt, Epoch, Incarnation, JobId, Rank, RoundId, Version, by_rank
+from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, UserEvent
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
@@ -42,6 +42,8 @@ from elche_coordinator.core.work.shards import Shards
 OVERLAP_DECAY = 0.8
 """Factor on the longest recent averaging with each round. Work is leased for as long, so it must not be forgotten at
 once."""
+MAX_DISCARDED = 3
+"""Averages in a row of which a rank is left out that fail the job."""
 
 
 class Training:
@@ -117,8 +119,6 @@ class Training:
         """Complete epochs whose evaluation is to be made with the next result: it was not complete in the checkpoint
         that training goes on from, or a rank that had a part of it is gone.
         """
-        self._discarded: set[Incarnation] = set()
-        """Ranks whose values were left out of their last round's average."""
         self._saver: Rank | None = None
         """Who is to write the final state."""
         if resumed is not None:
@@ -172,10 +172,23 @@ class Training:
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> Failure | None:
         """A rank has evaluated its part."""
-        record.evaluation_ms = event.duration_ms
+        if not event.is_made:
+            record.evaluation_ms = event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
-        return self._judge(self.evaluations.take_part(record.rank, event.epoch, event.sums, event.duration_ms))
+        complete = self.evaluations.take_part(event)
+        self._ask_for_metrics()
+        return self._judge(complete)
+
+    def _ask_for_metrics(self, without: RankRecord | None = None) -> None:
+        """Has a rank make metrics of tensors that are summed over all parts, which takes code of the job's."""
+        there = {rank: record for rank, record in present(self.members).items() if record is not without}
+        if not there:
+            return  # the job goes back, or ends
+        maker = there[fastest(there)]
+        for one in self.evaluations.ask(maker.rank):
+            address, names = maker.address(self._job_id), tuple(one.metrics)
+            self._outbox.add(SendMakeMetrics(**address, epoch=one.epochs[-1], tensors=one.tensors, names=names))
 
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
         """Takes in what evaluations gave."""
@@ -231,6 +244,15 @@ class Training:
                 )
         return None
 
+    def discarded_in_vain(self, received: Round) -> Failure | None:
+        """Which rank the round leaves out as often in a row as a job may; None when there is none."""
+        for rank, why in received.discarded(self.settings).items():
+            if self.members[rank].discarded_in_a_row + 1 >= MAX_DISCARDED:
+                return Failure(
+                    f"rank {rank} was left out of {MAX_DISCARDED} averages in a row, the last time {why}", rank=rank
+                )
+        return None
+
     def commit(self, received: Round, now_s: float) -> None:
         """Commits a round whose result every member has, and tells them what comes of it."""
         self.version, self.last_round = Version(self.version + 1), received.id
@@ -260,7 +282,8 @@ class Training:
             record, result = self.members[rank], received.results.get(rank)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
-            self._note_discarded(record, are_out.get(rank), sum(piece.size for piece in booked))
+            if row.weight:
+                self._note_discarded(record, are_out.get(rank), sum(piece.size for piece in booked))
             waited_ms = received.stalled_ms(rank) if self.started else 0.0
             parts[rank] = RankPart(
                 slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),
@@ -283,13 +306,14 @@ class Training:
 
     def _note_discarded(self, record: RankRecord, why: str | None, num_samples: int) -> None:
         """Counts what is not in the result, and tells once of a rank that is discarded, or is so again."""
-        if why is not None:
-            self.discarded_samples += num_samples
-            if record.incarnation not in self._discarded:
-                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=why)))
-            self._discarded.add(record.incarnation)
-        else:
-            self._discarded.discard(record.incarnation)
+        if why is None:
+            record.discarded_in_a_row = 0
+            return
+        self.discarded_samples += num_samples
+        record.discarded_in_a_row += 1
+        if record.discarded_in_a_row == 1:
+            text = f"left out of the average {why}"
+            self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=text)))
 
     def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
         """What the rank says of its own part of the round."""
@@ -372,6 +396,7 @@ class Training:
         self.checkpoints.lose_writer(lost.rank)
         self.epochs.lose(lost.rank, present(self.members))
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
+        self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
         there = present(self.members)
         if failure is not None or not self.is_complete or not there:

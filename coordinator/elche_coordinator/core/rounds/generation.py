@@ -211,7 +211,8 @@ class Generation:
         """Commits the first open round and plans the next one. Fails for one that must not be committed."""
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
-        if failure := received.failure(allows_nonfinite=allows_nonfinite) or training.impossible_cut(received):
+        failure = received.failure(allows_nonfinite=allows_nonfinite)
+        if failure := failure or training.impossible_cut(received) or training.discarded_in_vain(received):
             return failure
         del self.rounds[0]
         self._given_up_in_a_row = 0

@@ -403,7 +403,8 @@ function averaging(job, answer) {
   const hurts = job.overhead > 0.1;
   const divergence = job.spread && job.spread.divergence !== null ? `; divergence ${plain(job.spread.divergence, 2)}` : "";
   const round = job.round_s ? `a round every ${ms(1000 * job.round_s)}, averaging ${ms(1000 * job.averaging_s)}` : plural(job.rounds, "round");
-  return answer("Does averaging hurt?", `${hurts ? "yes" : "no"}, ${percent(job.overhead)} of the time`, round + divergence, hurts ? "warn" : "good");
+  const discarded = job.discarded ? `; the values of ${plural(job.discarded, "sample")} were left out` : "";
+  return answer("Does averaging hurt?", `${hurts ? "yes" : "no"}, ${percent(job.overhead)} of the time`, round + divergence + discarded, hurts || discarded ? "warn" : "good");
 }
 
 const COLUMNS = ["Rank", "Where", "State", "Batch", "Share", "In this round", "Waits", "Divergence", "Memory", "GPU"];

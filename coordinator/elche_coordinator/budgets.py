@@ -1,0 +1,55 @@
+"""Budgets: how much of one thing each caller has at once, and all together. Asked where calls and requests come in."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elche.errors import TooMuch
+
+MAX_REQUESTS = 96
+"""HTTP requests with a token that are answered at once; fewer than there may be connections, which others need, too."""
+MAX_REQUESTS_OF_CALLER = 32
+MAX_CALLS = 8192
+"""Calls of gRPC that are open at once, but for those of agents and ranks."""
+MAX_CALLS_OF_CALLER = 512
+FILE_CALLS = frozenset({"FetchModel", "FetchTimeline", "FetchJournal", "UploadBundle"})
+"""Calls that hold parts of files in memory."""
+MAX_FILE_CALLS = 64
+MAX_FILE_CALLS_OF_CALLER = 8
+MAX_LOGS = 1024
+"""Logs of ranks that are read at once; each needs a stream from its host, which has a bound of its own."""
+MAX_LOGS_OF_CALLER = 96
+MAX_ANNOUNCED_BYTES_OF_CALLER = 1 << 30
+"""Whole sizes of the folders that one caller is sending."""
+TAKE_S = 600.0
+"""How long a caller may take nothing of what waits for it on a stream. Long: it may be a person who reads."""
+
+
+class Budget:
+    """Counts what callers have of `what`, which is more than one. A caller is whom a token names; empty: who has the
+    coordinator's own, or needs none, of whom only all together have a bound.
+    """
+
+    def __init__(self, what: str, of_caller: int, in_all: int) -> None:
+        self._what = what
+        self._of_caller = of_caller
+        self._in_all = in_all
+        self._taken: Counter[str] = Counter()
+
+    @contextmanager
+    def taking(self, caller: str, num: int = 1) -> Iterator[None]:
+        """Inside the context the caller has so many more. Raises `TooMuch`, and has then taken nothing."""
+        if caller:
+            self._require("you have", self._taken[caller] + num, self._of_caller)
+        self._require("all have", self._taken.total() + num, self._in_all)
+        self._taken[caller] += num
+        try:
+            yield
+        finally:
+            self._taken[caller] -= num
+            if not self._taken[caller]:
+                del self._taken[caller]
+
+    def _require(self, who: str, num: int, limit: int) -> None:
+        if num > limit:
+            raise TooMuch(f"{who} {num} {self._what} at once, and {limit} is the limit: end some, or try again later")

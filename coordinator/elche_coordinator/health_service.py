@@ -1,0 +1,17 @@
+"""The standard health service, for probes: whether the coordinator serves."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+
+
+class Health(HealthServicer):  # type: ignore[misc]  # it has no types
+    """Answers `Check`. It offers no `Watch`: nobody who calls it is known, and a stream would stay open."""
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Health.Watch is not offered: call Check now and then")
+        yield health_pb2.HealthCheckResponse()  # which makes it a stream

@@ -1,0 +1,33 @@
+"""Output that takes any text."""
+
+import io
+import sys
+
+import pytest
+
+from elche.output import take_any_text
+
+
+def test_what_the_terminals_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arrow that a rank printed ended its training."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    take_any_text()
+    print("loss \u2192 caf\u00e9", flush=True)
+    assert raw.getvalue().decode("latin-1") == "loss ? caf\u00e9\n"
+
+
+def test_a_log_has_its_own_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    take_any_text(encoding="utf-8")
+    print("\u2192 \ud800", flush=True)
+    assert raw.getvalue() == "\u2192 \\ud800\n".encode()
+
+
+def test_a_stream_that_cannot_be_changed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    take_any_text()
+    assert sys.stdout is closed

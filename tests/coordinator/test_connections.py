@@ -1,0 +1,83 @@
+"""Connections on which nobody calls do not stay: each takes a file of the coordinator."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from elche.network import SERVER_CONNECTIONS
+from elche_coordinator.daemon import OTHER_FILES, server_options
+from elche_coordinator.health_service import Health
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""How a client begins, with settings that are empty."""
+
+
+class Slow(Health):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        await self.may_answer.wait()
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+@contextmanager
+def connected(port: int, said: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port)) as one:
+        one.sendall(said)
+        one.settimeout(30)
+        yield one
+
+
+def await_end(one: socket.socket) -> None:
+    """Reads until the other side has closed."""
+    with suppress(ConnectionResetError):
+        while one.recv(4096):
+            pass
+
+
+async def crowd() -> None:
+    server = grpc.aio.server(options=server_options(OTHER_FILES + 3))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(connected(port, PREFACE)) for _ in range(5)]
+        reading = [asyncio.ensure_future(asyncio.to_thread(await_end, one)) for one in crowd]
+        for ended in islice(asyncio.as_completed(reading), 2):
+            await ended
+        assert [one.done() for one in reading].count(False) == 3
+        await server.stop(None)
+        await asyncio.wait(reading)
+
+
+def test_connections_leave_files_for_the_rest_of_the_coordinator() -> None:
+    asyncio.run(crowd())
+
+
+async def story() -> None:
+    soon = dict(SERVER_CONNECTIONS)
+    options = [(name, value // 100 if name in soon else value) for name, value in server_options(OTHER_FILES + 100)]
+    server = grpc.aio.server(options=options)
+    health, port = Slow(), server.add_insecure_port("127.0.0.1:0")
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        calling = asyncio.ensure_future(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()))
+        for said in (b"", PREFACE):
+            with connected(port, said) as one:
+                await asyncio.to_thread(await_end, one)
+        health.may_answer.set()
+        assert (await calling).status == health_pb2.HealthCheckResponse.SERVING, "who waits for an answer stays"
+    await server.stop(None)
+
+
+def test_who_says_nothing_and_who_makes_no_call_is_disconnected() -> None:
+    asyncio.run(story())

@@ -1,0 +1,104 @@
+"""How many calls a caller may have open, and what becomes of those whose callers read nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from elche.protocol import call_metadata
+from elche.v1 import job_pb2, job_pb2_grpc
+from elche_coordinator import access as module
+from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.audit import Audit
+from elche_coordinator.roles import Caller, Role
+
+MOST = 3
+
+
+class Files(job_pb2_grpc.JobServiceServicer):
+    """Timelines without end; says which calls have begun and ended."""
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Queue[str] = asyncio.Queue()
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def FetchTimeline(  # noqa: N802
+        self, request: job_pb2.FetchTimelineRequest, context: Any
+    ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
+        self.begun.put_nowait(request.job_id)
+        try:
+            while True:
+                yield job_pb2.FetchTimelineResponse(data=bytes(1 << 16))
+        finally:
+            self.ended.put_nowait(request.job_id)
+
+
+@asynccontextmanager
+async def served(folder: Path, **more: float) -> AsyncIterator[tuple[Files, Callable[[str, str], Any]]]:
+    """The service, and what begins a call of somebody for a job."""
+    tokens: Any = SimpleNamespace(
+        find=lambda name: SimpleNamespace(
+            token=SimpleNamespace(caller=Caller(name, Role.VIEWER)), revoked=asyncio.Event()
+        ),
+        left_s=lambda grant: 1e6,
+    )
+    nobody: Any = None
+    access = AccessInterceptor(Credentials("the own one", tokens), Audit(folder / "audit.jsonl"), nobody, **more)
+    server, files = grpc.aio.server(interceptors=[access]), Files()  # type: ignore[abstract]  # the rest is not called
+    job_pb2_grpc.add_JobServiceServicer_to_server(files, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = job_pb2_grpc.JobServiceStub(channel)
+
+        def fetch(name: str, job_id: str) -> Any:
+            return stub.FetchTimeline(job_pb2.FetchTimelineRequest(job_id=job_id), metadata=call_metadata(name))
+
+        yield files, fetch
+    await server.stop(None)
+
+
+async def rest_of(call: Any) -> None:
+    while await call.read():
+        pass
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_caller_has_so_many_calls_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 timelines that a viewer did not read: 101 -> 4,828 MB, and no files for new connections."""
+    monkeypatch.setattr(module, "MAX_FILE_CALLS_OF_CALLER", MOST)
+
+    async def story() -> None:
+        async with served(tmp_path) as (files, fetch):
+            unread = [fetch("eve", str(number)) for number in range(MOST)]
+            for _ in unread:
+                await files.begun.get()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"you have 4 calls .* files at once, and 3") as refused:
+                await fetch("eve", "one too many").read()
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            of_bob = fetch("bob", "of another")
+            assert (await of_bob.read()).data
+            unread[1].cancel()
+            assert await files.ended.get() == "1"
+            assert (await fetch("eve", "again").read()).data
+
+    run(story)
+
+
+def test_who_reads_nothing_for_too_long_is_ended(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path, take_s=0.05) as (files, fetch):
+            call = fetch("eve", "unread")
+            assert await files.ended.get() == "unread"
+            with pytest.raises(grpc.aio.AioRpcError, match=r"nothing of the stream was taken for 0\.05 s"):
+                await rest_of(call)
+
+    run(story)

@@ -1,0 +1,107 @@
+"""How many jobs may wait or train at once, of one user and in all."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from elche.errors import TooMuch
+from elche_coordinator import open_jobs, tape
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import JobCancelled, LoopAttached
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.driver import Driver
+from elche_coordinator.requests import submit
+from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.sql.store import SqlStore
+
+MIB = 1 << 20
+
+
+def in_loop(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(story())
+
+
+def started(folder: Path) -> Driver:
+    store = SqlStore.in_file(folder / "elche.sqlite")
+    return Driver(Coordinator(), store, recorded=tape.read(store))
+
+
+async def submit_as(driver: Driver, name: str, text: str = "job = 1") -> JobId:
+    """With a token of that name; empty: with the coordinator's own."""
+    CALLER.set(Caller(name, Role.USER) if name else Caller())
+    spec = JobSpec(name="job", source_hash=driver.sources.add(text), file_name="job.py", submitted_by=name or "me@pc")
+    return await submit(driver, spec)
+
+
+def test_a_user_has_so_many_jobs_and_others_have_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing bounded them: one user filled the coordinator's memory with jobs that wait."""
+    monkeypatch.setattr(open_jobs, "MAX_JOBS_OF_USER", 2)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+        first = await submit_as(driver, "anna")
+        await submit_as(driver, "anna")
+        for _ in range(2):
+            with pytest.raises(
+                TooMuch, match=r"2 of your jobs have not ended, and 2 is the limit: cancel some that wait"
+            ):
+                await submit_as(driver, "anna", "refused")
+        assert not driver.sources.take_new().get(hashlib.sha256(b"refused").hexdigest())
+        await submit_as(driver, "bob")
+        for _ in range(3):
+            await submit_as(driver, "")  # whom no token names has no limit of their own
+        driver.handle(JobCancelled(job_id=first))
+        await submit_as(driver, "anna")
+        driver.stop()
+        for _ in range(2):  # the next run counts them, and the one after it, which has them from the saved state
+            driver = started(tmp_path)
+            with pytest.raises(TooMuch, match="2 of your jobs"):
+                await submit_as(driver, "anna")
+            await submit_as(driver, "")
+            driver.stop()
+
+    in_loop(story)
+
+
+def test_all_users_together_have_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_jobs, "MAX_JOBS", 2)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+        of_anna = await submit_as(driver, "anna")
+        loop = JobSpec(name="loop", source_hash="", file_name="loop", num_ranks=1, is_loop=True)
+        driver.handle(
+            LoopAttached(job_id=JobId("loop"), spec=loop, ranks=(("host", "cpu"),), policy="", submitted_at=1.0)
+        )
+        for name in ("bob", ""):
+            with pytest.raises(TooMuch, match=r"2 of all users' jobs have not ended, and 2 is the limit"):
+                await submit_as(driver, name)
+        driver.handle(JobCancelled(job_id=of_anna))
+        await submit_as(driver, "")
+        driver.stop()
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize(
+    ("limit", "who", "whose"), [("MAX_BYTES_OF_USER", "anna", "your"), ("MAX_BYTES", "", "all users'")]
+)
+def test_what_is_sent_with_jobs_is_bounded(
+    limit: str, who: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_jobs, limit, 2 * MIB)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+        jobs = [await submit_as(driver, who, f"# {number}".ljust(MIB)) for number in range(2)]
+        with pytest.raises(TooMuch, match=f"2 MiB were sent with {whose} 2 jobs that have not ended, and 2 MiB"):
+            await submit_as(driver, who)
+        driver.handle(JobCancelled(job_id=jobs[0]))
+        await submit_as(driver, who)
+        driver.stop()
+
+    in_loop(story)

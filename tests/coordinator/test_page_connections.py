@@ -1,0 +1,155 @@
+"""Who takes nothing, and who asks for more than their share, does not shut the page for others."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elche.errors import TooMuch
+from elche_coordinator.access import Credentials
+from elche_coordinator.audit import Audit
+from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
+from elche_coordinator.roles import Caller, Role
+from elche_coordinator.web import server
+from elche_coordinator.web.access import LET_IN, AccessControl
+from elche_coordinator.web.server import WebServer
+
+MOST = 4
+"""Connections in these stories."""
+
+
+class Page:
+    """Answers `/healthz` at once; sends without end from `/static/` to strangers, and from `/api/` to who is let in."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"transfer-encoding", b"chunked")]})
+        if path == "/healthz":
+            await send({"type": "http.response.body", "body": b"ok"})
+            return
+        if path.startswith("/api/"):
+            scope[LET_IN] = True
+        watching = asyncio.ensure_future(watch_end(receive))
+        while not watching.done():
+            quiet = path == "/api/quiet"
+            await send({"type": "http.response.body", "body": b"." if quiet else bytes(1 << 16), "more_body": True})
+            await asyncio.wait({watching}, timeout=60 if quiet else 0)
+        self.ended.put_nowait(path)
+
+
+async def watch_end(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose request is being answered, and which reads no more."""
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            break
+        except ConnectionRefusedError:  # it does not listen yet
+            await asyncio.sleep(0)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\n\r\n".encode())
+    assert b" 200 " in await reader.readline()
+    return reader, writer
+
+
+async def of_connections(*paths: str) -> Counter[str]:
+    """Who was ended when one more had come, and was answered, than there may be connections."""
+    page, web = Page(), WebServer("127.0.0.1", 0)
+    web.start(page)
+    open_ones = [await ask(web.port, path) for path in paths]
+    _, newest = await ask(web.port, "/healthz")
+    ended = Counter([await asyncio.wait_for(page.ended.get(), 30)])
+    for _, writer in (*open_ones, (None, newest)):
+        writer.close()
+    await web.stop()
+    return ended
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", MOST)
+
+
+def test_strangers_that_read_nothing_make_room_for_a_new_connection() -> None:
+    """140 that pipelined requests for static files shut the page, /metrics and /healthz: the new one was closed."""
+    assert asyncio.run(of_connections(*["/static/x"] * MOST)) == {"/static/x": 1}
+
+
+def test_who_is_let_in_stays_while_strangers_can_go() -> None:
+    assert asyncio.run(of_connections(*["/api/quiet"] * (MOST - 1), "/static/x")) == {"/static/x": 1}
+
+
+def test_who_takes_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TAKE_S", 0.05)
+
+    async def story() -> None:
+        page, web = Page(), WebServer("127.0.0.1", 0)
+        web.start(page)
+        _, writer = await ask(web.port, "/api/all")
+        assert await asyncio.wait_for(page.ended.get(), 30) == "/api/all"
+        writer.close()
+        await web.stop()
+
+    asyncio.run(story())
+
+
+def test_a_caller_has_so_many_requests_at_once(tmp_path: Path) -> None:
+    """A viewer's 130 open streams shut the page."""
+
+    async def story() -> None:
+        may_end, begun = asyncio.Event(), asyncio.Queue[None]()
+        callers = {name: Caller(name, Role.VIEWER) for name in ("eve", "bob")}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            begun.put_nowait(None)
+            await may_end.wait()
+
+        tokens: Any = SimpleNamespace(
+            find=lambda name: SimpleNamespace(token=SimpleNamespace(caller=callers[name]), revoked=asyncio.Event()),
+            left_s=lambda grant: 1e6,
+        )
+        control = AccessControl(app, Credentials("the own one", tokens), Audit(tmp_path / "audit.jsonl"))
+        told: list[Any] = []
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        def request(name: str, path: str = "/api/stream") -> asyncio.Task[None]:
+            headers = [(b"authorization", f"Bearer {name}".encode())]
+            scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+            return asyncio.create_task(control(scope, None, send))  # type: ignore[arg-type]
+
+        held = [request("eve") for _ in range(MAX_REQUESTS_OF_CALLER)]
+        for _ in held:
+            await begun.get()
+        await asyncio.wait_for(request("eve"), 30)
+        assert (told[0]["status"], b"32 is the limit" in told[1]["body"]) == (429, True)
+        held += [request("bob"), request("eve", "/healthz")]
+        for _ in range(2):
+            await begun.get()
+        may_end.set()
+        await asyncio.gather(*held)
+        await request("eve")
+        assert len(told) == 2, "what has ended counts no more"
+
+    asyncio.run(story())
+
+
+def test_a_budget_is_of_each_caller_and_of_all() -> None:
+    budget = Budget("eggs", 2, 3)
+    with budget.taking("a", 2), pytest.raises(TooMuch, match=r"you have 3 eggs at once, and 2 is the limit"):
+        budget.taking("a").__enter__()
+    with budget.taking("a"), budget.taking("", 2), pytest.raises(TooMuch, match=r"all have 4 eggs at once, and 3"):
+        budget.taking("b").__enter__()
+    with budget.taking("", 3):
+        pass
+    assert MAX_REQUESTS < 128, "connections are left for those who have no token"

@@ -1,0 +1,45 @@
+"""How many files an agent sends at once."""
+
+import queue
+import threading
+from pathlib import Path
+
+import pytest
+
+from elche.v1 import agent_pb2
+from elche_worker.agent import agent as module
+from elche_worker.agent.agent import Agent
+
+MOST = 3
+
+
+def test_an_agent_sends_so_many_files_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """560 that followed a log took 2,036 threads and all open files of a worker, which could start no rank any more."""
+    monkeypatch.setattr(module, "MAX_DELIVERIES", MOST)
+    begun, may_end, left = queue.SimpleQueue[str](), threading.Semaphore(0), threading.Semaphore(0)
+
+    class Slow(Agent):
+        def _deliver_log(self, order: agent_pb2.SendLog) -> None:
+            begun.put(order.job_id)
+            may_end.acquire()
+            left.release()
+
+    agent = Slow("127.0.0.1:1", [], tmp_path)
+
+    def ask(job_id: str) -> None:
+        agent._do(agent_pb2.AttendResponse(send_log=agent_pb2.SendLog(job_id=job_id)))
+
+    for number in range(MOST):
+        ask(str(number))
+    assert sorted(begun.get(timeout=30) for _ in range(MOST)) == ["0", "1", "2"]
+    ask("one too many")
+    assert "job=one too many a file is not sent: 3 are being sent already" in caplog.text
+    for _ in range(MOST):
+        may_end.release()
+        assert left.acquire(timeout=30)
+    while begun.empty():  # the threads that have sent the others are about to say so
+        ask("again")
+    assert begun.get() == "again"
+    may_end.release(1000)

@@ -1,0 +1,32 @@
+"""What a file that defines no job is told."""
+
+import pytest
+
+from elche.errors import InvalidJob
+from elche_worker.user.loading import UserCodeRaised, load_job
+
+TORCHRUN = """
+import os
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    raise AssertionError("it is refused before it is run")
+
+main()
+"""
+
+
+def test_a_script_for_torchrun_is_told_what_to_change_before_it_is_run() -> None:
+    with pytest.raises(
+        InvalidJob, match=r"^train.py: line 6 makes a process group, .* Trainer.setup\(model, optimizer\)"
+    ):
+        load_job(TORCHRUN, "train.py")
+    with pytest.raises(InvalidJob, match="line 2 makes a process group"):
+        load_job("from torch.distributed import init_process_group\ninit_process_group('gloo')", "train.py")
+
+
+@pytest.mark.parametrize("job", ["job = 1", "from os import path as job", "from train_step import *"])
+def test_a_file_that_may_have_a_job_is_run_whatever_it_calls(job: str) -> None:
+    with pytest.raises(UserCodeRaised, match="AssertionError: it is refused before it is run"):
+        load_job(TORCHRUN.replace("    dist.init", "    if 0: dist.init") + f"\n{job}", "train.py")

@@ -1,0 +1,288 @@
+"""Models and optimizers of any kind: what they share, which modes they are in, and what no file can hold."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche_worker import TrainingJob
+from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers
+from elche_worker.model.evaluation import evaluate
+from elche_worker.model.layout import Layout
+from elche_worker.model.modes import evaluated_weights, what_is_still
+from elche_worker.model.savable import check_savable, check_state, check_steps
+from elche_worker.model.step import build_model
+from elche_worker.model.storage import results_of_views
+from elche_worker.model.tensors import flattened, unflattened
+from elche_worker.rank.checkpoint_capture import _copy
+
+CPU = torch.device("cpu")
+
+
+def job(model: Any, optimizer: Any = lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **more: Any) -> Any:
+    return TrainingJob(
+        model=model,
+        optimizer=optimizer,
+        dataset=lambda: [0],
+        train_step=lambda model, batch: model(batch).sum(),
+        batch_size=1,
+        epochs=1,
+        **more,
+    )
+
+
+class Tied(nn.Module):
+    """A weight, its transpose, a slice of it, and all of it in one row, each under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        self.dec = nn.Parameter(self.enc.data.t())
+        self.part = nn.Parameter(self.enc.data[1:])
+        self.register_buffer("flat", self.enc.data.view(-1))
+        self.alone = nn.Parameter(torch.zeros(2))
+
+
+def test_views_of_a_tensor_are_averaged_with_it_whatever_their_shape() -> None:
+    assert [entry.name for entry in Layout(Tied()).entries] == ["enc", "alone"]
+
+
+def test_a_storage_that_parameters_are_slices_of_is_averaged_once() -> None:
+    model = nn.Module()
+    model.register_buffer("store", torch.zeros(6))
+    model.one = nn.Parameter(model.store[:2].view(2, 1))
+    model.two = nn.Parameter(model.store[2:])
+    assert {entry.name: entry.kind for entry in Layout(model).entries} == {"one": "float32", "two": "float32"}
+
+
+def test_a_real_view_of_complex_numbers_is_not_averaged_beside_them() -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    model.register_buffer("running_pairs", torch.view_as_real(model.phase.data))
+    assert [entry.name for entry in Layout(model).entries] == ["phase"]
+
+
+def test_tensors_that_share_a_part_are_refused_by_name() -> None:
+    model = nn.Module()
+    memory = torch.zeros(6)
+    model.one, model.two = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
+    with pytest.raises(InvalidJob, match="the model's two and one share a part of their memory"):
+        Layout(model)
+
+
+def test_a_checkpoint_has_the_result_of_a_view_under_its_own_name() -> None:
+    """It was what the rank had made meanwhile, and won over the result when the checkpoint was read."""
+    model = Tied()
+    live = model.state_dict()
+    results = {"enc": 10 * torch.arange(6.0).reshape(2, 3)}
+    views = results_of_views(live, results)
+    assert views.keys() == {"dec", "part", "flat"}
+    assert torch.equal(views["dec"], results["enc"].t())
+    assert torch.equal(views["part"], results["enc"][1:])
+    assert torch.equal(views["flat"], results["enc"].view(-1))
+    assert model.enc[1, 2] == 5  # the model itself goes on
+
+
+def test_a_checkpoint_has_complex_parameters_in_their_own_shape() -> None:
+    """The pairs of real numbers, of which rounds make the average, were saved with an imaginary part of 0 each."""
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+    layout = Layout(model)
+    layout.place(CPU)
+    layout.gather()
+    data = CheckpointData({}, {})
+    _copy(data, model.state_dict(), layout.result_views(), {})
+    assert torch.equal(data.weights["phase"], model.phase.detach())
+
+
+def test_a_moving_average_of_complex_parameters_is_a_model() -> None:
+    weights = {"phase": torch.zeros(2, dtype=torch.complex64)}
+    loaded = Loaded("", {}, weights, {}, mean={"phase": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    assert loaded.model["phase"].tolist() == [1 + 2j, 3 + 4j]
+
+
+def test_only_statistics_are_averaged_and_queues_come_from_one_rank() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
+    model.register_buffer("queue", torch.zeros(4, 2))
+    kinds = {entry.name: entry.kind for entry in Layout(model).entries}
+    assert kinds["0.running_mean"] == kinds["0.running_var"] == "float32"
+    assert kinds["queue"] == kinds["0.num_batches_tracked"] == "broadcast"
+
+
+def test_to_train_what_was_frozen_is_refused_and_to_freeze_what_is_trained_is_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    layout = Layout(model)
+    layout.place(CPU)
+    model[1].requires_grad_(False)
+    layout.check(model)
+    layout.gather()
+    model[0].requires_grad_(True)
+    for use in (lambda: layout.check(model), layout.gather):
+        with pytest.raises(InvalidJob, match=r"the model's 0.weight was frozen and is to be trained now"):
+            use()
+
+
+def test_parameters_that_come_later_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    layout = Layout(model)
+    model.append(nn.Linear(2, 1))
+    with pytest.raises(InvalidJob, match=r"a new parameter, 1\.weight"):
+        layout.check(model)
+    del model[1]
+    layout.check(model)
+    model[0] = nn.Linear(2, 2)
+    with pytest.raises(InvalidJob, match=r"the module of the model's 0\.weight was replaced"):
+        layout.check(model)
+
+
+def test_modules_keep_the_modes_that_they_have() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(), nn.Dropout()))
+    model[0].eval()
+    model[1][1].eval()
+    before = [module.training for module in model.modules()]
+    seen: list[bool] = []
+
+    def look(model: nn.Module) -> dict[str, float]:
+        seen.extend(module.training for module in model.modules())
+        return {"loss": 0.0}
+
+    evaluate(job(lambda: model, evaluate=look), model, "train.py")
+    assert not any(seen)
+    assert [module.training for module in model.modules()] == before
+    assert what_is_still(model).startswith("2 of the model's 5 modules are in eval mode")
+    assert what_is_still(nn.Linear(1, 1)) == ""
+
+
+def test_a_model_that_is_in_eval_mode_as_a_whole_is_trained() -> None:
+    """As libraries return pretrained ones."""
+    built = build_model(job(lambda: nn.Sequential(nn.Linear(2, 1), nn.Dropout()).eval()), CPU, "train.py")
+    assert all(module.training for module in built.model.modules())
+    said = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
+    assert said.startswith("model() has returned the model in eval mode")
+
+
+def test_a_modules_own_train_is_called_after_an_evaluation() -> None:
+    """Adapters merge their weights in eval mode, and take them out again when they are trained."""
+    called: list[bool] = []
+
+    class Adapter(nn.Linear):
+        def train(self, mode: bool = True) -> "Adapter":
+            called.append(mode)
+            return super().train(mode)
+
+    model = nn.Sequential(Adapter(1, 1))
+    evaluate(job(lambda: model, evaluate=lambda model: {}), model, "train.py")
+    assert called == [False, True]
+
+
+class TwoSets(torch.optim.SGD):
+    """Moves the weights by 1 for an evaluation."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self.is_training = False
+        super().__init__(*arguments, **more)
+
+    def train(self) -> None:
+        self.is_training = True
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self.is_training = False
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(1)
+
+
+def test_an_optimizer_with_two_sets_of_weights_is_told_and_training_has_its_own_again() -> None:
+    built = build_model(job(lambda: nn.Linear(2, 1), lambda model: TwoSets(model.parameters())), CPU, "train.py")
+    assert built.optimizers.is_training
+    before = built.model.weight.detach().clone()
+    with evaluated_weights(built.all_optimizers):
+        assert torch.equal(built.model.weight, before + 1)
+    assert built.optimizers.is_training
+    assert torch.equal(built.model.weight, before)
+
+
+def test_lazy_modules_are_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        InvalidJob, match=r"the model's 0\.weight has no shape yet .* let a sample go through the model"
+    ):
+        build_model(job(lambda: nn.Sequential(nn.LazyLinear(1))), CPU, "train.py")
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(4, 1)
+        model.register_buffer("running_mean", torch.tensor([0.5]).expand(4))
+        return model
+
+    built = build_model(job(build), CPU, "train.py")
+    layout = Layout(built.model)
+    layout.place(CPU)
+    layout.gather()
+    layout.apply()
+    assert built.model.running_mean.tolist() == [0.5] * 4
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_unless_the_step_is_the_jobs_own() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(InvalidJob, match="LBFGS needs a closure at every step: use manual_optimization=True"):
+        check_steps([torch.optim.LBFGS(parameters)])
+    check_steps([torch.optim.Adam(parameters), torch.optim.SGD(parameters)])
+
+
+def sparse(*, persistent: bool) -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_buffer("edges", torch.eye(3).to_sparse(), persistent=persistent)
+    return model
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+
+class TakesNothingBack(nn.Linear):
+    def load_state_dict(self, *arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: nn.Linear(1, 1).to(torch.complex128), r"weight is torch.complex128.*use complex64"),
+        (lambda: sparse(persistent=True), r"edges is torch.sparse_coo.*persistent=False"),
+        (lambda: WithExtra(1, 1), r"_extra_state is of type dict.*return a tensor"),
+        (lambda: TakesNothingBack(1, 1), r"does not take back what its state_dict\(\) gives.*RuntimeError: no"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused_before_training(model: Any, said: str) -> None:
+    with pytest.raises(InvalidJob, match=said):
+        check_savable(model())
+
+
+def test_sparse_and_quantized_buffers_that_no_file_holds_are_left_alone() -> None:
+    model = sparse(persistent=False)
+    model.register_buffer("table", torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8), persistent=False)
+    check_savable(model)
+    assert [entry.name for entry in Layout(model).entries] == ["weight", "bias"]
+    assert other_buffers(model) == {}
+
+
+def test_numbers_of_numpy_are_numbers_in_a_checkpoint() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=np.float32(0.5), weight_decay=np.float64(0.25))
+    check_state([optimizer])
+    back = unflattened(flattened(optimizer.state_dict(), {}), {})
+    assert [type(back["param_groups"][0][key]) for key in ("lr", "weight_decay")] == [float, float]
+    assert back["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_foreign_object_in_an_optimizer_is_named_before_training() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.param_groups[0]["note"] = object()
+    with pytest.raises(InvalidJob, match=r"optimizers\[0\]\['param_groups'\]\[0\]\['note'\] is of type object"):
+        check_state([optimizer])

@@ -1,0 +1,90 @@
+"""Where jobs' logs and models are: kept in the work folder, so that the next agent there can deliver them, too."""
+
+import logging
+import os
+import re
+import secrets
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from elche.folders import keep_out
+from elche_worker.agent.identity import FOLDER
+
+log = logging.getLogger(__name__)
+
+ID_FILE = "work-folder"
+"""Has the id of the work folder."""
+RECORDS = "jobs"
+"""Has a file for each job, named by its id, with its output folder, which is relative to the work folder if inside."""
+MOST_TOLD = 500
+"""Jobs, the newest ones, of which a coordinator is told. It finds older ones by the id of the work folder."""
+
+
+class JobFolders:
+    """The output folders of jobs whose ranks ran here, under this agent or another that had the work folder."""
+
+    def __init__(self, work_dir: Path) -> None:
+        self._work_dir = work_dir.absolute()
+        self._kept = self._work_dir / FOLDER
+        self._known: dict[str, Path] = {}
+        self.id = ""
+        """That of the work folder; empty where none can be kept."""
+        try:
+            self.id = self._read_or_make_id()
+        except (OSError, ValueError) as error:
+            log.warning("once this worker has ended, logs and models are not found by `elche`: %s", error)
+
+    def remember(self, job_id: str, folder: Path) -> None:
+        """A rank of the job writes into the folder."""
+        folder = folder.absolute()
+        if self._known.get(job_id) == folder:
+            return
+        self._known[job_id] = folder
+        text = str(folder.relative_to(self._work_dir) if folder.is_relative_to(self._work_dir) else folder)
+        try:
+            (self._kept / RECORDS).mkdir(parents=True, exist_ok=True)
+            self._draft(text).replace(self._kept / RECORDS / job_id)
+        except (OSError, ValueError) as error:
+            log.warning("job=%s is not found by the next worker in %s: %s", job_id, self._work_dir, error)
+
+    def find(self, job_id: str) -> Path | None:
+        """The job's output folder; None when no rank of it ran here."""
+        if job_id not in self._known and Path(job_id).name == job_id:
+            with suppress(OSError, ValueError):
+                self._known[job_id] = self._work_dir / (self._kept / RECORDS / job_id).read_text(encoding="utf-8")
+        return self._known.get(job_id)
+
+    def newest(self) -> list[str]:
+        """Jobs whose folders are there, at most `MOST_TOLD`, the newest first."""
+        try:
+            with os.scandir(self._kept / RECORDS) as entries:
+                records = sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)
+        except OSError:
+            return []
+        there = (one.name for one in records if (folder := self.find(one.name)) is not None and folder.is_dir())
+        return list(islice(there, MOST_TOLD))
+
+    def _read_or_make_id(self) -> str:
+        """The id in the work folder; made by whoever comes first, and never changed. Raises `OSError`, `ValueError`."""
+        path = self._kept / ID_FILE
+        if not path.exists():
+            self._kept.mkdir(parents=True, exist_ok=True)
+            keep_out(self._kept)
+            draft = self._draft(secrets.token_hex(16))
+            with suppress(FileExistsError):  # another agent was first
+                os.link(draft, path)
+            draft.unlink()
+        text = path.read_text(encoding="utf-8")
+        if not re.fullmatch("[0-9a-f]{32}", text):
+            raise ValueError(f"{path} is damaged; remove it")
+        return text
+
+    def _draft(self, text: str) -> Path:
+        """A file with the text, whole, which is to get its name."""
+        draft = self._kept / f"{secrets.token_hex(8)}.draft"
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return draft

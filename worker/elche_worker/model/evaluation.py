@@ -1,0 +1,186 @@
+"""Evaluates a model by the job's functions: means over samples, and metrics of what is summed over all of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset
+
+from elche.errors import InvalidJob
+from elche.evaluation import MAX_SUM_BYTES, missing_metric
+from elche_worker.device.faults import is_out_of_memory
+from elche_worker.device.transfer import to_device
+from elche_worker.model.modes import evaluating
+from elche_worker.model.step import MAX_METRICS
+from elche_worker.model.trial import unchanged
+from elche_worker.user.job import JobDefinition
+from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of, take_scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation, or a part of one, came to."""
+
+    sums: dict[str, Sum]
+    """Metrics by name, as sums and counts of samples, or a value with count 1."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What `eval_step` gave to be summed, over all samples: int64 or float64, on the CPU."""
+
+
+def evaluate(
+    job: JobDefinition, model: nn.Module, file_name: str, *, optimizers: Sequence[Optimizer] = ()
+) -> Evaluated:
+    """The user's metrics of the model, in eval mode and without gradients; leaves its modules in their modes."""
+    assert job.evaluate is not None
+    with evaluating(model, optimizers):
+        returned = job.evaluate(model)
+    return Evaluated({name: (value, 1) for name, value in _numbers(returned, "evaluate", file_name).items()})
+
+
+def evaluate_part(
+    job: JobDefinition,
+    model: nn.Module,
+    dataset: Any,
+    offset: int,
+    size: int,
+    file_name: str,
+    *,
+    batch_size: int,
+    optimizers: Sequence[Optimizer] = (),
+) -> Evaluated:
+    """What `eval_step` gives of some samples of the evaluation's data set, summed."""
+    assert job.eval_step is not None
+    device = next(model.parameters()).device
+    part = Subset(dataset, range(offset, offset + size))
+    sums: dict[str, Sum] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    with evaluating(model, optimizers):
+        own = torch.Generator().manual_seed(0)  # training's random numbers are not to depend on when it is evaluated
+        for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn, generator=own):
+            num_samples = min(batch_size, size)
+            size -= num_samples
+            returned = _named(job.eval_step(model, to_device(batch, device)), "eval_step", file_name)
+            for name in [name for name, value in returned.items() if job.eval_metrics and _has_dimensions(value)]:
+                _add_tensor(tensors, name, returned.pop(name), file_name)
+            for name, value in _numbers(returned, "eval_step", file_name).items():
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = (total + value * num_samples, count + num_samples)
+    if job.eval_metrics is not None and not tensors:
+        raise InvalidJob(
+            f"{file_name}: eval_metrics is given, and eval_step() returns no tensor with dimensions to be summed for "
+            "it: return one, or leave eval_metrics out"
+        )
+    return Evaluated({name: (float(total), count) for name, (total, count) in sums.items()}, tensors)
+
+
+def make_metrics(
+    job: JobDefinition, tensors: dict[str, torch.Tensor], names: Iterable[str], file_name: str
+) -> dict[str, float]:
+    """What `eval_metrics` makes of the sums of a whole evaluation. `names` are those of its other metrics."""
+    assert job.eval_metrics is not None
+    made = _numbers(job.eval_metrics(tensors), "eval_metrics", file_name)
+    for name in names:
+        if name in made:
+            raise InvalidJob(
+                f"{file_name}: eval_metrics returns {name!r}, which eval_step returns, too: give one another name"
+            )
+    return made
+
+
+def metrics_of(job: JobDefinition, whole: Evaluated, file_name: str) -> dict[str, float]:
+    """The metrics of an evaluation of which no part is missing."""
+    means = {name: float(total) / count for name, (total, count) in whole.sums.items()}
+    if job.eval_metrics is None:
+        return means
+    return means | make_metrics(job, whole.tensors, means, file_name)
+
+
+def rehearse(
+    job: JobDefinition,
+    model: nn.Module,
+    dataset: Any,
+    file_name: str,
+    *,
+    batch_size: int,
+    backs_off: bool,
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Evaluates the data set's first batch as if it were all, of which nothing stays: so what would fail after the
+    first epoch fails before it. The model's parameters, buffers and modes and all random numbers are as before.
+
+    With `eval_metrics` it is two batches, the second shorter by one sample: what is summed must have one shape. With
+    `backs_off` they are smaller where memory runs out, as they will be once training has found what fits.
+    """
+    with unchanged(model):
+        while True:
+            size = min(batch_size if job.eval_metrics is None else 2 * batch_size - 1, len(dataset))
+            try:
+                part = (job, model, dataset, 0, size, file_name)
+                done = evaluate_part(*part, batch_size=batch_size, optimizers=optimizers)
+                break
+            except Exception as error:
+                if not (backs_off and batch_size > 1 and is_out_of_memory(error)):
+                    raise
+            batch_size //= 2
+        metrics = metrics_of(job, done, file_name)
+        take_scalars()
+    if job.monitor is not None and job.monitor not in metrics:
+        raise InvalidJob(f"{file_name}: {missing_metric(job.monitor, metrics)}")
+
+
+def _has_dimensions(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _add_tensor(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor, file_name: str) -> None:
+    """Adds a batch's tensor to the sum of those before it."""
+    if value.is_complex() or value.layout is not torch.strided:
+        raise InvalidJob(f"{file_name}: eval_step() returned {name!r}, which must be a dense tensor of real numbers")
+    value = value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
+    before = tensors.get(name)
+    if before is not None and before.shape != value.shape:
+        raise InvalidJob(
+            f"{file_name}: eval_step() returned {name!r} of shape {tuple(value.shape)}, and of shape "
+            f"{tuple(before.shape)} for a batch before it: only tensors of one shape can be summed"
+        )
+    tensors[name] = value.clone() if before is None else before + value
+    size_bytes = sum(8 * tensor.numel() for tensor in tensors.values())
+    if size_bytes > MAX_SUM_BYTES:
+        raise InvalidJob(
+            f"{file_name}: eval_step() returned tensors whose sums take {size_bytes} bytes, with {name!r}; at most "
+            f"{MAX_SUM_BYTES} are possible, 8 for each value"
+        )
+
+
+def _named(returned: Any, function: str, file_name: str) -> dict[str, Any]:
+    """What a function returned, by name."""
+    if not isinstance(returned, Mapping):
+        raise InvalidJob(f"{file_name}: {function}() must return a dict of numbers, not {type(returned).__name__}")
+    if len(returned) > MAX_METRICS:
+        raise InvalidJob(
+            f"{file_name}: {function}() returned {len(returned)} metrics; at most {MAX_METRICS} are possible"
+        )
+    for key in returned:
+        if len(str(key)) > MAX_NAME_CHARS:
+            raise InvalidJob(
+                f"{file_name}: {function}() returned a metric whose name has {len(str(key))} characters; at most "
+                f"{MAX_NAME_CHARS} are possible: {str(key)[:40]!r}..."
+            )
+    return {str(key): value for key, value in returned.items()}
+
+
+def _numbers(returned: Any, function: str, file_name: str) -> dict[str, float]:
+    """The same, where all are numbers."""
+    numbers = {}
+    for name, value in _named(returned, function, file_name).items():
+        number = number_of(value)
+        if number is None:
+            hint = "; eval_metrics makes metrics of tensors that are summed" if function == "eval_step" else ""
+            raise InvalidJob(
+                f"{file_name}: {function}() returned {name!r}, which must be a number, not {described(value)}{hint}"
+            )
+        numbers[name] = number
+    return numbers

@@ -1,0 +1,69 @@
+"""Parameters that a job does not train and leaves out of its files (`save_frozen=False`): a digest stands for them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from elche.errors import InvalidJob
+from elche_worker.model.layout import Layout, digest_of
+
+DIGEST = "elche_frozen"
+"""The digest's name in the metadata of a safetensors file that leaves frozen parameters out."""
+
+
+class LeftOut:
+    """The frozen parameters that a job's files leave out; none if it keeps them."""
+
+    def __init__(self, model: nn.Module, layout: Layout, *, keeps: bool) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self.names = frozenset(name for name, parameter in named if not (keeps or parameter.requires_grad))
+        """A tied one has several."""
+        self.digest = _digest(model, self.names) if self.names else ""
+        """Of what `model()` has made; empty if nothing is left out."""
+        self._in_rounds = layout.frozen_digest() if self.names else None
+
+    def check(self, digests: Iterable[int]) -> None:
+        """Raises `InvalidJob` unless they are, on all ranks, what `model()` has made here, and so what a resumed
+        training will have. `digests` are those that ranks have brought into a round.
+        """
+        if self._in_rounds is not None and any(one != self._in_rounds for one in digests):
+            raise InvalidJob(
+                "save_frozen=False leaves frozen parameters out of checkpoints, but they are not, on every rank, those "
+                "that model() makes: it must make the same ones each time, and nothing may change them; else use "
+                "save_frozen=True"
+            )
+
+
+def metadata_of(digest: str) -> dict[str, str]:
+    """The metadata of a file that leaves out the frozen parameters of this digest; of any other file, when empty."""
+    return {DIGEST: digest} if digest else {}
+
+
+def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file, and the digest of the frozen parameters that it leaves out; empty if none."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    return load_file(path), metadata.get(DIGEST, "")
+
+
+def completed(model: nn.Module, weights: Mapping[str, torch.Tensor], digest: str, what: str) -> dict[str, torch.Tensor]:
+    """The weights of a file, and what it has left out, which the digest says, from the model. Raises `InvalidJob` for a
+    model that has something else there; `what` names the file.
+    """
+    if not digest:
+        return dict(weights)
+    own = {name: one.detach() for name, one in model.named_parameters(remove_duplicate=False) if name not in weights}
+    if _digest(model, own) != digest:
+        raise InvalidJob(
+            f"{what} is without its frozen parameters (save_frozen=False), and model() makes others than it was "
+            "trained with: it must build the same base, with the same seed where that is random"
+        )
+    return own | dict(weights)
+
+
+def _digest(model: nn.Module, names: Collection[str]) -> str:
+    return f"{digest_of(one for name, one in model.named_parameters() if name in names):016x}"

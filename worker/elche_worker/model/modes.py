@@ -1,0 +1,77 @@
+"""Modes: modules are in those that `model()` gave them, and in eval mode while they are evaluated; optimizers that hold
+two sets of weights, as schedule-free ones do, are told which is wanted.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
+    """What is worth saying of modules that `model()` has put into eval mode; empty if there are none. A model that
+    `came_in_eval_mode` as a whole is in train mode by now.
+    """
+    if came_in_eval_mode:
+        return (
+            "model() has returned the model in eval mode, as libraries return pretrained ones: it is trained in train "
+            "mode. Call train() on it there, and then eval() on modules that are to stay in eval mode"
+        )
+    modules = list(model.modules())
+    num = sum(not module.training for module in modules)
+    if not num:
+        return ""
+    return (
+        f"{num} of the model's {len(modules)} modules are in eval mode, as model() has returned them, and stay so in "
+        "training (no dropout, statistics stay): call train() there where this is not meant"
+    )
+
+
+def begin_training(optimizers: Sequence[Optimizer]) -> None:
+    """Tells optimizers that have `train` and `eval` that training begins."""
+    for one in _with_modes(optimizers):
+        one.train()
+
+
+@contextmanager
+def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Context in which the model has the weights to evaluate and to save, where an optimizer holds two sets of them.
+    Afterwards it has, bit for bit, those of before.
+    """
+    told = _with_modes(optimizers)
+    parameters = [one for optimizer in told for group in optimizer.param_groups for one in group["params"]]
+    kept = [one.detach().clone() for one in parameters]
+    for optimizer in told:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        for optimizer in told:
+            optimizer.train()
+        with torch.no_grad():
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.copy_(before)
+
+
+@contextmanager
+def evaluating(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
+    """Context in which the model is evaluated, without gradients. Afterwards each module is in its mode of before."""
+    modes = {module: module.training for module in model.modules()}
+    with evaluated_weights(optimizers):
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, was_training in modes.items():
+                if was_training and not module.training:
+                    module.train()  # which may be the module's own, and do more than set the mode
+            for module, was_training in modes.items():
+                module.training = was_training
+
+
+def _with_modes(optimizers: Sequence[Optimizer]) -> list[Any]:
+    return [one for one in optimizers if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None))]

@@ -1,0 +1,87 @@
+"""What of a model and its optimizers can be trained and saved: tried before the first batch, not after the last."""
+
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+from elche_worker.model.tensors import can_hold, described, flattened, is_plain, unflattened
+
+
+@torch.no_grad()
+def take_form(model: nn.Module) -> None:
+    """Gives expanded tensors of the model memory of their own: one that is many times the same cannot be written into.
+
+    Raises `InvalidJob` for lazy modules, whose parameters have no shape before the first forward pass.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = next((name for name, one in named if is_lazy(one)), "")
+    if lazy:
+        raise InvalidJob(
+            f"the model's {lazy} has no shape yet (a lazy module): let a sample go through the model once in model(), "
+            "as in net(torch.zeros(1, 3, 32, 32)), before it is returned"
+        )
+    for _, tensor in named:
+        if is_plain(tensor) and any(
+            stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            tensor.data = tensor.data.contiguous()
+
+
+def check_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raises `InvalidJob` for an optimizer whose `step` needs a closure."""
+    for one in optimizers:
+        closure = inspect.signature(one.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            kind = type(one).__name__
+            raise InvalidJob(
+                f"{kind} needs a closure at every step: use manual_optimization=True, with which "
+                "train_step(model, batch, optimizers) calls optimizers.step(closure) itself"
+            )
+
+
+def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
+    """Raises `InvalidJob`, naming it, for what neither checkpoints nor the trained model could hold, or what a model
+    could not be given back. Names in `without` are left out of files.
+    """
+    left_out = set(without)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    for name, value in state.items():
+        if name in left_out or can_hold(value):
+            continue
+        if not isinstance(value, torch.Tensor):
+            way = "let get_extra_state() return a tensor"
+        elif name not in parameters:
+            way = "register_buffer(..., persistent=False) keeps it out of files, and model() makes it on each rank"
+        elif value.is_complex():
+            way = "use complex64, or a parameter of real numbers and torch.view_as_complex() in forward()"
+        else:
+            way = "use a type that it has"
+        raise InvalidJob(f"the model's {name} is {described(value)}, which no safetensors file can hold: {way}")
+    if any(hasattr(one, "device_mesh") for one in state.values()):
+        return
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        raise InvalidJob(
+            "the model does not take back what its state_dict() gives, so that no checkpoint of it could be resumed: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from None
+
+
+def check_state(optimizers: Sequence[Optimizer]) -> None:
+    """Raises `InvalidJob`, naming it, for what a checkpoint could not hold of the optimizers' state."""
+    tensors: dict[str, torch.Tensor] = {}
+    state: list[Any] = [one.state_dict() for one in optimizers]
+    try:
+        text = json.dumps(flattened(state, tensors, {}, where="optimizers"))
+        unflattened(json.loads(text), tensors)
+    except ValueError as error:
+        raise InvalidJob(f"{error}: keep in an optimizer's groups and state numbers, texts and tensors only") from None

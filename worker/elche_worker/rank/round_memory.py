@@ -1,0 +1,46 @@
+"""Where a rank holds what rounds need beside the model: on its device, where there is room, else in host memory."""
+
+import sys
+
+from elche_worker.collectives.averaging import Place
+from elche_worker.collectives.operations import Collectives
+from elche_worker.data.prefetch import DeviceTransfer
+
+LEAST_BATCHES = 2
+"""Batches after which it is known what training needs: the first one makes the optimizer's state."""
+
+
+class RoundMemory:
+    """Chooses once. Until the first batches are trained, host memory serves. What rounds compute is the same in both:
+    ranks choose for themselves.
+    """
+
+    def __init__(self, wanted: str, transfer: DeviceTransfer, size_bytes: int) -> None:
+        """`wanted` is the setting `memory`; rounds need `size_bytes`. Prefetched batches leave them free until then."""
+        self._transfer = transfer
+        self._size_bytes = size_bytes
+        self._chosen = {"device": Place.DEVICE, "host": Place.PINNED}.get(wanted)
+        if self._chosen is None:
+            transfer.set_aside_bytes = size_bytes
+
+    def place(self, group: Collectives, local_step: int) -> Place:
+        """Where the next round, in this group after so many batches, holds its values."""
+        if group.device.type == "cpu":
+            return Place.DEVICE
+        if self._chosen is None and local_step >= LEAST_BATCHES:
+            self._transfer.plan()
+            if (spare_bytes := self._transfer.spare_bytes) is not None:
+                self._chosen = self._choose(spare_bytes)
+        return self._chosen or Place.PAGEABLE
+
+    def _choose(self, spare_bytes: int) -> Place:
+        is_room = self._transfer.set_aside_bytes >= self._size_bytes  # else batches may wait there by now
+        self._transfer.set_aside_bytes = 0
+        needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))
+        where = "on the device" if is_room else "in host memory"
+        print(f"memory='auto': training leaves {spare} of the device: rounds hold {needed} {where}", file=sys.stderr)
+        return Place.DEVICE if is_room else Place.PINNED
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB"

@@ -1,0 +1,177 @@
+"""Where iterations of a loop end: a checkpoint that is asked for is of whole ones, with what follows the step.
+
+A script steps its learning rate schedule, counts or averages weights after `step()`, and `step()` of one optimizer may
+be half of an iteration. So a checkpoint is not made in the step after which it is due, but as soon as the iteration is
+known to be over: when the next batch of `epoch` or `shares` is asked for, and in loops over a loader of their own with
+the next forward pass in train mode, before it changes anything.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from elche_worker.collectives.world import World
+from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
+from elche_worker.trainer.optimizers import Key, Optimizers
+from elche_worker.trainer.progress import ProgressTracker
+from elche_worker.trainer.requests import Cancelled, RequestConsensus, Requests
+from elche_worker.trainer.together import Together
+
+MAX_WAIT_STEPS = 100
+"""Steps after which a checkpoint is given up whose iteration's end cannot be told."""
+SaveNow = Callable[[AtStep | None], None]
+"""Starts writing a checkpoint, with what was at the end of a step instead of what is now."""
+
+
+class StepOrder:
+    """Which of several optimizers are stepped in one iteration: known once an iteration has been repeated."""
+
+    def __init__(self, num_optimizers: int) -> None:
+        self._num_optimizers = num_optimizers
+        self._runs: list[tuple[list[Key], int]] = []
+        """The steps of the present iteration: optimizers, and how often they were stepped in a row."""
+        self._last: list[tuple[list[Key], int]] = []
+        """Those of the iteration before it."""
+
+    def add(self, keys: list[Key]) -> None:
+        """These optimizers are stepped. An iteration begins with those with which the loop began."""
+        runs = self._runs
+        if runs and runs[-1][0] == keys:
+            runs[-1] = (keys, runs[-1][1] + 1)
+            return
+        if runs and runs[0][0] == keys:
+            self._last, self._runs = runs, []
+        self._runs.append((keys, 1))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the present iteration has made its steps: those of the iteration before it."""
+        if not self._last and len(self._runs) == 1:
+            return len(self._runs[0][0]) == self._num_optimizers
+        return self._runs == self._last
+
+
+class Iterations:
+    """Does between iterations what operators ask for: `save` writes a checkpoint, and `close` ends the loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        world: World,
+        progress: ProgressTracker,
+        checkpoints: LoopCheckpoints,
+        together: Together,
+        save: SaveNow,
+        close: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._progress = progress
+        self._checkpoints = checkpoints
+        self._together = together
+        self.consensus = RequestConsensus(world.device)
+        self._save = save
+        self._close = close
+        self._order = StepOrder(len(optimizers.by_key))
+        self._are_given = False
+        """Whether the present iteration is of a batch that elche has given out."""
+        self._due = Requests()
+        self._at_step: AtStep | None = None
+        """What was at the end of the latest step, from when a checkpoint is due until it is made."""
+        self._num_waited = 0
+        self._hooks: list[RemovableHandle] = []
+
+    def take_requests(self) -> Sequence[float]:
+        """What this rank asks all ranks to do: cancel, save, pause; empty, on all ranks, where nobody can ask."""
+        attachment = self._progress.attachment
+        if not attachment.is_attached and not self._checkpoints.has_interval:
+            return ()
+        cancel, checkpoint, pause = attachment.operator.take_requests()
+        return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
+
+    def end_step(self, keys: list[Key]) -> None:
+        """These optimizers were stepped. Takes in what all ranks have agreed to do after this step."""
+        self._order.add(keys)
+        asked = self.consensus.take()
+        self._due = Requests(cancel=self._due.cancel or asked.cancel, pause=self._due.pause or asked.pause)
+        if self._at_step is not None:
+            self._at_step, self._num_waited = self._checkpoints.at_step(), self._num_waited + 1
+            if self._num_waited > MAX_WAIT_STEPS:
+                self._give_up(f"no iteration was seen to end in {MAX_WAIT_STEPS} steps: call trainer.save() at its end")
+        elif asked.checkpoint and self._checkpoints.place:
+            self._await_end()
+        elif asked.checkpoint:
+            self._refuse("the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
+
+    def begin_step(self) -> None:
+        """Gradients are about to be averaged: pauses or ends the loop if that is due, on all ranks alike."""
+        checkpoints = self._checkpoints
+        checkpoints.check_states()
+        if checkpoints.resumption.begin_step(is_given=self._are_given, has_loader=checkpoints.has_loader):
+            self._progress.epoch_steps = 0
+        self._begin()
+        if self._at_step is not None:  # not amidst the iteration that a checkpoint is to be of
+            return
+        due, self._due = self._due, Requests()
+        if due.cancel:
+            reason = self._progress.attachment.operator.cancelled or "another rank was cancelled"
+            self._close()
+            raise Cancelled(f"elche: the loop is ended: {reason}")
+        if due.pause:
+            self._together.wait_while_paused()
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Around the loop's work on a batch that elche has given out, or whose size it has: one iteration."""
+        self._are_given = True
+        try:
+            yield
+        finally:
+            self._are_given = False
+            self.end()
+
+    def end(self) -> None:
+        """An iteration is over, and the next one has not begun."""
+        if self._at_step is not None:
+            self._make(None)
+
+    def close(self, error: BaseException | None) -> None:
+        """The loop is over, and with it its last iteration, unless `error` has ended it."""
+        if self._at_step is not None and error is not None:
+            self._give_up("the loop has ended within an iteration")
+        self.end()
+
+    def _await_end(self) -> None:
+        self._at_step, self._num_waited = self._checkpoints.at_step(), 0
+        if not self._are_given:
+            self._hooks = [one.register_forward_pre_hook(self._on_forward) for one in self._model.modules()]
+
+    def _on_forward(self, module: nn.Module, _: Any) -> None:
+        if module.training:  # else it is an evaluation, which follows a step
+            self._begin()
+
+    def _begin(self) -> None:
+        """The next iteration begins, if the present one has made its steps. Random numbers may have been drawn for it:
+        a loop that goes on draws them again, and so goes on from those of the step, and so do loaders.
+        """
+        if self._at_step is not None and not self._are_given and self._order.is_whole:
+            self._make(self._at_step)
+
+    def _make(self, at_step: AtStep | None) -> None:
+        self._forget()
+        self._save(at_step)
+
+    def _forget(self) -> None:
+        self._at_step = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _give_up(self, reason: str) -> None:
+        self._forget()
+        self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        self._checkpoints.refuse(self._progress.num_steps, self._progress.attachment, reason)

@@ -1,0 +1,119 @@
+"""Where a loop that is loaded goes on: its random numbers, its epoch, and a line where it trains something twice.
+
+A script may draw random numbers before it trains, such as a split of its data, and these are to be as they were. So
+those of the checkpoint go on when the loop asks for its epochs, batches, shares or `num_steps`, or trains.
+"""
+
+import sys
+from typing import Any
+
+from elche_worker.collectives.world import World
+from elche_worker.model.rng import GENERATORS, capture_rng_state, restore_rng_state, rng_digests, seed_apart
+from elche_worker.trainer.saving import Position, Restored
+
+STEP_SEED = 1_000_003
+"""Between the seeds of two steps."""
+
+
+class Resumption:
+    """The loaded checkpoint, until the loop is where it was; in one that begins, what a checkpoint needs for that."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.position: Position | None = None
+        """Position of the checkpoint, until the loop has reached it."""
+        self._restored: Restored | None = None
+        """The checkpoint, until the first step."""
+        self._random: dict[str, Any] | None = None
+        """Its random numbers, until they go on."""
+        self._has_asked = False
+        """Whether the loop has asked where it is."""
+        self._omits = False
+        """Whether it has asked how many steps of the epoch are made."""
+        self._begins_again = False
+        """Whether it has begun the checkpoint's epoch from its first batch: random numbers go on when it trains."""
+        self._at_start: dict[str, str] = {}
+        """Digests of the random number generators before training."""
+        self._of_epoch: dict[str, Any] | None = None
+        """Random numbers at the beginning of the present epoch."""
+
+    def load(self, restored: Restored) -> None:
+        """A checkpoint is loaded."""
+        self._restored, self.position, self._random = restored, restored.position, restored.random
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What checkpoints keep of the beginning of the loop and of the epoch."""
+        return {"digests": self._at_start, "epoch": self._of_epoch}
+
+    def ask(self) -> None:
+        """The loop asks where it is."""
+        self._has_asked = True
+        if not self._begins_again:
+            self.begin()
+
+    def ask_epoch_steps(self) -> None:
+        """The loop asks how many steps of the epoch are made, to omit their batches."""
+        self._omits = True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The loop begins an epoch. Where it is the checkpoint's, of a loop that takes its batches itself, it begins
+        with the random numbers with which it began, so that a sampler gives the same order.
+        """
+        self._has_asked, position = True, self.position
+        if position is not None and position.epoch == epoch and position.epoch_steps and not position.done:
+            self._begins_again = True
+            of_epoch = self._restored.begun.get("epoch") if self._restored is not None else None
+            if of_epoch is not None:
+                self._restore(of_epoch, epoch)
+        else:
+            self.begin()
+        self._of_epoch = capture_rng_state()
+
+    def begin(self) -> None:
+        """Training begins, and random numbers go on. Idempotent."""
+        random, self._random = self._random, None
+        if random is not None and self._restored is not None:
+            self._restore(random, self._restored.position.num_steps)
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self._at_start = self._at_start or rng_digests()
+
+    def _restore(self, random: dict[str, Any], number: int) -> None:
+        """Restores generators on rank 0, and on other ranks those that began as rank 0's did when the checkpoint's loop
+        began: ranks that draw alike go on so. Others are seeded differently on each rank.
+        """
+        self._note_start()
+        then = self._restored.begun.get("digests", {}) if self._restored is not None else {}
+        alike = [one for one in GENERATORS if self._world.rank == 0 or self._at_start[one] == then.get(one)]
+        restore_rng_state(random, alike)
+        seed_apart(self._world.rank + STEP_SEED * number, [one for one in GENERATORS if one not in alike])
+
+    def begin_step(self, *, is_given: bool, has_loader: bool) -> bool:
+        """The loop is about to step. Says, at its first step after a resume, what it trains twice; whether it is the
+        epoch. `is_given`: elche has given out the batch; `has_loader`: the loader has got its state.
+        """
+        self.begin()
+        restored, self._restored = self._restored, None
+        begins_again, self._begins_again = self._begins_again, False
+        if restored is None or is_given:
+            return False
+        position = restored.position
+        if not self._has_asked:
+            self._say(
+                f"the checkpoint is of step {position.num_steps}, and this loop has not asked where it goes on: what "
+                "it begins anew is trained twice. Begin at trainer.num_steps, or take trainer.epochs(n)"
+            )
+        elif begins_again and not (self._omits or has_loader):
+            self._say(
+                f"epoch {position.epoch} begins again, as this loop takes its batches itself: {position.epoch_steps} "
+                "steps are trained twice. Omit the batches of trainer.num_epoch_steps, or register a loader that has "
+                "a state_dict(): trainer.register_state(loader=...)"
+            )
+            return True
+        return False
+
+    def _say(self, text: str) -> None:
+        if not self._world.rank:
+            print(f"elche: {text}", file=sys.stderr, flush=True)
