@@ -29,6 +29,7 @@ from elche_worker import TrainingJob
 IS_SMALL = os.environ.get("ELCHE_BENCH_SMALL") == "1"
 BATCH_SIZE, NUM_INPUTS, WIDTH, DEPTH = (32, 16, 64, 2) if IS_SMALL else (512, 2048, 4096, 6)
 NUM_BATCHES, EPOCHS = (50, 2) if IS_SMALL else (100, 10)
+OWN_HOSTS = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "own_hosts"
 KIND = os.environ.get("ELCHE_BENCH_KIND", "resident")
 """Of the data set: kept on the device, or fetched from the host batch by batch."""
 
@@ -77,12 +78,19 @@ def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return cross_entropy(model(inputs), labels)
 
 
+def peak(model: nn.Module) -> dict[str, float]:
+    parameters = sum(one.nbytes for one in model.parameters())
+    used = torch.cuda.max_memory_allocated() if next(model.parameters()).is_cuda else 0
+    return {"peak_p": used / parameters, "p_mb": parameters / 1e6}
+
+
 job = TrainingJob(
     model=build_model,
     optimizer=build_optimizer,
     dataset=build_dataset,
     collate_fn=collate if KIND == "fetched" else None,
     train_step=train_step,
+    evaluate=peak if os.environ.get("ELCHE_BENCH_MEMORY") == "1" else None,
     batch_size=BATCH_SIZE,
     epochs=EPOCHS,
     checkpoint_every_minutes=None,
@@ -143,19 +151,19 @@ class Bench:
     def child(self, *arguments: str, kind: str = "resident") -> float:
         return float(self._run([sys.executable, __file__, *arguments, "--device", self.device], kind).splitlines()[-1])
 
-    def job(self, *more: str, ranks: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def job(self, *more: str, ranks: int = 1, **env: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The result, and the rounds after the second, of a job on the device."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
             command = [sys.executable, "-m", "elche_client", "run", __file__, "--ranks", str(ranks), "--json"]
             command += ["--device", self.device, "--out", str(out), *more]
-            result = json.loads(self._run(command, "resident").splitlines()[-1])
+            result = json.loads(self._run(command, "resident", **env).splitlines()[-1])
             rounds = json.loads((out / "record.json").read_text())["round_reports"][2:]
         return result, rounds
 
-    def _run(self, command: list[str], kind: str) -> str:
+    def _run(self, command: list[str], kind: str, **more: str) -> str:
         small = "1" if IS_SMALL else "0"
-        env = {**os.environ, "ELCHE_BENCH_KIND": kind, "ELCHE_BENCH_SMALL": small, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "ELCHE_BENCH_KIND": kind, "ELCHE_BENCH_SMALL": small, "OMP_NUM_THREADS": "1", **more}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -180,9 +188,34 @@ def measure_loop(bench: Bench) -> None:
 
 
 def measure_rounds(bench: Bench) -> None:
+    """An outer optimizer makes one rank's rounds whole: without, it averages nothing."""
+    add_rounds(bench, "one rank", *bench.job())
     for averaging in ("blocking", "overlapped"):
-        result, rounds = bench.job("--averaging", averaging)
-        add_rounds(bench, f"one rank, {averaging}", result, rounds)
+        whole = bench.job("--averaging", averaging, "--outer-optimizer", "nesterov")
+        add_rounds(bench, f"one rank, outer optimizer, {averaging}", *whole)
+
+
+def measure_nccl(bench: Bench) -> None:
+    """Two ranks on one device, each as if on a host of its own: NCCL goes through sockets (tests/gpu/own_hosts)."""
+    apart = {"PYTHONPATH": f"{OWN_HOSTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    backend = "nccl" if bench.device.startswith("cuda") else "gloo"
+    for averaging in ("blocking", "overlapped"):
+        options = ["--averaging", averaging, "--slow", "1=2.3", "--backend", backend]
+        add_rounds(
+            bench, f"two ranks, one 2.3 times slower, over NCCL by sockets, {averaging}",
+            *bench.job(*options, ranks=2, **apart),
+        )  # fmt: skip
+
+
+def measure_memory(bench: Bench) -> None:
+    """What the peak of a rank's memory is, in parameters of float32."""
+    for memory in ("device", "host"):
+        for what in ("blocking", "overlapped"):
+            options = ["--averaging", what, "--memory", memory, "--outer-optimizer", "nesterov"]
+            result, _ = bench.job(*options, ELCHE_BENCH_MEMORY="1")
+            bench.add(f"memory={memory}, outer optimizer, {what}", **result["metrics"])
+    result, _ = bench.job(ELCHE_BENCH_MEMORY="1")
+    bench.add("memory, one rank", **result["metrics"])
 
 
 def measure_unequal(bench: Bench) -> None:
@@ -244,6 +277,8 @@ def measure_precision(bench: Bench) -> None:
 PARTS: dict[str, Callable[[Bench], None]] = {
     "loop": measure_loop,
     "rounds": measure_rounds,
+    "nccl": measure_nccl,
+    "memory": measure_memory,
     "unequal": measure_unequal,
     "checkpoints": measure_checkpoints,
     "prefetch": measure_prefetch,
