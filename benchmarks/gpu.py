@@ -106,16 +106,23 @@ def bare(device: torch.device) -> float:
     model = build_model().to(device)
     inputs, labels = (tensor.to(device) for tensor in build_dataset().tensors)
     optimizer = build_optimizer(model)
-    started_s = time.perf_counter()
+    times_s = []
     for _ in range(EPOCHS):
+        started_s = time.perf_counter()
         order = torch.randperm(len(inputs), device=device)
         for part in order.split(BATCH_SIZE):
             train_step(model, [inputs[part], labels[part]]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started_s) * 1000 / (EPOCHS * NUM_BATCHES)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - started_s)
+    return batch_ms(times_s)
+
+
+def batch_ms(epochs_s: list[float]) -> float:
+    """Milliseconds per batch in epochs after the first, which warms up."""
+    return statistics.mean(epochs_s[1:]) * 1000 / NUM_BATCHES
 
 
 def alone(device: str, *, prefetches: bool) -> float:
@@ -129,7 +136,7 @@ def alone(device: str, *, prefetches: bool) -> float:
     times: list[float] = []
     told = replace(job, metrics_fn=lambda metrics: times.append(metrics.duration_s))
     told.run(device=device)
-    return statistics.mean(times[1:]) * 1000 / NUM_BATCHES
+    return batch_ms(times)
 
 
 # What is measured
@@ -158,8 +165,9 @@ class Bench:
             command = [sys.executable, "-m", "elche_client", "run", __file__, "--ranks", str(ranks), "--json"]
             command += ["--device", self.device, "--out", str(out), *more]
             result = json.loads(self._run(command, "resident", **env).splitlines()[-1])
-            rounds = json.loads((out / "record.json").read_text())["round_reports"][2:]
-        return result, rounds
+            record = json.loads((out / "record.json").read_text())
+        result["epochs_s"] = [one["duration_s"] for one in record["epoch_reports"]]
+        return result, record["round_reports"][2:]
 
     def _run(self, command: list[str], kind: str, **more: str) -> str:
         small = "1" if IS_SMALL else "0"
@@ -175,7 +183,7 @@ def measure_loop(bench: Bench) -> None:
     for _ in range(bench.num_pairs):
         without = bench.child("--bare")
         result, _ = bench.job()
-        pairs.append((without, result["duration_s"] * 1000 / (EPOCHS * NUM_BATCHES)))
+        pairs.append((without, batch_ms(result["epochs_s"])))
     costs = [ours / without - 1 for without, ours in pairs]
     bench.add(
         "one rank beside a bare loop",
@@ -228,6 +236,8 @@ def add_rounds(bench: Bench, what: str, result: dict[str, Any], rounds: list[dic
     waited = [max(one["rank_waited_ms"]) for one in rounds if one["rank_waited_ms"]]
     bench.add(
         what,
+        batch_ms=batch_ms(result["epochs_s"]),
+        first_epoch_s=result["epochs_s"][0],
         samples_per_s=result["samples_per_s"],
         bound_fraction=result["bound_fraction"],
         rounds=result["rounds"],
