@@ -123,6 +123,15 @@ def test_two_jobs_share_a_device_and_no_job_gets_it_twice() -> None:
     assert lab.started == ["a", "b", "d"], "nobody waits for one that needs three devices"
 
 
+def test_a_device_that_its_host_offers_to_one_job_several_times_goes_to_several_of_its_ranks() -> None:
+    """`elche run --device cuda:0 --ranks 2` waited for ever."""
+    cluster = Cluster(0)
+    slots = (Slot(device="cuda:0", repeats=True),) * 2
+    cluster.handle(AgentJoined(agent_id=AgentId("big"), host="big", slots=slots))
+    cluster.submit("job", 2)
+    assert [record.device for record in cluster.core.jobs[JobId("job")].ranks.values()] == ["cuda:0", "cuda:0"]
+
+
 def test_a_host_that_joins_brings_what_a_job_waits_for() -> None:
     cluster = Cluster(2)
     cluster.submit("job", 1, conditions=("zone=eu",))

@@ -18,7 +18,7 @@ from elche_client import Client
 from elche_client.events import Checkpoint, EvaluationReport, JobState, MembershipReport, RoundReport
 from support import own_launchers, two_ranks
 from support.gpus import VARIABLE
-from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+from support.real_processes import Cluster, Mark, agent, command, coordinator, eventually
 
 __all__ = ["begin"]
 
@@ -100,6 +100,28 @@ def test_ranks_with_gpus_make_the_same_model_over_gloo_and_nccl_bit_for_bit(gpus
     )
     assert [way.split()[0] for way in ways] == ["gloo", "nccl"]
     assert len(set(models)) == 1
+
+
+def test_ranks_of_one_run_share_a_gpu_that_is_named(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """On a real one such a run waited for a second slot for ever."""
+    given = [
+        "--device",
+        "cuda:0",
+        "--ranks",
+        "2",
+        "--slow",
+        "1=2",
+        "--verify",
+        "--json",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    path, environment = job_file("linear.py", *ON_THE_DEVICE), {VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    done = command(mark, "elche_client", "run", str(path), *given, cwd=tmp_path, env=environment)
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert [one["device"] for one in result["ranks"]] == ["cuda:0 NVIDIA Simulated"] * 2
+    assert result["committed_samples"] == [NUM_SAMPLES] * EPOCHS
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

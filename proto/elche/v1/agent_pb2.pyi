@@ -213,22 +213,26 @@ class Slot(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """The device as torch names it: "cpu", "cuda:0", "mps"."""
     model: _builtins.str
     """Its model, such as "NVIDIA H200"; empty when unknown."""
     memory_bytes: _builtins.int
     """Its memory in bytes; of a device that is offered several times, its share of it. 0 when unknown."""
+    repeats: _builtins.bool
+    """Whoever offers the device several times wants several ranks of one job on it. CPUs need not say so."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         model: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
+        repeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "memory_bytes", b"memory_bytes", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "memory_bytes", b"memory_bytes", "model", b"model", "repeats", b"repeats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

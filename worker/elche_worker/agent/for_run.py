@@ -15,9 +15,8 @@ from typing import Any
 
 from elche.errors import ElcheError
 from elche.token import read_token
-from elche.v1 import agent_pb2
 from elche_worker.agent.agent import Agent
-from elche_worker.agent.main import serve
+from elche_worker.agent.main import serve, slots_of
 from elche_worker.agent.processes import SpawnerProcess
 from elche_worker.process.parent import end_with_parent
 
@@ -41,7 +40,7 @@ def main() -> None:
     spawner.write_to(log)
     os.close(log)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    slots = [agent_pb2.Slot(**slot) for slot in order["slots"]]
+    slots = slots_of(order["slots"])
     try:
         agent = Agent(order["coordinator"], slots, Path(order["work_dir"]), token=read_token(), spawner=spawner)
         serve(agent, exit_with_stdin=True)

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -221,7 +222,13 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
         return [agent_pb2.Slot(device=device) for device in wanted]
     found = _find(wanted)
     log.info("offers %s", ", ".join(f"{one['device']} {one['model']}".strip() for one in found))
-    return [agent_pb2.Slot(device=one["device"], model=one["model"], memory_bytes=one["memory_bytes"]) for one in found]
+    return slots_of(found)
+
+
+def slots_of(devices: Sequence[Mapping[str, Any]]) -> list[agent_pb2.Slot]:
+    """The slots of devices as `device.discovery` finds them; who names one several times wants several ranks on it."""
+    times = Counter(one["device"] for one in devices)
+    return [agent_pb2.Slot(**one, repeats=times[one["device"]] > 1) for one in devices]
 
 
 def _shared(slots: list[agent_pb2.Slot], share: int) -> list[agent_pb2.Slot]:
@@ -229,7 +236,9 @@ def _shared(slots: list[agent_pb2.Slot], share: int) -> list[agent_pb2.Slot]:
     if share > 1:
         os.environ[SHARE_VARIABLE] = str(share)
     return [
-        agent_pb2.Slot(device=slot.device, model=slot.model, memory_bytes=slot.memory_bytes // share)
+        agent_pb2.Slot(
+            device=slot.device, model=slot.model, memory_bytes=slot.memory_bytes // share, repeats=slot.repeats
+        )
         for _ in range(share)
         for slot in slots
     ]

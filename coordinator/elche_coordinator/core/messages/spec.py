@@ -194,6 +194,8 @@ class Slot:
     model: str = ""
     memory_bytes: int = 0
     """Its memory, or its share of it; 0: unknown."""
+    repeats: bool = False
+    """Whether one job may get the device as often as it is offered. CPUs need not say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

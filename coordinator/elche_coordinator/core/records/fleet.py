@@ -65,8 +65,8 @@ class HostView:
 class Fleet:
     """All slots. A slot has at most one rank; a rank that is a replica group has several slots of one host.
 
-    A device other than the CPU may be offered several times, for small jobs beside one another. One job gets it once:
-    the ranks of a job meet in a group, in which NCCL allows a device once.
+    A device other than the CPU may be offered several times, for small jobs beside one another. One job gets it once,
+    since NCCL allows a device once in a group, unless its host says otherwise: then its ranks average over gloo.
     """
 
     def __init__(self) -> None:
@@ -191,14 +191,19 @@ class Fleet:
         return self._groups(self._once(free, its_own), spec.group_size)
 
     def _device(self, place: Place) -> tuple[AgentId, str]:
-        return place.agent_id, self.agents[place.agent_id].slots[place.slot].device
+        return place.agent_id, self._slot(place).device
+
+    def _slot(self, place: Place) -> Slot:
+        return self.agents[place.agent_id].slots[place.slot]
 
     def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
-        """The places, each device once and without those that are used; CPUs as often as they are offered."""
+        """The places, each device once and without those that are used; CPUs, and devices of which the host says so, as
+        often as they are offered.
+        """
         found = []
         for place in places:
             device = self._device(place)
-            if device[1] == "cpu" or device not in used:
+            if device[1] == "cpu" or self._slot(place).repeats or device not in used:
                 used.add(device)
                 found.append(place)
         return found
