@@ -68,6 +68,22 @@ def test_one_device_alone_keeps_nothing(device: Device, tmp_path: Path, averagin
         assert device.peak_bytes <= bare_peak_bytes + LITTLE
 
 
+@pytest.mark.parametrize(("memory", "num_copies"), [("device", 1), ("host", 0)])
+def test_one_device_alone_keeps_what_may_be_asked_for_where_rounds_hold_their_values(
+    device: Device, tmp_path: Path, memory: Any, num_copies: int
+) -> None:
+    """Until its next round. To copy it to the host took an H100 30 ms at each epoch's end."""
+    with new_rank(tmp_path, alone(), memory=memory, **ADAMW) as rank:
+        bare_bytes, _ = bare(device, rank)
+        rank.round(may_be_checkpoint=True)
+        assert rank.replica.layout.has_result
+        kept_bytes = live_bytes(device) - bare_bytes - num_copies * P
+        assert abs(kept_bytes) <= LITTLE
+        rank.round(may_be_checkpoint=False)
+        assert not rank.replica.layout.has_result
+        assert live_bytes(device) <= bare_bytes + LITTLE
+
+
 CASES: dict[str, dict[str, Any]] = {
     '`merge="mean"`, blocking': {"merge": "mean", "averaging": "blocking"},
     '`merge="mean"`': {"merge": "mean"},
