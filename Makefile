@@ -79,7 +79,7 @@ gpu-wheels: setup
 	$(BIN)/python tools/gpu_wheels.py --python $(GPU_PYTHON_VERSION) --folder $(GPU_WHEELS)
 
 # On that machine, in this folder: the wheels are unpacked where there is no virtual environment, and nothing is fetched.
-# Four tests at a time share the GPU.
+# Four tests at a time share the GPU. Processes are executed: CUDA cannot be used in one that is forked of another.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
 UNPACKED := $(if $(wildcard $(BIN)/python),,$(if $(wildcard $(GPU_WHEELS)/*.whl),$(GPU_PACKAGES)/.unpacked))
@@ -92,7 +92,7 @@ $(GPU_PACKAGES)/.unpacked: $(wildcard $(GPU_WHEELS)/*.whl)
 	@touch $@
 
 test-gpu: $(UNPACKED)
-	$(ON_GPU) -m pytest -m gpu $$($(ON_GPU) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
+	TEST_EXECUTES=1 $(ON_GPU) -m pytest -m gpu $$($(ON_GPU) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
 
 bench-gpu: $(UNPACKED)
 	$(ON_GPU) benchmarks/gpu.py $(BENCH)
