@@ -224,3 +224,32 @@ def test_a_checkpoint_of_before_has_what_is_known_in_float32() -> None:
         world.round(lambda position, layout, number=number: row(layout, weight=8 * (number > 4), version=number))
     assert len(world.digests()) == 1
     assert world.memories(0)["float32"]["spread"][0].dtype == torch.float64
+
+
+LEAST = 0.003
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_values_that_an_optimizer_keeps_within_bounds_stay_there(sign: float) -> None:
+    """Such as rates that are at least 0.003: an optimizer that projects has two and more at the bound, on all ranks."""
+    last, average = (sign * torch.tensor([LEAST, LEAST, 0.5, 0.4]) for _ in range(2))
+    average[2:] = sign * torch.tensor([0.1, 0.6])
+    average[0] *= 1 + 1e-7  # the mean of equal values is rounded
+    Rows([torch.Size([4])]).go_further(average, last, torch.full((4,), 3.0))
+    assert average.tolist() == pytest.approx([sign * LEAST, sign * LEAST, sign * LEAST, sign * 1.0])
+
+
+@pytest.mark.parametrize(
+    ("last", "average"),
+    [
+        pytest.param([0.0, 0.5, 0.5], [0.0, 0.1, 0.2], id="one value alone is the least by chance"),
+        pytest.param([0.0, 0.0, 0.5], [-0.1, -0.1, 0.1], id="values that move together"),
+        pytest.param([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], id="all are equal"),
+        pytest.param([float("nan"), 0.0, 0.0], [0.0, 0.0, float("nan")], id="values that are none"),
+    ],
+)
+def test_values_without_bounds_go_as_far_as_their_gain(last: list[float], average: list[float]) -> None:
+    before, flat = torch.tensor(last), torch.tensor(average)
+    wanted = before + (flat - before) * 3.0
+    Rows([torch.Size([3]), torch.Size([0])]).go_further(flat, before, torch.full((3,), 3.0))
+    assert flat.tolist() == pytest.approx(wanted.tolist(), nan_ok=True)

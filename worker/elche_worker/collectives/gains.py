@@ -10,12 +10,16 @@ independent ones. Each row of a weight, and each value of a vector, has its own,
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 import torch
 
 SMOOTHING = 0.9
 """Factor on what is known of a row with each round. It begins with the first round, in which ranks agree, and whose
 steps are long: so the gain rises late, and not while training has not settled."""
+NO_BOUNDS = -inf, inf
+ROUNDING = 4.0
+"""Units in the last place by which the mean of equal values may differ from them."""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 
@@ -88,12 +92,47 @@ class Rows:
         return torch.cat(norms).to(SQUARES).square_()
 
     def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor) -> None:
-        """Multiplies the step from `last` to `average` by each row's gain, in place."""
+        """Multiplies the step from `last` to `average` by each row's gain, in place. No value leaves the bounds that
+        its tensor has (`bounds`).
+        """
+        within = bounds(list(self._parts(average)), list(self._parts(last)))
         average.sub_(last)
         parts = zip(self._parts(average), torch.split(gains, [num for num, _ in self._shapes]), strict=True)
         for part, gain in parts:
             part.mul_(gain.to(part.dtype).unsqueeze(1))
         average.add_(last)
+        for part, (least, most) in zip(self._parts(average), within, strict=True):
+            if (least, most) != NO_BOUNDS:
+                part.clamp_(least, most)
+
+
+def bounds(averages: Sequence[torch.Tensor], lasts: Sequence[torch.Tensor]) -> list[tuple[float, float]]:
+    """Of each tensor, the least and greatest value that it may have, where an optimizer seems to see to that: such as
+    one that sets negative weights to 0 after its steps. The mean of values within bounds is within, too; what goes
+    further is not.
+
+    Seen by at least two values, but not all, that are equal and the least ones, in the last result and in the ranks'
+    mean alike. Where that is chance, a step is shortened to the mean's at most.
+    """
+    found = [NO_BOUNDS] * len(averages)
+    filled = [at for at, one in enumerate(averages) if one.numel()]
+    if not filled:
+        return found
+    ends = torch.stack([torch.stack([*averages[at].aminmax(), *lasts[at].aminmax()]) for at in filled]).tolist()
+    for at, (low, high, last_low, last_high) in zip(filled, ends, strict=True):
+        pair = averages[at], lasts[at]
+        least = min(low, last_low) if _lie_at(pair, low, last_low) else -inf
+        most = max(high, last_high) if _lie_at(pair, high, last_high) else inf
+        found[at] = least, most
+    return found
+
+
+def _lie_at(tensors: Sequence[torch.Tensor], one: float, other: float) -> bool:
+    """Whether some values of both tensors lie at their ends `one` and `other`, which are the same."""
+    within = ROUNDING * torch.finfo(tensors[0].dtype).eps * abs(one)
+    if not abs(one - other) <= within:  # also where one is no number
+        return False
+    return all(2 <= int(((tensor - one).abs_() <= within).sum()) < tensor.numel() for tensor in tensors)
 
 
 def most_gain(weights: Sequence[float]) -> float:
