@@ -1,6 +1,7 @@
 """Rounds that go further than the mean of their ranks' steps where these differ by noise (`merge="adascale"`)."""
 
 from copy import deepcopy
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from worker.test_averaging import Ranks, row
 
-from elche_worker.collectives.gains import Rows, Spread, most_gain
+from elche_worker.collectives.gains import Bounds, Rows, Spread, bounds_of, most_gain
 
 COLUMNS = 4000
 
@@ -152,7 +153,9 @@ def test_rows_are_slices_along_the_first_dimension() -> None:
     assert rows.num_rows == 8
     flat = torch.arange(14.0)
     assert rows.squares(flat, torch.zeros(14)).tolist() == pytest.approx([5, 50, 36, 49, 64, 81, 221, 313])
-    rows.go_further(flat, torch.ones(14), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 1.0, 3.0]))
+    rows.go_further(
+        flat, torch.ones(14), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 1.0, 3.0]), NO_BOUNDS.repeat(4, 1)
+    )
     assert flat.tolist() == [0, 1, 2, 5, 7, 9, 6, 13, 8, 25, 10, 11, 34, 37]
 
 
@@ -227,29 +230,50 @@ def test_a_checkpoint_of_before_has_what_is_known_in_float32() -> None:
 
 
 LEAST = 0.003
+NO_BOUNDS = torch.tensor([[-inf, inf]])
+
+
+def bounds_seen(*rounds: list[float]) -> list[float]:
+    """Of a tensor that has had these values, round by round."""
+    bounds = Bounds()
+    for values in rounds:
+        said = bounds.say("float32", [torch.tensor(values)])
+    (seen,) = bounds_of(said).tolist()
+    return seen
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_values_that_an_optimizer_keeps_within_bounds_stay_there(sign: float) -> None:
-    """Such as rates that are at least 0.003: an optimizer that projects has two and more at the bound, on all ranks."""
-    last, average = (sign * torch.tensor([LEAST, LEAST, 0.5, 0.4]) for _ in range(2))
-    average[2:] = sign * torch.tensor([0.1, 0.6])
-    average[0] *= 1 + 1e-7  # the mean of equal values is rounded
-    Rows([torch.Size([4])]).go_further(average, last, torch.full((4,), 3.0))
-    assert average.tolist() == pytest.approx([sign * LEAST, sign * LEAST, sign * LEAST, sign * 1.0])
+def test_bounds_are_seen_by_values_that_lie_there_round_by_round(sign: float) -> None:
+    first, second = ([sign * value for value in (0.5, 0.5, *more)] for more in ((0.9, 0.5), (1.0, 0.7)))
+    assert bounds_seen(first, second) == ([0.5, inf] if sign > 0 else [-inf, -0.5])
 
 
 @pytest.mark.parametrize(
-    ("last", "average"),
+    "rounds",
     [
-        pytest.param([0.0, 0.5, 0.5], [0.0, 0.1, 0.2], id="one value alone is the least by chance"),
-        pytest.param([0.0, 0.0, 0.5], [-0.1, -0.1, 0.1], id="values that move together"),
-        pytest.param([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], id="all are equal"),
-        pytest.param([float("nan"), 0.0, 0.0], [0.0, 0.0, float("nan")], id="values that are none"),
+        pytest.param([[0.0, 0.5, 0.5], [0.0, 0.1, 0.2]], id="one value alone is the least by chance"),
+        pytest.param([[0.0, 0.0, 0.5], [-0.1, -0.1, 0.1]], id="values that move together"),
+        pytest.param([[0.5, 0.5, 0.5]] * 2, id="all are equal"),
+        pytest.param([[nan, 0.0, 0.0]] * 2, id="values that are none"),
+        pytest.param([[]] * 2, id="no values"),
     ],
 )
-def test_values_without_bounds_go_as_far_as_their_gain(last: list[float], average: list[float]) -> None:
-    before, flat = torch.tensor(last), torch.tensor(average)
-    wanted = before + (flat - before) * 3.0
-    Rows([torch.Size([3]), torch.Size([0])]).go_further(flat, before, torch.full((3,), 3.0))
-    assert flat.tolist() == pytest.approx(wanted.tolist(), nan_ok=True)
+def test_no_bounds_are_seen_in(rounds: list[list[float]]) -> None:
+    assert bounds_seen(*rounds) == [-inf, inf]
+
+
+def test_values_that_an_optimizer_keeps_within_bounds_stay_there() -> None:
+    """Rates that are at least 0.003, on both ranks: the mean's step, three times as long, would lead below."""
+    said = Bounds(), Bounds()
+    for values in ([LEAST, LEAST, 0.5, 0.4], [LEAST, LEAST, 0.1, 0.6]):
+        bounds = bounds_of(sum(one.say("float32", [torch.tensor(values)]) for one in said))  # type: ignore[arg-type]
+    last, average = torch.tensor([LEAST, LEAST, 0.5, 0.4]), torch.tensor([LEAST, 0.01, 0.1, 0.6])
+    Rows([torch.Size([4])]).go_further(average, last, torch.full((4,), 3.0), bounds)
+    assert average.tolist() == pytest.approx([LEAST, 0.024, LEAST, 1.0])
+
+
+def test_what_the_mean_itself_has_beyond_a_bound_stays() -> None:
+    """One that ranks see differently, by chance."""
+    last, average = torch.tensor([0.0, 0.0]), torch.tensor([-0.2, 0.2])
+    Rows([torch.Size([2])]).go_further(average, last, torch.full((2,), 3.0), torch.tensor([[-0.1, 0.1]]))
+    assert average.tolist() == pytest.approx([-0.2, 0.2])

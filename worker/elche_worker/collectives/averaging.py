@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.gains import SQUARES, Rows, Spread, most_gain
+from elche_worker.collectives.gains import SQUARES, Bounds, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
 from elche_worker.collectives.outliers import StepWatch
@@ -340,8 +340,8 @@ class Said:
     """What the ranks say of a round's steps."""
 
     most_gain: float
-    squares: tuple[torch.Tensor, ...]
-    """Squared norms by row: of each kind the steps', then those of the last round's mean."""
+    parts: tuple[torch.Tensor, ...]
+    """Of each kind the squared norms of the steps' rows, those of the last round's mean, and what `Bounds` says."""
 
 
 class Reduction:
@@ -362,6 +362,7 @@ class Reduction:
         """Of earlier generations, whose errors are still to be sent: parts of the sum have other owners since."""
         self._sends_unsent = False
         """Whether the round in progress sends them."""
+        self._bounds = Bounds()
 
     @property
     def _merges_by_rows(self) -> bool:
@@ -515,18 +516,21 @@ class Reduction:
             silent = torch.zeros_like(memory.spread.of_mean)
             parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
             parts.append(memory.spread.newest_of_mean if group.position == source else silent)
+            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)))
+            parts.append(bounds if own else torch.zeros_like(bounds))
         said = torch.cat(parts)
         group.all_reduce(said)
         return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: Memory, said: Said) -> None:
         """Merges the ranks' steps, of which `trained` has the mean."""
-        rows, at = self._rows(kind), 2 * list(self._layout.flat_buffers).index(kind)
-        memory.spread.learn(said.squares[at].clone(), said.squares[at + 1])
-        moved = said.squares[at] > 0  # the mean of no steps is a step by rounding at most
+        rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
+        memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
+        moved = said.parts[at] > 0  # the mean of no steps is a step by rounding at most
         memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
         if said.most_gain > 1.0:
-            rows.go_further(trained, memory.last, memory.spread.gains(said.most_gain))
+            gains = memory.spread.gains(said.most_gain)
+            rows.go_further(trained, memory.last, gains, bounds_of(said.parts[at + 2]))
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])

@@ -10,16 +10,13 @@ independent ones. Each row of a weight, and each value of a vector, has its own,
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from math import inf
+from math import inf, nan
 
 import torch
 
 SMOOTHING = 0.9
 """Factor on what is known of a row with each round. It begins with the first round, in which ranks agree, and whose
 steps are long: so the gain rises late, and not while training has not settled."""
-NO_BOUNDS = -inf, inf
-ROUNDING = 4.0
-"""Units in the last place by which the mean of equal values may differ from them."""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 
@@ -77,7 +74,7 @@ class Rows:
         self._shapes = [(shape[0], shape[1:].numel()) if shape else (1, 1) for shape in shapes]
         self.num_rows = sum(num_rows for num_rows, _ in self._shapes)
 
-    def _parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Views of (rows, values of a row)."""
         sizes = [num_rows * size for num_rows, size in self._shapes]
         for part, shape in zip(torch.split(flat, sizes), self._shapes, strict=True):
@@ -85,54 +82,61 @@ class Rows:
 
     def squares(self, flat: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """The squared norm of each row of the step from `last` to `flat`."""
-        pairs = zip(self._parts(flat), self._parts(last), strict=True)
+        pairs = zip(self.parts(flat), self.parts(last), strict=True)
         norms = [torch.linalg.vector_norm(now - before, dim=1) for now, before in pairs]
         if not norms:
             return torch.zeros(0, dtype=SQUARES, device=flat.device)
         return torch.cat(norms).to(SQUARES).square_()
 
-    def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor) -> None:
-        """Multiplies the step from `last` to `average` by each row's gain, in place. No value leaves the bounds that
-        its tensor has (`bounds`).
+    def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor, bounds: torch.Tensor) -> None:
+        """Multiplies the step from `last` to `average` by each row's gain, in place. Where the average is within the
+        bounds of its tensor, so is the result.
         """
-        within = bounds(list(self._parts(average)), list(self._parts(last)))
-        average.sub_(last)
-        parts = zip(self._parts(average), torch.split(gains, [num for num, _ in self._shapes]), strict=True)
-        for part, gain in parts:
-            part.mul_(gain.to(part.dtype).unsqueeze(1))
-        average.add_(last)
-        for part, (least, most) in zip(self._parts(average), within, strict=True):
-            if (least, most) != NO_BOUNDS:
-                part.clamp_(least, most)
+        per_tensor = torch.split(gains, [num for num, _ in self._shapes])
+        parts = zip(self.parts(average), self.parts(last), per_tensor, bounds.tolist(), strict=True)
+        for part, before, gain, (least, most) in parts:
+            mean = part.clone() if (least, most) != (-inf, inf) else None
+            part.sub_(before).mul_(gain.to(part.dtype).unsqueeze(1)).add_(before)
+            if mean is not None:
+                part.copy_(part.maximum(mean.clamp(max=least)).minimum(mean.clamp(min=most)))
 
 
-def bounds(averages: Sequence[torch.Tensor], lasts: Sequence[torch.Tensor]) -> list[tuple[float, float]]:
-    """Of each tensor, the least and greatest value that it may have, where an optimizer seems to see to that: such as
-    one that sets negative weights to 0 after its steps. The mean of values within bounds is within, too; what goes
-    further is not.
+class Bounds:
+    """What a rank sees of bounds within which its optimizer keeps the values of tensors: such as one that sets negative
+    weights to 0 after its steps. The mean of values within bounds is within, too; what goes further need not be.
 
-    Seen by at least two values, but not all, that are equal and the least ones, in the last result and in the ranks'
-    mean alike. Where that is chance, a step is shortened to the mean's at most.
+    Seen by two values or more, but not all, that are equal and the tensor's least (or greatest) ones, as they were a
+    round ago. Where that is chance, some values go no further than the mean.
     """
-    found = [NO_BOUNDS] * len(averages)
-    filled = [at for at, one in enumerate(averages) if one.numel()]
-    if not filled:
-        return found
-    ends = torch.stack([torch.stack([*averages[at].aminmax(), *lasts[at].aminmax()]) for at in filled]).tolist()
-    for at, (low, high, last_low, last_high) in zip(filled, ends, strict=True):
-        pair = averages[at], lasts[at]
-        least = min(low, last_low) if _lie_at(pair, low, last_low) else -inf
-        most = max(high, last_high) if _lie_at(pair, high, last_high) else inf
-        found[at] = least, most
-    return found
+
+    def __init__(self) -> None:
+        self._before: dict[str, list[list[float]]] = {}
+        """By dtype: of each tensor, its least and its greatest value a round ago."""
+
+    def say(self, dtype: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """For each tensor whether it has a least value and which, and the same of a greatest one: what `bounds_of`
+        takes, of one rank.
+        """
+        ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
+        now: list[list[float]] = torch.stack(ends).tolist() if ends else []
+        before, self._before[dtype] = self._before.get(dtype, now), now
+        said = [
+            value
+            for tensor, *pair in zip(tensors, now, before, strict=True)
+            for end, known in zip(*pair, strict=True)
+            for value in (
+                (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)
+            )
+        ]
+        device = tensors[0].device if tensors else None
+        return torch.tensor(said, dtype=SQUARES, device=device)
 
 
-def _lie_at(tensors: Sequence[torch.Tensor], one: float, other: float) -> bool:
-    """Whether some values of both tensors lie at their ends `one` and `other`, which are the same."""
-    within = ROUNDING * torch.finfo(tensors[0].dtype).eps * abs(one)
-    if not abs(one - other) <= within:  # also where one is no number
-        return False
-    return all(2 <= int(((tensor - one).abs_() <= within).sum()) < tensor.numel() for tensor in tensors)
+def bounds_of(said: torch.Tensor) -> torch.Tensor:
+    """The bounds of each tensor, (tensors, 2), by the sum of what ranks have said; infinite where no rank has any."""
+    num_ranks, ends = said.view(-1, 2, 2).unbind(-1)
+    unbounded = torch.tensor([-inf, inf], dtype=said.dtype, device=said.device)
+    return torch.where(num_ranks > 0, ends / num_ranks, unbounded)
 
 
 def most_gain(weights: Sequence[float]) -> float:
