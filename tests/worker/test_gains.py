@@ -11,6 +11,7 @@ from worker.test_averaging import Ranks, row
 
 from elche_worker.collectives.gains import Bounds, Rows, Spread, bounds_of, most_gain
 
+CPU = torch.device("cpu")
 COLUMNS = 4000
 
 
@@ -237,7 +238,7 @@ def bounds_seen(*rounds: list[float]) -> list[float]:
     """Of a tensor that has had these values, round by round."""
     bounds = Bounds()
     for values in rounds:
-        said = bounds.say("float32", [torch.tensor(values)])
+        said = bounds.say("float32", [torch.tensor(values)], CPU)
     (seen,) = bounds_of(said).tolist()
     return seen
 
@@ -255,6 +256,7 @@ def test_bounds_are_seen_by_values_that_lie_there_round_by_round(sign: float) ->
         pytest.param([[0.0, 0.0, 0.5], [-0.1, -0.1, 0.1]], id="values that move together"),
         pytest.param([[0.5, 0.5, 0.5]] * 2, id="all are equal"),
         pytest.param([[nan, 0.0, 0.0]] * 2, id="values that are none"),
+        pytest.param([[0.0, 0.0, 0.5]], id="what has been seen once"),
         pytest.param([[]] * 2, id="no values"),
     ],
 )
@@ -262,11 +264,15 @@ def test_no_bounds_are_seen_in(rounds: list[list[float]]) -> None:
     assert bounds_seen(*rounds) == [-inf, inf]
 
 
+def test_a_dtype_of_which_nothing_is_trained_has_no_bounds() -> None:
+    assert bounds_of(Bounds().say("float64", [], CPU)).shape == (0, 2)
+
+
 def test_values_that_an_optimizer_keeps_within_bounds_stay_there() -> None:
     """Rates that are at least 0.003, on both ranks: the mean's step, three times as long, would lead below."""
     said = Bounds(), Bounds()
     for values in ([LEAST, LEAST, 0.5, 0.4], [LEAST, LEAST, 0.1, 0.6]):
-        bounds = bounds_of(sum(one.say("float32", [torch.tensor(values)]) for one in said))  # type: ignore[arg-type]
+        bounds = bounds_of(sum(one.say("float32", [torch.tensor(values)], CPU) for one in said))  # type: ignore[arg-type]
     last, average = torch.tensor([LEAST, LEAST, 0.5, 0.4]), torch.tensor([LEAST, 0.01, 0.1, 0.6])
     Rows([torch.Size([4])]).go_further(average, last, torch.full((4,), 3.0), bounds)
     assert average.tolist() == pytest.approx([LEAST, 0.024, LEAST, 1.0])

@@ -516,7 +516,7 @@ class Reduction:
             silent = torch.zeros_like(memory.spread.of_mean)
             parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
             parts.append(memory.spread.newest_of_mean if group.position == source else silent)
-            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)))
+            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
             parts.append(bounds if own else torch.zeros_like(bounds))
         said = torch.cat(parts)
         group.all_reduce(said)

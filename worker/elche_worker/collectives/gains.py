@@ -113,29 +113,25 @@ class Bounds:
         self._before: dict[str, list[list[float]]] = {}
         """By dtype: of each tensor, its least and its greatest value a round ago."""
 
-    def say(self, dtype: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def say(self, dtype: str, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """For each tensor whether it has a least value and which, and the same of a greatest one: what `bounds_of`
         takes, of one rank.
         """
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []
-        before, self._before[dtype] = self._before.get(dtype, now), now
+        before, self._before[dtype] = self._before.get(dtype, [[nan, nan]] * len(now)), now
         said = [
-            value
+            (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)
             for tensor, *pair in zip(tensors, now, before, strict=True)
             for end, known in zip(*pair, strict=True)
-            for value in (
-                (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)
-            )
         ]
-        device = tensors[0].device if tensors else None
-        return torch.tensor(said, dtype=SQUARES, device=device)
+        return torch.tensor(said, dtype=SQUARES).view(-1).to(device)
 
 
 def bounds_of(said: torch.Tensor) -> torch.Tensor:
     """The bounds of each tensor, (tensors, 2), by the sum of what ranks have said; infinite where no rank has any."""
-    num_ranks, ends = said.view(-1, 2, 2).unbind(-1)
-    unbounded = torch.tensor([-inf, inf], dtype=said.dtype, device=said.device)
+    num_ranks, ends = said.view(len(said) // 4, 2, 2).unbind(-1)
+    unbounded = torch.tensor([-inf, inf], dtype=said.dtype).to(said.device)
     return torch.where(num_ranks > 0, ends / num_ranks, unbounded)
 
 
