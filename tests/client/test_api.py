@@ -77,6 +77,51 @@ def test_submit_sends_the_file_and_every_option(job_file: Path) -> None:
     ]
 
 
+class Losing(ScriptedJobs):
+    """Takes each submission in, and its answers to the first calls are lost."""
+
+    def __init__(self, num_lost: int, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        super().__init__()
+        self._num_lost, self._code = num_lost, code
+        self.keys: list[str] = []
+
+    def SubmitJob(self, request, context):  # noqa: N802
+        self.keys.append(request.key)
+        if len(self.keys) <= self._num_lost:
+            context.abort(self._code, "the connection has ended")
+        return pb.SubmitJobResponse(job_id=f"j-{request.key}")
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+@pytest.mark.parametrize("key", ["", "mine"])
+def test_a_submission_whose_answer_is_lost_is_sent_again_as_the_same(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, key: str, code: grpc.StatusCode
+) -> None:
+    """With a key by which the coordinator knows it: without one there would be two jobs."""
+    monkeypatch.setattr("elche_client.client.RETRY_AFTER_S", (0.0, 0.0))
+    jobs = Losing(2, code)
+    with connected(jobs) as client:
+        handle = client.submit(job_file, key=key)
+        client.submit(job_file)
+    first, *again, another = jobs.keys
+    assert first
+    assert again == [first, first]
+    assert key in ("", first)
+    assert handle.id == f"j-{first}"
+    assert another != first, "it is another job"
+
+
+def test_a_submission_is_sent_again_so_often_and_one_that_is_refused_never(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elche_client.client.RETRY_AFTER_S", (0.0, 0.0))
+    for code, num_calls in ((grpc.StatusCode.UNAVAILABLE, 3), (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)):
+        jobs = Losing(9, code)
+        with connected(jobs) as client, pytest.raises(ElcheError):
+            client.submit(job_file)
+        assert len(jobs.keys) == num_calls
+
+
 def test_what_is_not_asked_is_left_to_the_file(job_file: Path) -> None:
     jobs = ScriptedJobs()
     with connected(jobs) as client:

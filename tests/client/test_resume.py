@@ -1,12 +1,17 @@
-"""What `elche checkpoints` reads from the folder of a run."""
+"""What `elche checkpoints` and `elche resume` read from the folder of a run."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from elche.manifest import checkpoints_in, checksum, newest
+from elche.errors import InvalidJob
+from elche.manifest import SOURCE, checkpoints_in, checksum, newest
+from elche_client import resume
 from elche_client.cli import main
+from elche_client.options import JobOptions
 
 
 def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_name(tmp_path: Path) -> None:
@@ -47,3 +52,123 @@ def test_the_metrics_of_the_last_checkpoint_are_those_of_the_runs_record(
         ({"accuracy": 0.5}, False),
         ({"accuracy": 0.75}, True),
     ]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, JobOptions, Path]]:
+    """The runs that are begun: their kinds, options and files."""
+    found: list[tuple[str, JobOptions, Path]] = []
+
+    def begin(kind: str) -> Any:
+        def make(*, path: Path, options: JobOptions, **more: object) -> Any:
+            found.append((kind, options, path))
+            return SimpleNamespace(run=lambda: 0)
+
+        return make
+
+    monkeypatch.setattr(resume, "LocalRun", begin("job"))
+    monkeypatch.setattr(resume, "ScriptRun", begin("loop"))
+    return found
+
+
+def write_run(folder: Path, *, loop: bool = False, **record: object) -> Path:
+    """The folder of a run with a checkpoint, and what it was begun with."""
+    checkpoint = folder / "checkpoints" / "1-00000001"
+    write_checkpoint(checkpoint, 1, {})
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["checksum"]
+    manifest |= {"settings": {"batch_size": 8, "anchor": 4}, "num_ranks": 2, "file_name": str(folder / "train.py")}
+    if loop:
+        manifest["training"] = {"loop": {"num_steps": 1, "epoch": 0}}
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    (checkpoint / SOURCE).write_text("job = 'then'")
+    command = {"name": "mine", "arguments": ["--then"], "environment": {"A": "then", "B": "then"}}
+    (folder / resume.COMMAND).write_text(json.dumps(command))
+    (folder / resume.RECORD).write_text(json.dumps({"state": "cancelled", "epochs": 1, **record}))
+    return checkpoint
+
+
+def go_on(place: Path, options: JobOptions, file: Path | None = None) -> int:
+    return resume.resume_here(str(place), file, options, device="cpu", out=None, as_json=False)
+
+
+def test_what_is_asked_for_wins_over_what_the_checkpoint_was_made_with(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
+) -> None:
+    """`elche resume RUN --anchor 9` trained on with the anchor of the checkpoint."""
+    checkpoint = write_run(tmp_path)
+    assert go_on(tmp_path, JobOptions()) == 0
+    mine = JobOptions(
+        num_ranks=3, settings={"anchor": 9, "seed": 1}, name="another", arguments=("--now",), environment={"A": "now"}
+    )
+    assert go_on(tmp_path, mine) == 0
+    (kind, as_before, _), (_, as_asked, _) = begun
+    assert kind == "job"
+    assert as_before == JobOptions(
+        resume=str(checkpoint),
+        num_ranks=2,
+        settings={"batch_size": 8, "anchor": 4},
+        name="mine",
+        arguments=("--then",),
+        environment={"A": "then", "B": "then"},
+    )
+    assert as_asked == JobOptions(
+        resume=str(checkpoint),
+        num_ranks=3,
+        settings={"batch_size": 8, "anchor": 9, "seed": 1},
+        name="another",
+        arguments=("--now",),
+        environment={"A": "now", "B": "then"},
+    )
+
+
+def test_the_file_is_the_one_that_has_made_the_checkpoint(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, original, another = write_run(tmp_path) / SOURCE, tmp_path / "train.py", tmp_path / "another.py"
+    go_on(tmp_path, JobOptions())
+    original.write_text(copy.read_text())
+    go_on(tmp_path, JobOptions())
+    assert "has changed" not in capsys.readouterr().err
+    original.write_text("job = 'now'")
+    go_on(tmp_path, JobOptions())
+    assert f"{original} has changed since the checkpoint; its copy there is used" in capsys.readouterr().err
+    go_on(tmp_path, JobOptions(), another)
+    assert [path for _, _, path in begun] == [copy, original, copy, another]
+    assert begun[-1][1].name == "", "another file, another name"
+
+
+def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:
+    write_run(tmp_path, loop=True)
+    go_on(tmp_path, JobOptions())
+    assert begun[0][0] == "loop"
+
+
+@pytest.mark.parametrize("settings", [{}, {"epochs": 3}, {"epochs": 2}, {"anchor": 5}])
+def test_a_complete_run_is_not_begun_again(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]], settings: dict[str, object]
+) -> None:
+    write_run(tmp_path, state="succeeded", epochs=3)
+    with pytest.raises(InvalidJob, match="is complete, with 3 epochs: there is nothing to resume unless --epochs"):
+        go_on(tmp_path, JobOptions(settings=settings))
+    assert begun == []
+
+
+@pytest.mark.parametrize(
+    ("record", "settings"),
+    [
+        ({"state": "succeeded", "epochs": 3}, {"epochs": 4}),
+        ({"state": "succeeded", "epochs": 3}, {"max_steps": 9}),
+        ({"state": "succeeded", "epochs": 3, "ended_early": "patience"}, {}),
+        ({"state": "failed", "epochs": 3}, {}),
+    ],
+)
+def test_a_run_with_more_to_do_goes_on(
+    tmp_path: Path,
+    begun: list[tuple[str, JobOptions, Path]],
+    record: dict[str, object],
+    settings: dict[str, object],
+) -> None:
+    write_run(tmp_path, **record)
+    assert go_on(tmp_path, JobOptions(settings=settings)) == 0
+    assert begun[0][1].settings == {"batch_size": 8, "anchor": 4} | settings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elche.errors import InvalidJob
-from elche_client.sweep import Sweep, Trial, halved, read_sweep, trials
+from elche_client.sweep import Range, Sweep, Trial, halved, read_sweep, trials
 from elche_client.sweep_run import Optuna
 
 Write = Callable[[str], Path]
@@ -62,6 +62,40 @@ def test_toml_says_the_same(write: Write) -> None:
 def test_numbers_that_yaml_takes_for_text_are_numbers(write: Write) -> None:
     sweep = read_sweep(write("{job: train.py, method: random, arguments: {--lr: {min: 1e-4, max: 1e-1}}}"))
     assert all(1e-4 <= one.values["arguments", "--lr"] <= 0.1 for one in trials(sweep))
+
+
+@pytest.mark.parametrize(
+    ("space", "least", "quarter", "middle", "most"),
+    [
+        (Range(1e-4, 1.0, True, False), 1e-4, 1e-3, 1e-2, 1.0),
+        (Range(0.0, 1.0, False, False), 0.0, 0.25, 0.5, 1.0),
+        (Range(-1.0, 3.0, False, False), -1.0, 0.0, 1.0, 3.0),
+        (Range(1, 4, False, True), 1, 2, 3, 4),
+        (Range(-2, 1, False, True), -2, -1, 0, 1),
+    ],
+)
+def test_what_is_drawn_is_spread_evenly_over_its_range(
+    space: Range, least: float, quarter: float, middle: float, most: float
+) -> None:
+    """Of rates from 1e-4 to 1 a half is below 0.01, not 0.5 % of them."""
+    found = [space.at(fraction) for fraction in (0.0, 0.25, 0.5, 1.0)]
+    assert found == [least, quarter, middle, most]
+    if space.is_whole:
+        assert all(isinstance(value, int) for value in found)
+        counts = dict.fromkeys(range(int(space.least), int(space.most) + 1), 0)
+        for step in range(4000):
+            counts[int(space.at(step / 4000))] += 1
+        assert set(counts.values()) == {1000}, "the last is as likely as the others"
+
+
+def test_logarithms_are_asked_for_and_whole_numbers_are_those_of_whole_bounds(write: Write) -> None:
+    spaces = "{--a: {min: 1, max: 8}, --b: {min: 1, max: 8.5}, --c: {min: 1, max: 8, log: true}}"
+    found = read_sweep(write(f"{{job: train.py, method: random, arguments: {spaces}}}")).spaces.values()
+    assert [(one.is_log, one.is_whole) for one in found if isinstance(one, Range)] == [
+        (False, True),
+        (False, False),
+        (True, False),
+    ]
 
 
 def test_another_file_is_another_sweep(write: Write) -> None:

@@ -1,6 +1,7 @@
 """Who may not call is told so before what they have sent is looked at, and whose token ends is not waited for."""
 
 import asyncio
+import json
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from elche.errors import NotAllowed
+from elche.errors import InvalidJob, NotAllowed
+from elche.status import answering
 from elche_coordinator.access import AccessInterceptor, Credentials
 from elche_coordinator.audit import Audit
+from elche_coordinator.roles import CHANGES, NEEDED, Caller, Role
 
 OWN = "correct horse battery"
 
@@ -22,6 +25,7 @@ class Context:
     def __init__(self, token: str) -> None:
         self._token = token
         self.answer: grpc.StatusCode | None = None
+        self.said = ""
 
     def invocation_metadata(self) -> Any:
         return (("authorization", f"Bearer {self._token}"),)
@@ -32,8 +36,14 @@ class Context:
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
 
+    def details(self) -> str:
+        return self.said
+
+    async def write(self, message: Any) -> None:
+        pass
+
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
-        self.answer = code
+        self.answer, self.said = code, details
         raise grpc.aio.AbortError(details)
 
 
@@ -156,3 +166,73 @@ def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, 
         assert (await access.intercept_service(continuation, health)).request_deserializer is parse
 
     asyncio.run(scenario())
+
+
+async def told_by(folder: Path, method: str, behave: Any, role: Role) -> tuple[Context, list[dict[str, Any]]]:
+    """A call of somebody with this role, about "x", and the lines that it leaves in the audit log."""
+    grant = SimpleNamespace(token=SimpleNamespace(caller=Caller("anna", role, "t1")), revoked=asyncio.Event())
+    tokens: Any = SimpleNamespace(find=lambda text: grant, left_s=lambda grant: timedelta(days=1).total_seconds())
+    path = folder / "audit.jsonl"
+    access = AccessInterceptor(Credentials(OWN, tokens), Audit(path), no_rank)
+
+    async def behave_in_stream(request: Any, context: Any) -> Any:
+        yield await behave(request, context)
+
+    async def continuation(details: Any) -> Any:
+        is_stream = method.endswith("Attach")
+        make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+        return make(behave_in_stream if is_stream else behave, lambda data: SimpleNamespace(id="x"))  # type: ignore[operator]
+
+    details: Any = SimpleNamespace(method=method)
+    handler = await access.intercept_service(continuation, details)
+    context: Any = Context("of anna")
+    try:
+        await (handler.unary_stream or handler.unary_unary)(b"", context)
+    except grpc.aio.AbortError:
+        pass
+    return context, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("method", sorted(method for method in NEEDED if method.rpartition("/")[2] in CHANGES))
+def test_what_is_changed_is_in_the_audit_log(tmp_path: Path, method: str) -> None:
+    """Who revoked a token could not have been found."""
+
+    async def behave(request: Any, context: Any) -> Any:
+        return SimpleNamespace()
+
+    _, lines = asyncio.run(told_by(tmp_path, method, behave, Role.OPERATOR))
+    call = method.rpartition("/")[2]
+    told = [(line["who"], line["token"], line["call"], line["outcome"]) for line in lines]
+    assert told == [("anna (operator)", "t1", call, "begun" if call == "Attach" else "done")]
+    assert lines[0]["what"] == ("" if call == "Attach" else "x")
+
+
+@pytest.mark.parametrize("method", sorted(method for method, needed in NEEDED.items() if needed is not Role.VIEWER))
+def test_what_a_viewer_is_refused_is_in_the_audit_log(tmp_path: Path, method: str) -> None:
+    async def behave(request: Any, context: Any) -> Any:
+        raise AssertionError("it is refused")
+
+    context, lines = asyncio.run(told_by(tmp_path, method, behave, Role.VIEWER))
+    call = method.rpartition("/")[2]
+    assert context.answer is grpc.StatusCode.PERMISSION_DENIED
+    assert [(line["who"], line["call"]) for line in lines] == [("anna (viewer)", call)]
+    assert lines[0]["outcome"].startswith(f"refused: {call} needs the role ")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(InvalidJob("it has ended"), "refused: it has ended"), (OSError("disk"), "failed")]
+)
+def test_a_change_that_is_not_made_is_in_the_audit_log_with_its_reason(
+    tmp_path: Path, error: Exception, outcome: str
+) -> None:
+    async def behave(request: Any, context: Any) -> Any:
+        async with answering(context):
+            raise error
+
+    async def story() -> list[dict[str, Any]]:
+        try:
+            return (await told_by(tmp_path, "/elche.v1.JobService/CancelJob", behave, Role.USER))[1]
+        except OSError:
+            return [json.loads((tmp_path / "audit.jsonl").read_text())]
+
+    assert [line["outcome"] for line in asyncio.run(story())] == [outcome]

@@ -43,3 +43,26 @@ def test_jobs_are_of_the_tokens_name() -> None:
     for whose in ("bob", "", "anna@host"):
         with pytest.raises(Forbidden, match="anna needs the role operator to change it"):
             anna.require_own(whose, "x")
+
+
+OF_VIEWERS = {"ListJobs", "WatchJob", "ListHosts", "FetchTimeline", "StreamLogs"}
+OF_OPERATORS = {"DrainHost", "MeasureLinks", "MakeToken", "ListTokens", "RevokeToken"}
+OF_AGENTS = {"Attend", "Deliver"}
+READ_ONLY = OF_VIEWERS | {"FetchModel", "FetchJournal", "FindBundle", "ListTokens"}
+"""Of clients. All others leave a line in the audit log."""
+
+
+def test_who_may_only_read_can_change_nothing() -> None:
+    """Written out, so that a call which is moved to another role is seen: a viewer could have uploaded folders."""
+
+    def calls_of(role: Role) -> set[str]:
+        return {call.rpartition("/")[2] for call, needed in NEEDED.items() if needed is role}
+
+    assert (calls_of(Role.VIEWER), calls_of(Role.OPERATOR), calls_of(Role.AGENT)) == (
+        OF_VIEWERS,
+        OF_OPERATORS,
+        OF_AGENTS,
+    )
+    everything = {call.rpartition("/")[2] for call in NEEDED}
+    assert calls_of(Role.USER) == everything - OF_VIEWERS - OF_OPERATORS - OF_AGENTS
+    assert everything - CHANGES == READ_ONLY | OF_AGENTS

@@ -1,0 +1,138 @@
+"""What clients may ask of a job, by how it has ended; and which jobs are forgotten."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elche.errors import InvalidJob
+from elche_coordinator import tape
+from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.driver import Driver
+from elche_coordinator.history import History
+from elche_coordinator.requests import resume
+from elche_coordinator.sql.store import SqlStore
+
+WRITTEN = (Checkpoint(name="1-2", path="/runs/old/checkpoints/1-2", version=2, epoch=2, global_step=20, size_bytes=1),)
+COMPLETE = JobResult(outcome=Outcome.SUCCEEDED, epochs=3, checkpoints=WRITTEN)
+IS_COMPLETE = "job old is complete, with 3 epochs"
+
+
+def started(folder: Path) -> tuple[Driver, JobCatalogue]:
+    store = SqlStore.in_file(folder / "elche.sqlite")
+    driver = Driver(Coordinator(), store, recorded=tape.read(store))
+    return driver, JobCatalogue(driver, History(store))
+
+
+def resumed(folder: Path, result: JobResult | None, settings: Mapping[str, str], **more: Any) -> JobSpec:
+    """The spec of the job as which one with this result goes on."""
+
+    async def story() -> JobSpec:
+        driver, _ = started(folder)
+        spec = JobSpec(
+            name="old",
+            file_name="old.py",
+            source_hash=driver.sources.add("job = 1"),
+            settings={"epochs": "3", "seed": "7"},
+            submitted_by="anna",
+            **more,
+        )
+        driver.sources.hold(JobId("another"), spec.source_hash)
+        old: Any = SimpleNamespace(result=lambda job_id: result, submission=lambda job_id: spec)
+        view: Any = SimpleNamespace(job_id="old")
+        try:
+            job_id, path = await resume(driver, old, view, settings)
+            assert path == "/runs/old/checkpoints"
+            found = driver.core.spec(job_id)
+            assert found is not None
+            return found
+        finally:
+            driver.stop()
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ended_early": "patience"},
+        {"outcome": Outcome.FAILED},
+        {"outcome": Outcome.CANCELLED},
+    ],
+)
+def test_a_job_that_has_not_trained_all_its_epochs_goes_on(tmp_path: Path, change: Any) -> None:
+    """One that had ended early, by its patience, was taken for a complete one."""
+    spec = resumed(tmp_path, replace(COMPLETE, **change), {})
+    assert (spec.resume, spec.submitted_by) == ("/runs/old/checkpoints", "anna")
+    assert spec.settings == {"epochs": "3", "seed": "7"}
+
+
+@pytest.mark.parametrize("settings", [{"epochs": "4"}, {"max_steps": "100"}, {"epochs": "2", "max_steps": "100"}])
+def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mapping[str, str]) -> None:
+    assert resumed(tmp_path, COMPLETE, settings).settings == {"epochs": "3", "seed": "7"} | settings
+
+
+@pytest.mark.parametrize(
+    ("result", "settings", "more", "why"),
+    [
+        (COMPLETE, {}, {}, IS_COMPLETE),
+        (COMPLETE, {"epochs": "3"}, {}, IS_COMPLETE),
+        (COMPLETE, {"epochs": "2"}, {}, IS_COMPLETE),
+        (COMPLETE, {"seed": "8"}, {}, IS_COMPLETE),
+        (None, {}, {}, "job old has not ended"),
+        (replace(COMPLETE, checkpoints=()), {"epochs": "9"}, {}, "job old has no checkpoint"),
+        (COMPLETE, {}, {"is_loop": True}, "start the script again, ELCHE_RESUME=/runs/old/checkpoints/1-2 to resume"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_with_what_to_do(
+    tmp_path: Path, result: JobResult | None, settings: Mapping[str, str], more: Any, why: str
+) -> None:
+    with pytest.raises(InvalidJob, match=why):
+        resumed(tmp_path, result, settings, **more)
+
+
+def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:
+    """Not those that were submitted first; and those of earlier runs before all of this one."""
+
+    async def story() -> None:
+        driver, _ = started(tmp_path)
+        submit(driver, "of-before", "waits")
+        driver.handle(JobCancelled(job_id=JobId("of-before")))
+        await driver.durable()
+        driver.stop()
+        driver, catalogue = started(tmp_path)
+        submit(driver, "first", "second", "third", "lives")
+        for name in ("third", "first", "second"):
+            driver.handle(JobCancelled(job_id=JobId(name)))
+            driver._clock_offset_s += 1.0
+        await driver.durable()
+        left = []
+        for keep_jobs in (4, 3, 2, 1, 0):
+            catalogue.forget_oldest(keep_jobs)
+            left.append(sorted(set(catalogue.job_ids()) - {"waits", "lives"}))
+        assert left == [
+            ["first", "of-before", "second", "third"],
+            ["first", "second", "third"],
+            ["first", "second"],
+            ["second"],
+            [],
+        ]
+        assert {"waits", "lives"} <= set(catalogue.job_ids())
+        driver.stop()
+
+    asyncio.run(story())
+
+
+def submit(driver: Driver, *names: str) -> None:
+    for name in names:
+        spec = JobSpec(name=name, source_hash=driver.sources.add("job = 1"), file_name="job.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=1.0))
