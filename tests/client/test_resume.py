@@ -11,6 +11,7 @@ from elche.errors import InvalidJob
 from elche.manifest import SOURCE, checkpoints_in, checksum, newest
 from elche_client import resume
 from elche_client.cli import main
+from elche_client.local_run import COMMAND
 from elche_client.options import JobOptions
 
 
@@ -71,7 +72,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, JobOptions, Path]]
     return found
 
 
-def write_run(folder: Path, *, loop: bool = False, **record: object) -> Path:
+def write_run(folder: Path, *, loop: bool = False, **record: Any) -> Path:
     """The folder of a run with a checkpoint, and what it was begun with."""
     checkpoint = folder / "checkpoints" / "1-00000001"
     write_checkpoint(checkpoint, 1, {})
@@ -83,7 +84,7 @@ def write_run(folder: Path, *, loop: bool = False, **record: object) -> Path:
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
     (checkpoint / SOURCE).write_text("job = 'then'")
     command = {"name": "mine", "arguments": ["--then"], "environment": {"A": "then", "B": "then"}}
-    (folder / resume.COMMAND).write_text(json.dumps(command))
+    (folder / COMMAND).write_text(json.dumps(command))
     (folder / resume.RECORD).write_text(json.dumps({"state": "cancelled", "epochs": 1, **record}))
     return checkpoint
 
@@ -166,7 +167,7 @@ def test_a_complete_run_is_not_begun_again(
 def test_a_run_with_more_to_do_goes_on(
     tmp_path: Path,
     begun: list[tuple[str, JobOptions, Path]],
-    record: dict[str, object],
+    record: dict[str, Any],
     settings: dict[str, object],
 ) -> None:
     write_run(tmp_path, **record)

@@ -179,9 +179,9 @@ async def told_by(folder: Path, method: str, behave: Any, role: Role) -> tuple[C
         yield await behave(request, context)
 
     async def continuation(details: Any) -> Any:
-        is_stream = method.endswith("Attach")
+        is_stream = method.endswith("MeasureLinks")
         make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
-        return make(behave_in_stream if is_stream else behave, lambda data: SimpleNamespace(id="x"))  # type: ignore[operator]
+        return make(behave_in_stream if is_stream else behave, lambda data: SimpleNamespace(id="x"))
 
     details: Any = SimpleNamespace(method=method)
     handler = await access.intercept_service(continuation, details)
@@ -203,8 +203,8 @@ def test_what_is_changed_is_in_the_audit_log(tmp_path: Path, method: str) -> Non
     _, lines = asyncio.run(told_by(tmp_path, method, behave, Role.OPERATOR))
     call = method.rpartition("/")[2]
     told = [(line["who"], line["token"], line["call"], line["outcome"]) for line in lines]
-    assert told == [("anna (operator)", "t1", call, "begun" if call == "Attach" else "done")]
-    assert lines[0]["what"] == ("" if call == "Attach" else "x")
+    assert told == [("anna (operator)", "t1", call, "begun" if call == "MeasureLinks" else "done")]
+    assert lines[0]["what"] == ("" if call == "MeasureLinks" else "x")
 
 
 @pytest.mark.parametrize("method", sorted(method for method, needed in NEEDED.items() if needed is not Role.VIEWER))

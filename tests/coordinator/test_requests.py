@@ -78,7 +78,7 @@ def test_a_job_that_has_not_trained_all_its_epochs_goes_on(tmp_path: Path, chang
 
 @pytest.mark.parametrize("settings", [{"epochs": "4"}, {"max_steps": "100"}, {"epochs": "2", "max_steps": "100"}])
 def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mapping[str, str]) -> None:
-    assert resumed(tmp_path, COMPLETE, settings).settings == {"epochs": "3", "seed": "7"} | settings
+    assert resumed(tmp_path, COMPLETE, settings).settings == {"epochs": "3", "seed": "7", **settings}
 
 
 @pytest.mark.parametrize(
