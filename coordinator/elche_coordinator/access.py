@@ -25,6 +25,7 @@ from elche_coordinator.budgets import (
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import caller_of
+from elche_coordinator.processor import Processor
 from elche_coordinator.roles import CALLER, CHANGES, NEEDED, Caller, Role
 from elche_coordinator.streams import Superseded
 from elche_coordinator.tokens import Grant, Tokens
@@ -92,11 +93,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         authenticate: Callable[[Context], object],
         *,
         take_s: float = TAKE_S,
+        processor: Processor | None = None,
     ) -> None:
         self._authenticate = authenticate
         self._credentials = credentials
         self._audit = audit
         self._take_s = take_s
+        self._processor = processor or Processor()
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
 
@@ -119,8 +122,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
     async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
-        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it, or has too many
-        open; it counts as open `during` this.
+        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it, has too many
+        open or has used too much of the processor; it counts as open `during` this.
         """
         given = dict(context.invocation_metadata() or ())
         uris = context.auth_context().get("peer_uri", ())
@@ -138,6 +141,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 during.enter_context(self._calls.taking(caller.name))
             if call in FILE_CALLS:
                 during.enter_context(self._file_calls.taking(caller.name))
+            await self._processor.turn(_payer(caller, method))
         CALLER.set(caller)
         return grant
 
@@ -167,12 +171,18 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         async def respond(sent: Any, context: Context) -> Any:
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
-                request = _parsed(handler, sent)
-                answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+                payer = _payer(CALLER.get(), method)
+                answer = self._processor.metered(payer, of_caller(sent, context, payer))
                 return await (answer if grant is None else self._until_ended(grant, answer, context))
 
+        async def of_caller(sent: Any, context: Context, payer: str) -> Any:
+            request = _parsed(handler, sent, lambda: self._processor.pause(payer))
+            answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+            serialize = handler.response_serializer or _as_it_is
+            return serialize(await answer)
+
         make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
-        return make(respond, None, handler.response_serializer)
+        return make(respond, None, None)
 
     async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
         """The answer, unless the token ends before."""
@@ -208,13 +218,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
-                request = _parsed(handler, sent)
+                payer = _payer(CALLER.get(), method)
+                request = self._processor.run(payer, lambda: _parsed(handler, sent))
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
-                async with aclosing(inner(request, context)) as responses:
-                    until_ended = responses if grant is None else self._each_until_ended(grant, responses, context)
-                    async with aclosing(until_ended):
-                        is_taken = await self._write_each(until_ended, context)
+                async with (
+                    aclosing(inner(request, context)) as responses,
+                    aclosing(self._processor.metered_parts(payer, responses)) as parts,
+                    aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
+                ):
+                    is_taken = await self._write_each(until_ended, context, payer)
                 if not is_taken:  # it waits for the caller, too, and the call counts as open so long
                     why = f"nothing of the stream was taken for {self._take_s:g} s"
                     await context.abort(grpc.StatusCode.CANCELLED, why)
@@ -222,12 +235,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return make(stream, None, handler.response_serializer)
 
-    async def _write_each(self, responses: AsyncIterator[Any], context: Context) -> bool:
+    async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str) -> bool:
         """Sends the responses; False when the caller takes nothing for too long."""
         async for response in responses:
             try:
                 async with asyncio.timeout(self._take_s) as taking:
-                    await context.write(response)
+                    await self._processor.metered(payer, context.write(response))
             except TimeoutError:
                 if taking.expired():
                     return False
@@ -255,11 +268,32 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await asyncio.wait({getting})
 
 
-def _parsed(handler: Any, sent: Any) -> Any:
-    """The request, or stream of requests. Read only now: to read and validate what just anybody sends takes time."""
+def _payer(caller: Caller, method: str) -> str:
+    """Whose processor time a call takes; empty: nobody's, as those of agents, which are there to be heard."""
+    return "" if NEEDED[method] is Role.AGENT else caller.name
+
+
+def _as_it_is(response: Any) -> Any:
+    return response
+
+
+async def _at_once() -> None:
+    pass
+
+
+def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
+    """The request, or stream of requests, each after a `pause`. Read only now: to read and validate what just anybody
+    sends takes time.
+    """
     if not handler.request_streaming:
         return handler.request_deserializer(sent)
-    return (handler.request_deserializer(one) async for one in sent)
+    return _each_parsed(handler.request_deserializer, sent, pause)
+
+
+async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Callable[[], Awaitable[None]]) -> Any:
+    async for one in sent:
+        await pause()
+        yield parse(one)
 
 
 def authenticated(driver: Driver, context: Context) -> Address:

@@ -24,6 +24,13 @@ MAX_ANNOUNCED_BYTES_OF_CALLER = 1 << 30
 TAKE_S = 600.0
 """How long a caller may take nothing of what waits for it on a stream. Long: it may be a person who reads."""
 
+PROCESSOR_FRACTION = 0.25
+"""Of the event loop's processor time, what each caller gets for gRPC, and once more for the page."""
+PROCESSOR_STORE_S = 20.0
+"""For so long a caller who makes no calls saves up: a quarter of it is what may then be used at once."""
+MAX_TURN_S = 4.0
+"""How long a call waits for its caller's turn; shorter than the clients' timeout. With more to wait it is refused."""
+
 
 class Budget:
     """Counts what callers have of `what`, which is more than one. A caller is whom a token names; empty: who has the

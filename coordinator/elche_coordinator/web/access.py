@@ -13,6 +13,7 @@ from elche.network import is_loopback, split_host
 from elche_coordinator.access import Credentials
 from elche_coordinator.audit import Audit
 from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
+from elche_coordinator.processor import STRANGERS, Processor
 from elche_coordinator.roles import CALLER, Role
 from elche_coordinator.tokens import Grant
 
@@ -41,11 +42,14 @@ class AccessControl:
     against cross-site forms, and are noted in the audit log.
     """
 
-    def __init__(self, app: ASGIApp, credentials: Credentials, audit: Audit) -> None:
+    def __init__(
+        self, app: ASGIApp, credentials: Credentials, audit: Audit, *, processor: Processor | None = None
+    ) -> None:
         self._app = app
         self._credentials = credentials
         self._audit = audit
         self._budget = Budget("requests to the page", MAX_REQUESTS_OF_CALLER, MAX_REQUESTS)
+        self._processor = processor or Processor()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,16 +71,27 @@ class AccessControl:
         await (answer if grant is None else self._until_ended(grant, answer))
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer to who may have it, or that this is one request too many at once."""
+        """The answer to who may have it, or that this is one request too many, at once or for the processor."""
         answer: ASGIApp = self._app
+        is_open, payer = _is_open(scope["path"]), _payer(scope["path"])
         with ExitStack() as stack:
-            if not _is_open(scope["path"]):
-                try:
+            try:
+                if not is_open:
                     stack.enter_context(self._budget.taking(CALLER.get().name))
+                await self._processor.turn(payer)
+                if not is_open:
                     scope[LET_IN] = True
-                except TooMuch as error:
-                    answer = _answer(429, str(error))
-            await answer(scope, receive, send)
+            except TooMuch as error:
+                answer = _answer(429, str(error))
+            await self._processor.metered(payer, answer(scope, receive, self._paced(payer, send)))
+
+    def _paced(self, payer: str, send: Send) -> Send:
+        async def paced(message: Message) -> None:
+            await send(message)
+            if message.get("more_body"):
+                await self._processor.pause(payer)
+
+        return paced
 
     def _let_in(self, scope: Scope) -> Grant | None:
         """The grant of the request, if it has a token that was made. Raises `NotAllowed` or `Forbidden`."""
@@ -126,6 +141,13 @@ class AccessControl:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+
+
+def _payer(path: str) -> str:
+    """Whose processor time a request takes; empty: nobody's. Whether the coordinator lives is told in any case."""
+    if path == "/healthz":
+        return ""
+    return STRANGERS if _is_open(path) else CALLER.get().name
 
 
 def _no_such_page(scope: Scope) -> JSONResponse | None:
