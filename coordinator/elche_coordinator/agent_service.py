@@ -87,6 +87,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case unreachable:
                         assert_never(unreachable)
                 self._driver.handle(event, number=request.seq)
+                await self._driver.take(stream, request)
         except ElcheError as error:
             log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
             raise

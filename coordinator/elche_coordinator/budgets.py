@@ -21,6 +21,13 @@ MAX_LOGS = 1024
 MAX_LOGS_OF_CALLER = 96
 MAX_ANNOUNCED_BYTES_OF_CALLER = 1 << 30
 """Whole sizes of the folders that one caller is sending."""
+MAX_UNWRITTEN_BYTES = 64 << 20
+"""Of messages that have come on all streams of agents and ranks and are not durable; with more, who has sent much of it
+is read no further.
+"""
+MAX_UNWRITTEN_BYTES_OF_STREAM = 4 << 20
+MIN_UNWRITTEN_BYTES_OF_STREAM = 16 << 10
+"""With so little nobody waits, whatever all have sent."""
 TAKE_S = 600.0
 """How long a caller may take nothing of what waits for it on a stream. Long: it may be a person who reads."""
 

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
+from google.protobuf.message import Message
+
 from elche.errors import Unreachable
 from elche_coordinator import codec
 from elche_coordinator.agents import Agents
+from elche_coordinator.backlog import Backlog
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import (
     AskStacks,
@@ -94,6 +97,7 @@ class Driver:
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
         self.sources = Sources(store.load_source)
         self.open_jobs = OpenJobs()
+        self._backlog = Backlog()
         self._tape = Tape(
             self.writer,
             self._snapshots,
@@ -150,6 +154,12 @@ class Driver:
         for asked in self.core.asked:
             self.handle(asked)
         self._arm()
+
+    async def take(self, stream: AnyStream, message: Message) -> None:
+        """Returns when more of a stream may be read, whose message was handled: not while much of it is not durable."""
+        if not self._backlog.add(stream, message, self._tape.last):
+            self._tape.flush(is_awaited=True)
+            await self._backlog.room(stream)
 
     def require_running(self) -> None:
         """Raises `Unreachable` once this one is stopping: it decides nothing of which its successor does not know."""
@@ -307,6 +317,7 @@ class Driver:
     def _on_written(self, last: int) -> None:
         """Events up to the number are durable."""
         self._num_written = last
+        self._backlog.settle(last)
         self.ending = {job_id: number for job_id, number in self.ending.items() if number > last}
         while self._waiting and self._waiting[0][0] <= last:
             _, visible = self._waiting.popleft()

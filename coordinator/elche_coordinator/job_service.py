@@ -140,6 +140,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> job_pb2.CheckpointJobResponse:
         async with answering(context):
             request_checkpoint(self._driver, own_view(self._catalogue, request.job_id))
+            await self._driver.durable()
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
@@ -148,6 +149,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
             if is_open:
                 pause(self._driver, view, is_paused=request.is_paused)
+                await self._driver.durable()
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
@@ -159,6 +161,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802
         async with answering(context):
             num_ranks = drain(self._driver, request.host, is_drained=request.is_drained)
+            await self._driver.durable()
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802

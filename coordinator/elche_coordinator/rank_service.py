@@ -103,6 +103,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
                 else:
                     self._driver.handle(codec.rank_event(address, request), number=request.seq)
+                    await self._driver.take(stream, request)
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent an invalid message: {error}"
             self._driver.handle(RankFailed(**address, error=reason))

@@ -327,6 +327,7 @@ class Web:
         if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
         self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
+        await self._driver.durable()
         return JSONResponse({})
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

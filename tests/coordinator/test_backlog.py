@@ -1,0 +1,147 @@
+"""While nothing can be written, those who send much are read no further, and nobody waits for what others have sent."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.v1 import agent_pb2, rank_pb2
+from elche_coordinator import backlog as module
+from elche_coordinator.backlog import EVENT_BYTES, Backlog
+from elche_coordinator.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import LoopAttached
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.rank_service import RankServicer
+from elche_coordinator.sessions import RankQueue, open_session
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.store import JobRow, StoreFailed
+
+TEXT = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="x" * 200))
+NUM_BYTES = EVENT_BYTES + TEXT.ByteSize()
+MANY = 1000
+"""Messages, which were all taken in while the database was locked."""
+
+
+class Disk(SqlStore):
+    """Fails while it is told to."""
+
+    is_full = False
+
+    def write(self, rows: Sequence[JobRow], **tape: Any) -> None:
+        if self.is_full:
+            raise StoreFailed("the disk is full")
+        super().write(rows, **tape)
+
+
+def in_loop(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
+def attached(driver: Driver) -> list[tuple[Address, RankQueue]]:
+    """The sessions of a loop's two ranks."""
+    spec = JobSpec(name="loop", source_hash="", file_name="loop", num_ranks=2, is_loop=True)
+    ranks = (("host", "cpu"), ("host", "cpu"))
+    driver.handle(LoopAttached(job_id=JobId("loop"), spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+    found = []
+    for address in driver.core.addresses(JobId("loop")):
+        queue = open_session(driver, address, 0)
+        assert queue is not None
+        found.append((address, queue))
+    return found
+
+
+async def settled() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def test_while_nothing_can_be_written_who_sends_much_is_read_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A locked database: 2,500 messages made the coordinator 1 GB larger, and it took in more."""
+    monkeypatch.setattr("elche_coordinator.writer.RETRY_S", 0.01)
+    limit = 100 * NUM_BYTES
+    monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES_OF_STREAM", limit)
+
+    async def story() -> None:
+        disk = Disk.in_file(tmp_path / "elche.sqlite")
+        driver = Driver(Coordinator(), disk)
+        timelines: Any = None
+        servicer = RankServicer(driver, timelines)
+        (loud, loud_queue), (quiet, quiet_queue) = attached(driver)
+        num_read = dict.fromkeys((0, 1), 0)
+
+        async def sent(rank: int, num: int) -> AsyncIterator[rank_pb2.ConverseRequest]:
+            for number in range(num):
+                num_read[rank] += 1
+                message = rank_pb2.ConverseRequest(seq=number + 1)
+                message.MergeFrom(TEXT)
+                yield message
+
+        def read(address: Address, queue: RankQueue, num: int) -> "asyncio.Task[None]":
+            stream = driver.streams.of_rank(address)
+            assert stream is not None
+            return asyncio.ensure_future(servicer._read(address, sent(address["rank"], num), stream, queue))
+
+        await driver.durable()
+        disk.is_full = True
+        reading = read(loud, loud_queue, MANY)
+        await settled()
+        assert 50 <= num_read[0] <= 101, "it is read until so much is not written"
+        await asyncio.wait_for(read(quiet, quiet_queue, 50), 60)
+        assert (num_read[1], reading.done()) == (50, False), "the other is read on"
+        disk.is_full = False
+        await asyncio.wait_for(reading, 60)
+        assert num_read[0] == MANY
+        await driver.durable()
+        driver.stop()
+
+    in_loop(story)
+
+
+def message_of(num_bytes: int) -> agent_pb2.AttendRequest:
+    message = agent_pb2.AttendRequest()
+    message.rank_stacks.text = "x" * num_bytes
+    return message
+
+
+def test_nobody_waits_for_what_others_have_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES", 100_000)
+    monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES_OF_STREAM", 60_000)
+    monkeypatch.setattr(module, "MIN_UNWRITTEN_BYTES_OF_STREAM", 5_000)
+
+    async def story() -> None:
+        backlog = Backlog()
+        assert backlog.add("a", message_of(30_000), 1)
+        assert backlog.add("a", message_of(25_000), 2)
+        assert not backlog.add("a", message_of(10_000), 3), "it has sent too much for one"
+        assert not backlog.add("b", message_of(40_000), 4), "all have sent too much, and it has sent much of that"
+        assert backlog.add("c", message_of(1_000), 5)
+        rooms = {name: asyncio.ensure_future(backlog.room(name)) for name in "abc"}
+        await settled()
+        assert [room.done() for room in rooms.values()] == [False, False, True]
+        backlog.settle(1)
+        await settled()
+        assert [room.done() for room in rooms.values()] == [True, True, True]
+        backlog.settle(9)
+        assert not backlog._of_stream
+        assert backlog._num_bytes == 0
+        assert backlog.add("a", message_of(50_000), 10), "what is durable counts no more"
+
+    in_loop(story)
+
+
+def test_many_small_messages_count_as_the_events_that_they_are() -> None:
+    async def story() -> None:
+        backlog, num = Backlog(), 0
+        while backlog.add("a", agent_pb2.AttendRequest(seq=1), num):
+            num += 1
+        assert num < MAX_UNWRITTEN_BYTES_OF_STREAM // EVENT_BYTES
+
+    in_loop(story)
