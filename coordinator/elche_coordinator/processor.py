@@ -54,8 +54,6 @@ class Processor:
 
     def charge(self, caller: str, used_s: float) -> None:
         """The caller has used so much."""
-        if not caller:
-            return
         now_s = self._now()
         begin_s = max(self._paid_at.get(caller, 0.0), now_s - PROCESSOR_STORE_S)
         self._paid_at[caller] = begin_s + used_s / PROCESSOR_FRACTION

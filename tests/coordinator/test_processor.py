@@ -103,6 +103,24 @@ def test_each_step_is_charged_and_what_is_done_between_them_is_not(monkeypatch: 
     assert charged == [("eve", 1.0), ("eve", 2.0), ("eve", 4.0)]
 
 
+def test_a_call_that_is_cancelled_learns_of_it() -> None:
+    """Wherever it is: also where it waits for nothing that is cancelled with it."""
+
+    async def inner() -> None:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        task = asyncio.ensure_future(Machine().processor.metered("eve", inner()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(story())
+
+
 class Work(job_pb2_grpc.JobServiceServicer):
     """Each call, and each part of a stream, takes so much of the processor."""
 
