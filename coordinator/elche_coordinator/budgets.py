@@ -28,6 +28,12 @@ is read no further.
 MAX_UNWRITTEN_BYTES_OF_STREAM = 4 << 20
 MIN_UNWRITTEN_BYTES_OF_STREAM = 16 << 10
 """With so little nobody waits, whatever all have sent."""
+MAX_STORES_BYTES = 1 << 30
+"""Of keys and values in the rendezvous stores of all jobs."""
+MAX_STORES_BYTES_OF_USER = 256 << 20
+MAX_TIMELINES_BYTES = 4 << 30
+"""Of the timelines of all jobs that go on; those of others make room for each other."""
+MAX_TIMELINES_BYTES_OF_USER = 1 << 30
 TAKE_S = 600.0
 """How long a caller may take nothing of what waits for it on a stream. Long: it may be a person who reads."""
 
@@ -67,3 +73,26 @@ class Budget:
     def _require(self, who: str, num: int, limit: int) -> None:
         if num > limit:
             raise TooMuch(f"{who} {num} {self._what} at once, and {limit} is the limit: end some, or try again later")
+
+
+class Held:
+    """Counts the bytes of `what` that are held for the jobs of each user, by whom they were submitted."""
+
+    def __init__(self, what: str, of_user: int, in_all: int) -> None:
+        self._what = what
+        self._of_user = of_user
+        self._in_all = in_all
+        self._held: Counter[str] = Counter()
+
+    def change(self, user: str, num_bytes: int) -> None:
+        """So many more, or fewer when negative. Raises `TooMuch`, and has then changed nothing."""
+        if num_bytes > 0:
+            self._require("your jobs have", self._held[user] + num_bytes, self._of_user)
+            self._require("all jobs have", self._held.total() + num_bytes, self._in_all)
+        self._held[user] += num_bytes
+        if not self._held[user]:
+            del self._held[user]
+
+    def _require(self, who: str, num_bytes: int, limit: int) -> None:
+        if num_bytes > limit:
+            raise TooMuch(f"{who} {num_bytes >> 20} MiB of {self._what}, and {limit >> 20} MiB is the limit")

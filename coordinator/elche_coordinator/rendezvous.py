@@ -1,7 +1,7 @@
 """The rendezvous store through which the ranks of a job form process groups: one table per job."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -37,7 +37,9 @@ class _Waiting:
 class Rendezvous:
     """A table of keys and values, with waiting for keys. Used on the event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """`hold` is told of each change of its size in bytes, and may raise `TooMuch`: then nothing changes."""
+        self._hold = hold
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._is_closed = False
@@ -49,6 +51,8 @@ class Rendezvous:
     def close(self) -> None:
         """Clears the table when the job has ended. Calls that wait for a key raise `NotInTime`."""
         self._values.clear()
+        self._hold(-self._num_bytes)
+        self._num_bytes = 0
         self._is_closed = True
         for one in [one for waiting in self._waiting.values() for one in waiting]:
             one.done.set()
@@ -60,6 +64,7 @@ class Rendezvous:
         is_full = (held is None and len(self._values) >= MAX_KEYS) or num_bytes > MAX_BYTES
         if is_full or len(value) > MAX_VALUE_BYTES:
             raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
+        self._hold(num_bytes - self._num_bytes)
         self._values[key] = value
         self._num_bytes = num_bytes
         for one in self._waiting.pop(key, ()):
@@ -101,6 +106,7 @@ class Rendezvous:
         value = self._values.pop(key, None)
         if value is not None:
             self._num_bytes -= len(key) + len(value)
+            self._hold(-len(key) - len(value))
         return value is not None
 
     async def wait(self, keys: Iterable[str], timeout_s: float) -> None:

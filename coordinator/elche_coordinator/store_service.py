@@ -1,5 +1,6 @@
 """The gRPC service of the rendezvous store, by which ranks form their process groups."""
 
+from functools import partial
 from typing import Any
 
 import grpc
@@ -7,6 +8,7 @@ import grpc
 from elche.status import answering
 from elche.v1 import store_pb2, store_pb2_grpc
 from elche_coordinator.access import authenticated
+from elche_coordinator.budgets import MAX_STORES_BYTES, MAX_STORES_BYTES_OF_USER, Held
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.rendezvous import Rendezvous
@@ -20,6 +22,7 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._tables: dict[str, Rendezvous] = {}
+        self._held = Held("keys and values in rendezvous stores", MAX_STORES_BYTES_OF_USER, MAX_STORES_BYTES)
         driver.watchers.on_ended(self._drop)
 
     async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:  # noqa: N802
@@ -78,7 +81,10 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
 
     def _table(self, context: Context) -> Rendezvous:
         job_id = authenticated(self._driver, context)["job_id"]
-        return self._tables.setdefault(job_id, Rendezvous())
+        if (table := self._tables.get(job_id)) is None:
+            spec = self._driver.core.spec(job_id)
+            table = self._tables[job_id] = Rendezvous(partial(self._held.change, spec.submitted_by if spec else ""))
+        return table
 
 
 def _seconds(duration: Any) -> float:

@@ -9,11 +9,13 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, TooMuch
 from elche.v1 import rank_pb2
+from elche_coordinator.budgets import MAX_TIMELINES_BYTES, MAX_TIMELINES_BYTES_OF_USER, Held
 from elche_coordinator.core.messages.commands import (
     SendAbandon,
     SendEpochMetrics,
@@ -54,6 +56,8 @@ MAX_BYTES = 256 << 20
 """Largest size of one timeline; later lines are dropped."""
 MAX_TOTAL_BYTES = 2 << 30
 """What those of ended jobs may take: when there are more, the oldest are removed."""
+MAX_WAITING_BYTES = 64 << 20
+"""Of lines that are not written yet, as where the disk is slow."""
 CHUNK_BYTES = 1 << 16
 """Of what is read at once: so much waits for each that fetches a timeline."""
 EVERY_S = 0.5
@@ -70,15 +74,29 @@ NAMES: dict[type[Report], str] = {
 }
 
 
+@dataclass(slots=True)
+class _Open:
+    """The timeline of a job that goes on."""
+
+    user: str
+    """Who has submitted the job."""
+    lines: list[str] = field(default_factory=list)
+    """Those that are not written yet."""
+    num_bytes: int = 0
+    is_full: bool = False
+
+
 class Timelines:
     """Collects the lines of all timelines on the event loop and writes them on a thread."""
 
     def __init__(self, folder: Path, driver: Driver) -> None:
         self._folder = folder
         self._driver = driver
-        self._lines: dict[str, list[str]] = {}
-        """By job that has a timeline, the lines that are not written yet."""
-        self._sizes: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
+        """By job that has a timeline."""
+        self._held = Held("timelines of jobs that go on", MAX_TIMELINES_BYTES_OF_USER, MAX_TIMELINES_BYTES)
+        self._num_waiting = 0
+        """Bytes of the lines that are not written yet."""
         self._anchors: dict[str, int] = {}
         """By job, the anchor after its last round."""
         self._writing = asyncio.Lock()
@@ -87,9 +105,7 @@ class Timelines:
 
     def begin(self, job_id: str, rank: int) -> None:
         """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""
-        core = self._driver.core
-        if core.spec(JobId(job_id)) is not None and core.result(JobId(job_id)) is None:
-            self._lines.setdefault(job_id, [])
+        self._begin(job_id)
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
         self._tell_clock(job_id, time.time())
 
@@ -99,7 +115,7 @@ class Timelines:
         They may be the first that this coordinator hears of the timeline: one before it has begun it.
         """
         now_s = time.time()
-        self._lines.setdefault(job_id, [])
+        self._begin(job_id)
         if spans.clock_sent_s:
             # As in NTP: the offset is half the difference of the two ways, and its error at most half the round trip.
             # A reader of the timeline takes the offset of the quickest exchange.
@@ -117,6 +133,15 @@ class Timelines:
                 "dropped": spans.num_dropped,
             }
             self._add(job_id, row)
+
+    def _begin(self, job_id: str) -> None:
+        """The job has a timeline from now on, unless it has ended. What is in its file already counts."""
+        spec = self._driver.core.spec(JobId(job_id))
+        if job_id in self._open or spec is None or self._driver.core.result(JobId(job_id)) is not None:
+            return
+        path = self._path(job_id)
+        self._open[job_id] = _Open(spec.submitted_by)
+        self._require_room(job_id, self._open[job_id], path.stat().st_size if path.exists() else 0, waits=False)
 
     async def chunks(self, job_id: str) -> AsyncIterator[bytes]:
         """Yields chunks of the timeline so far. Raises `InvalidJob` when there is none."""
@@ -136,7 +161,7 @@ class Timelines:
                 await self._flush()
                 if time.time() - clock_s >= CLOCK_EVERY_S:
                     clock_s = time.time()
-                    for job_id in self._lines:
+                    for job_id in self._open:
                         self._tell_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
@@ -150,13 +175,13 @@ class Timelines:
             stream.pass_on(message)
 
     def _take_command(self, command: SessionCommand, why: str) -> None:
-        if command.job_id in self._lines and (told := _told(command)) is not None:
+        if command.job_id in self._open and (told := _told(command)) is not None:
             name, details = told
             row = {"told": command.rank, "at": time.time(), "name": name, **details}
             self._add(command.job_id, {**row, "why": why} if isinstance(command, SendSyncNow) else row)
 
     def _take_report(self, job_id: str, report: Report) -> None:
-        if job_id not in self._lines:
+        if job_id not in self._open:
             return
         row = {"event": NAMES[type(report)], "at": time.time(), "text": describe_report(report)}
         if isinstance(report, RoundReport):
@@ -177,19 +202,36 @@ class Timelines:
     async def _end(self, job_id: str) -> None:
         await self._flush()
         self._anchors.pop(job_id, None)
-        self._lines.pop(job_id, None)
-        self._sizes.pop(job_id, None)
-        await asyncio.to_thread(self._make_room, set(self._lines))
+        if (one := self._open.pop(job_id, None)) is not None:
+            self._held.change(one.user, -one.num_bytes)
+        await asyncio.to_thread(self._make_room, set(self._open))
 
     def _add(self, job_id: str, row: Mapping[str, object]) -> None:
-        lines = self._lines.get(job_id)
-        if lines is None or self._sizes.get(job_id, 0) > MAX_BYTES:
+        one = self._open.get(job_id)
+        if one is None or one.is_full:
             return
         line = json.dumps(row, separators=(",", ":"))
-        self._sizes[job_id] = self._sizes.get(job_id, 0) + len(line) + 1
-        if self._sizes[job_id] > MAX_BYTES:
-            log.warning("job=%s the timeline is full (%d MiB); the rest is not recorded", job_id, MAX_BYTES >> 20)
-        lines.append(line)
+        if self._require_room(job_id, one, len(line) + 1):
+            one.lines.append(line)
+            self._num_waiting += len(line) + 1
+
+    def _require_room(self, job_id: str, one: _Open, num_bytes: int, *, waits: bool = True) -> bool:
+        """Counts so many more bytes of a timeline; False when there is no room for them, and for none after them."""
+        why = ""
+        if one.num_bytes + num_bytes > MAX_BYTES:
+            why = f"it is full, with {MAX_BYTES >> 20} MiB"
+        elif waits and self._num_waiting + num_bytes > MAX_WAITING_BYTES:
+            why = f"more comes than is written: {MAX_WAITING_BYTES >> 20} MiB wait for the disk"
+        else:
+            try:
+                self._held.change(one.user, num_bytes)
+                one.num_bytes += num_bytes
+            except TooMuch as error:
+                why = str(error)
+        one.is_full = bool(why)
+        if why:
+            log.warning("job=%s the rest of its timeline is not recorded: %s", job_id, why)
+        return not why
 
     async def _flush(self) -> None:
         async with self._writing:
@@ -198,9 +240,10 @@ class Timelines:
 
     def _take(self) -> dict[str, list[str]]:
         """Removes and returns the lines that are not written yet, by job."""
-        taken = {job_id: lines.copy() for job_id, lines in self._lines.items() if lines}
-        for lines in self._lines.values():
-            lines.clear()
+        taken = {job_id: one.lines for job_id, one in self._open.items() if one.lines}
+        for job_id in taken:
+            self._open[job_id].lines = []
+        self._num_waiting = 0
         return taken
 
     def _write(self, taken: dict[str, list[str]]) -> None:

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elche.errors import TooMuch
 from elche_coordinator import rendezvous as module
+from elche_coordinator import store_service
+from elche_coordinator.budgets import Held
 from elche_coordinator.rendezvous import NotInTime, Rendezvous
+from elche_coordinator.store_service import StoreServicer
 
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -87,3 +92,50 @@ def test_what_is_waited_for_is_bounded_and_free_again(monkeypatch: pytest.Monkey
             await table.get("a", 50)
 
     run(story)
+
+
+def test_the_stores_of_a_users_jobs_and_of_all_hold_so_much_together() -> None:
+    """64 MiB for each job, and a user may have thousands: the stores of 12 loops held 840 MB."""
+
+    async def story() -> None:
+        held = Held("keys and values", 1000, 1500)
+        first, second, third = (Rendezvous(partial(held.change, user)) for user in ("eve", "eve", "bob"))
+        first.set("a", bytes(599))
+        with pytest.raises(TooMuch, match=r"your jobs have 0 MiB of keys and values, and 0 MiB is the limit"):
+            second.set("b", bytes(400))
+        assert (second.has("b"), len(second)) == (False, 0)
+        third.set("c", bytes(799))
+        with pytest.raises(TooMuch, match="all jobs have"):
+            second.set("b", bytes(100))
+        first.append("a", bytes(100))
+        first.set("a", bytes(99))
+        assert held._held == {"eve": 100, "bob": 800}
+        assert third.delete("c")
+        assert not third.delete("c")
+        second.set("b", bytes(899))
+        second.close()
+        second.close()
+        assert held._held == {"eve": 100}
+        first.close()
+        assert not held._held
+
+    run(story)
+
+
+def test_a_jobs_store_is_of_who_has_submitted_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_service, "authenticated", lambda driver, context: {"job_id": context})
+    ended: list[Callable[[Any], None]] = []
+    driver: Any = SimpleNamespace(
+        watchers=SimpleNamespace(on_ended=ended.append),
+        core=SimpleNamespace(spec=lambda job_id: SimpleNamespace(submitted_by=job_id.partition("-")[0])),
+    )
+    servicer = StoreServicer(driver)
+    servicer._held = Held("keys and values", 100, 1000)
+    table_of: Any = servicer._table
+    assert table_of("eve-1") is table_of("eve-1")
+    table_of("eve-1").set("a", bytes(79))
+    with pytest.raises(TooMuch, match="your jobs have"):
+        table_of("eve-2").set("a", bytes(79))
+    table_of("bob-1").set("a", bytes(79))
+    ended[0]("eve-1")
+    table_of("eve-2").set("a", bytes(79))
