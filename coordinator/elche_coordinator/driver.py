@@ -130,6 +130,11 @@ class Driver:
         """The core's time."""
         return self._loop.time() + self._clock_offset_s
 
+    @property
+    def num_events(self) -> int:
+        """How many there were: the number of the newest."""
+        return self._tape.last
+
     # Events in
 
     def handle(self, event: Event, *, number: int = 0, identity: str = "") -> None:

@@ -43,6 +43,7 @@ from elche_coordinator.requests import (
 )
 from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
+from elche_coordinator.shared_views import VIEW_EVERY_S, SharedViews
 from elche_coordinator.submission import check_settings, check_spec
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.transfers import Transfers
@@ -53,7 +54,6 @@ MAX_PAGE = 1000
 """Jobs, or hosts, in one answer."""
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""
-VIEW_EVERY_S = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Item = TypeVar("Item")
@@ -78,6 +78,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._catalogue = catalogue
         self._transfers = transfers
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
+        self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
         self._links = LinkTrials(driver.agents, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
@@ -227,7 +228,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         """Yields views at intervals, reports as they come, and the result last."""
-        yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
+        yield job_pb2.WatchJobResponse(view=self._views.newest(job_id))
         ended = self._catalogue.result(job_id)
         if ended is not None:
             yield codec.watch_message(ended)
@@ -238,14 +239,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
                 if time.monotonic() >= next_view_s:  # also when reports come more often than that
-                    yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=self._views.recent(job_id))
                     next_view_s = time.monotonic() + VIEW_EVERY_S
                 if not done:
                     continue
                 if (item := getting.result()) is None:
                     return
                 if item.HasField("result"):
-                    yield job_pb2.WatchJobResponse(view=_view_message(self._catalogue.known_view(job_id)))
+                    yield job_pb2.WatchJobResponse(view=self._views.newest(job_id))
                 yield item
                 getting = asyncio.ensure_future(queue.get())
         finally:
