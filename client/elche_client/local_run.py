@@ -217,7 +217,7 @@ class LocalRun:
 
     def _start_coordinator(self, folder: Path) -> str:
         """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
-        rest = ["--exit-with-stdin", "--data", str(folder / "coordinator")]
+        rest = ["--exit-with-stdin", "--grace", "0", "--data", str(folder / "coordinator")]
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")

@@ -92,7 +92,7 @@ def _coordinator(host: str) -> Iterator[tuple[str, str]]:
         file = Path(folder, "token")
         file.touch(mode=0o600)
         file.write_text(secrets.token_urlsafe(32), encoding="utf-8")
-        arguments = ["--listen", f"{host}:0", "--http", "off", "--data", folder, "--exit-with-stdin"]
+        arguments = ["--listen", f"{host}:0", "--http", "off", "--data", folder, "--grace", "0", "--exit-with-stdin"]
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
         with (
             Path(folder, "log").open("w") as log,

@@ -35,6 +35,8 @@ class Config:
     """Whether clients and agents must present certificates of the authority in that folder."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """How many slots a project may have; "*": each that is not named."""
+    grace_s: float = 0.0
+    """How long jobs may take to make a checkpoint before it stops, in seconds."""
     exit_with_stdin: bool = False
     """Exit when standard input closes, that is when the parent process is gone."""
 

@@ -2,13 +2,9 @@
 
 import asyncio
 import logging
-import os
 import resource
-import signal
 import socket
-import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -48,6 +44,7 @@ from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.standby import lead, loading, open_store, start_over
+from elche_coordinator.stopping import Stop, save_jobs
 from elche_coordinator.store import Store
 from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
@@ -70,11 +67,11 @@ GRACE_S = 1.0
 
 async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
-    stop = _stop_asked(config.exit_with_stdin)
+    stop = Stop(exit_with_stdin=config.exit_with_stdin)
     store = open_store(config)
     shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
     leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", start_over)
-    if shared is not None and not await lead(leadership, store, shared, config, stop):
+    if shared is not None and not await lead(leadership, store, shared, config, stop.asked):
         return
     try:
         await _serve(config, stop, store, shared, leadership)
@@ -83,7 +80,7 @@ async def serve(config: Config) -> None:
 
 
 async def _serve(
-    config: Config, stop: asyncio.Event, store: Store, shared: SharedBundles | None, leadership: Leadership
+    config: Config, stop: Stop, store: Store, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
     with loading(store):
         tokens, recorded = Tokens(store), tape.read(store)
@@ -123,7 +120,8 @@ async def _serve(
         await server.start()
         host, _ = split_address(config.listen)
         print(f"elche-coordinator listening on {join_address(host, port)}", flush=True)
-        await stop.wait()
+        await stop.asked.wait()
+        await save_jobs(driver, stop, config.grace_s)
         log.info("stopping")
         stopping = asyncio.create_task(server.stop(GRACE_S))
         driver.stop()
@@ -221,20 +219,3 @@ def _bind_http(address: str) -> WebServer:
         return WebServer(*split_address(address))
     except OSError as error:
         raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error
-
-
-def _stop_asked(exit_with_stdin: bool) -> asyncio.Event:
-    """Set by a signal or by the end of standard input. Before anything listens: who finds it listening may stop it."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if exit_with_stdin:
-        threading.Thread(target=_read_to_end, args=(lambda: loop.call_soon_threadsafe(stop.set),), daemon=True).start()
-    return stop
-
-
-def _read_to_end(then: Callable[[], object]) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    then()

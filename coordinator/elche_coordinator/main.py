@@ -99,6 +99,15 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     type=click.IntRange(min=0),
     help="How many jobs that have ended are remembered; the oldest are forgotten. Checkpoints and models stay.",
 )
+@click.option(
+    "--grace",
+    default=25.0,
+    show_default=True,
+    envvar="ELCHE_GRACE",
+    show_envvar=True,
+    type=click.FloatRange(min=0),
+    help="Seconds that jobs may take to make a checkpoint on SIGTERM, before it stops.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
     listen: str,
@@ -109,9 +118,12 @@ def main(
     asks_certificates: bool,
     quotas: Mapping[str, int],
     keep_jobs: int,
+    grace: float,
     exit_with_stdin: bool,
 ) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
+
+    On SIGTERM or Ctrl-C jobs that train make a checkpoint, and then it stops; a second one stops it at once.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
     to a file that contains it. Or it asks them for certificates.
@@ -135,6 +147,7 @@ def main(
             asks_certificates=asks_certificates,
             quotas=quotas,
             keep_jobs=keep_jobs,
+            grace_s=grace,
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))

@@ -160,6 +160,54 @@ def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
         assert "was another version: jobs that ran go back to their newest checkpoints" in two.log.read_text()
 
 
+def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """One of another version, as after an upgrade, goes on with all that was committed before the signal."""
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, one.address))
+        client = stack.enter_context(Client(one.address, reconnect_s=60))
+        job = client.submit(job_file(), num_ranks=2, epochs=60)
+        watch = job.watch()
+        before = 0
+        while before < 5:
+            event = eventually(lambda: next(watch), "rounds")
+            before = event.version if isinstance(event, RoundReport) else before
+        assert not client.checkpoints(job.id), "none was due"
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(100) == 0
+        assert "1 jobs make a checkpoint before this coordinator stops" in one.log.read_text()
+        saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
+        assert saved.version > before
+        with sqlite3.connect(one.data / "elche.sqlite") as database:
+            database.execute("UPDATE states SET code = 'other'")
+        (tmp_path / "again").mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        client = stack.enter_context(Client(two.address))
+        again = client.watch(job.id)
+        first = eventually(lambda: event if isinstance(event := next(again), RoundReport) else None, "a round")
+        assert first.version > saved.version, "it begins from the checkpoint"
+        assert client.job(job.id).result().committed_samples == (NUM_SAMPLES,) * 60
+        assert two.new_errors() == []
+
+
+def test_a_second_signal_ends_a_coordinator_at_once(
+    mark: Mark, tmp_path: Path, held_back: Callable[[Path], Path]
+) -> None:
+    """The job's next round is far away."""
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path, env={"ELCHE_GRACE": "10000"}))
+        stack.enter_context(agent(mark, tmp_path, one.address))
+        client = stack.enter_context(Client(one.address, reconnect_s=60))
+        job = client.submit(held_back(tmp_path / "never"), num_ranks=2, epochs=200, anchor=100)
+        watch = job.watch()
+        eventually(lambda: isinstance(next(watch), RoundReport), "a round")
+        one.process.send_signal(signal.SIGTERM)
+        eventually(lambda: "make a checkpoint before" in one.log.read_text(), "it waits for the job")
+        one.process.send_signal(signal.SIGTERM)
+        assert one.process.wait(100) == 0
+        assert "has made no checkpoint in time" in one.log.read_text()
+
+
 def test_a_stop_is_orderly(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
     """SIGTERM ends a coordinator with a job that waits and a watcher that watches."""
     with coordinator(mark, tmp_path) as one, Client(one.address, token="", reconnect_s=0) as client:

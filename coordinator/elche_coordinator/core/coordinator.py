@@ -9,6 +9,7 @@ from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, 
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.jobs.placing import Placing
+from elche_coordinator.core.jobs.saving import is_being_saved, is_unsaved
 from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.life.job import Job, Timer
 from elche_coordinator.core.loops.loop import Loop
@@ -238,6 +239,14 @@ class Coordinator:
         if training is None or record is None or record.incarnation != address["incarnation"] or record.is_ending:
             return None
         return training.run.position_in_round(record, generation, round_id)
+
+    def unsaved(self) -> list[JobId]:
+        """The trainings that would lose committed rounds with this coordinator's state, and can be asked to save."""
+        return [job_id for job_id, training in self.trainings.items() if is_unsaved(training)]
+
+    def being_saved(self) -> list[JobId]:
+        """The trainings that write a checkpoint or their final state, or are about to."""
+        return [job_id for job_id, training in self.trainings.items() if is_being_saved(training)]
 
     def hosts(self) -> list[HostView]:
         """All hosts, in the order in which they joined."""

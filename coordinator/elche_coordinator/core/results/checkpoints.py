@@ -96,6 +96,11 @@ class Checkpoints:
         """Whether none is being written."""
         return not self._writing
 
+    @property
+    def newest_version(self) -> Version:
+        """That of the newest that is complete or being written; 0 when there is none."""
+        return max([Version(one.version) for one in self.kept] + list(self._writing), default=Version(0))
+
     def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
         """A rank has written a checkpoint: returns it; None for old news."""
         writer, begun = self._writing.get(event.version, (None, None))

@@ -1,0 +1,66 @@
+"""From the signal to stop to the end: jobs that train make a checkpoint first, while everything is still served.
+
+The coordinator that follows may be of another version, which goes on from checkpoints alone (protocol P22.2).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+
+from elche_coordinator.core.messages.events import CheckpointRequested
+from elche_coordinator.driver import Driver
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.05
+"""Interval at which it is looked whether all is saved."""
+
+
+class Stop:
+    """Whether this process is to stop, or to stop at once. Made before anything listens: who finds it listening may
+    stop it.
+    """
+
+    def __init__(self, *, exit_with_stdin: bool) -> None:
+        """SIGTERM and SIGINT ask it to stop, the second one at once, as does the end of standard input."""
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        if exit_with_stdin:
+            threading.Thread(target=self._read_to_end, args=(loop,), daemon=True).start()
+
+    def _on_signal(self) -> None:
+        if self.asked.is_set():
+            self.at_once.set()
+        self.asked.set()
+
+    def _read_to_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        loop.call_soon_threadsafe(self.at_once.set)
+        loop.call_soon_threadsafe(self.asked.set)
+
+
+async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:
+    """Has jobs that train make a checkpoint, and waits for these, and for final models, for at most `grace_s`."""
+    if not grace_s or stop.at_once.is_set():
+        return
+    for job_id in driver.core.unsaved():
+        driver.handle(CheckpointRequested(job_id=job_id))
+    saving = driver.core.being_saved()
+    if saving:
+        log.info("%d jobs make a checkpoint before this coordinator stops, for at most %g s", len(saving), grace_s)
+    end_s = asyncio.get_running_loop().time() + grace_s
+    while saving and not stop.at_once.is_set() and asyncio.get_running_loop().time() < end_s:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.at_once.wait(), LOOK_EVERY_S)
+        left = driver.core.being_saved()
+        saving = [job_id for job_id in saving if job_id in left]
+    for job_id in saving:
+        log.warning("job=%s has made no checkpoint in time: see --grace", job_id)
