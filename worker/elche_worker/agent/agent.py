@@ -194,6 +194,8 @@ class Agent:
         outgoing.put(agent_pb2.AttendRequest(hello=hello))
         stub = agent_pb2_grpc.AgentServiceStub(channel)
         self._call = call = stub.Attend(self._requests(outgoing), metadata=self._metadata)
+        if self._stopped.is_set():  # since before there was a call to cancel
+            call.cancel()
         try:
             for response in call:
                 if response.HasField("welcome"):
