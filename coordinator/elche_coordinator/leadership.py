@@ -34,6 +34,8 @@ class Leadership:
         """
         self.term = 0
         """0: it has not led yet."""
+        self.problem = "it has not asked the database yet"
+        """Why it could not take over now; empty when it could."""
         self._store = store
         self._candidacy = store.candidacy()
         self._name = name
@@ -55,11 +57,12 @@ class Leadership:
                 self.term, leader = self._candidacy.try_to_lead(self._name, self._lease_s)
                 if self.term:
                     break
-                what, pause_s = f"{leader} leads; waiting to take over", POLL_S
+                what, pause_s, self.problem = f"{leader} leads; waiting to take over", POLL_S, ""
             except StoreFailed as error:
                 if error.is_final:
                     raise BadStore(f"the database {self._store.name} cannot be used: {error.reason}") from None
                 what, pause_s = f"{self._store.name} does not answer ({error.reason}); trying again", RETRY_S
+                self.problem = "the database does not answer"
             if what != said or time.monotonic() - said_s > SAY_EVERY_S:
                 said, said_s = what, time.monotonic()
                 log.info(what)

@@ -209,6 +209,7 @@ def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     persist = HistogramMetricFamily("elche_coordinator_persist_duration_seconds", "Time to make records durable.")
     persist.add_metric((), _buckets(snapshot.persist), snapshot.persist.sum)
     yield from (states, slots, streams, messages, persist)
+    yield GaugeMetricFamily("elche_coordinator_leads", "Whether this coordinator leads; 0: it stands by.", 1)
     yield GaugeMetricFamily("elche_agents", "Agents that attend.", snapshot.num_agents)
     yield GaugeMetricFamily(
         "elche_coordinator_loop_lag_seconds",

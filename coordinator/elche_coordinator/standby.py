@@ -14,10 +14,12 @@ from pathlib import Path
 from elche.folders import keep_out
 from elche.network import split_address
 from elche_coordinator.config import CannotStart, Config
+from elche_coordinator.encryption import Encryption
 from elche_coordinator.leadership import Leadership
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.store import BadStore, DamagedStore, Store, StoreFailed, reason_of
+from elche_coordinator.waiting_page import waiting_page
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,20 @@ async def lead(
 ) -> bool:
     """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
     _check_free(config.listen)
+    encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
+    async with waiting_page(config.http, encryption, lambda: leadership.problem):
+        leads = await _await_turn(leadership, shared, stop)
+    if not leads:
+        return False
+    try:
+        store.prepare()
+        shared.restore()
+    except (StoreFailed, OSError) as error:
+        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
+    return True
+
+
+async def _await_turn(leadership: Leadership, shared: SharedBundles, stop: asyncio.Event) -> bool:
     stopped = threading.Event()
     asked = asyncio.create_task(stop.wait())
     waiting = asyncio.create_task(asyncio.to_thread(leadership.await_turn, stopped))
@@ -68,14 +84,7 @@ async def lead(
     asked.cancel()
     copying.cancel()
     await asyncio.wait([copying])
-    if not await waiting:
-        return False
-    try:
-        store.prepare()
-        shared.restore()
-    except (StoreFailed, OSError) as error:
-        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
-    return True
+    return await waiting
 
 
 async def _copy(shared: SharedBundles) -> None:

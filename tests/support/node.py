@@ -11,8 +11,10 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -124,11 +126,26 @@ class Pod:
             with suppress(OSError), socket.create_connection((self.address, self.port(made["tcpSocket"])), limit_s):
                 return True
             return False
+        if "httpGet" in made:
+            return self.answers(made["httpGet"], limit_s) is not None
         with grpc.insecure_channel(f"{self.address}:{made['grpc']['port']}") as channel, suppress(grpc.RpcError):
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=limit_s)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
+
+    def answers(self, get: Object, limit_s: float = 10.0) -> str | None:
+        """What it answers to a probe of this kind; None where the probe would fail."""
+        url = f"{get.get('scheme', 'HTTP').lower()}://{self.address}:{self.port(get)}{get['path']}"
+        unverified = ssl._create_unverified_context()  # as the kubelet's probes
+        with suppress(OSError), urllib.request.urlopen(url, timeout=limit_s, context=unverified) as answer:
+            text: str = answer.read().decode()
+            return text
+        return None
+
+    def leads(self) -> bool:
+        """Whether it is the coordinator that leads."""
+        return self.answers(self.spec_of()["readinessProbe"]["httpGet"]) == "leads\n"
 
     def keep_alive(self, speed: float = 1.0) -> int:
         """Probes it until it has failed `failureThreshold` times in a row, and then kills the container. How often it

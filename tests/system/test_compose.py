@@ -188,6 +188,20 @@ def test_a_job_goes_on_while_one_of_its_workers_is_paused(stack: Stack) -> None:
     assert result.metrics["accuracy"] > 0.9
 
 
+def test_an_upgrade_loses_nothing_that_was_committed_before(stack: Stack) -> None:
+    """What `up` does once all images are built anew. Compose may stop the coordinator before its workers."""
+    job_id = submit(stack, "--epochs", "400")
+    with stack.client() as client:
+        before = view_when(client, job_id, lambda view: view.epoch >= 2, "it trains")
+        assert not before.checkpoints, "none was due"
+    stack.compose("up", "--detach", "--wait", "--force-recreate", "coordinator", "worker-1", "worker-2")
+    with stack.client() as client:
+        after = view_when(client, job_id, lambda view: view.num_rounds > before.num_rounds, "it goes on")
+        assert after.checkpoints, "one was made before the coordinator stopped, or as its ranks left"
+        assert after.checkpoints[0].version >= before.num_rounds, "it went back to no older one"
+        client.job(job_id).cancel()
+
+
 def test_a_killed_worker_fails_the_job_and_its_checkpoint_is_resumed(stack: Stack) -> None:
     job_id = submit(stack, "--epochs", "2", "--checkpoint-every-epochs", "1", "--on-rank-loss", "fail")
     with stack.client() as client:

@@ -116,6 +116,32 @@ def test_the_overlays_that_the_page_shows(tmp_path: Path, number: int) -> None:
     assert other not in texts
 
 
+def test_two_coordinators_can_be_drained_and_upgraded() -> None:
+    """What Kubernetes' controllers make of the objects, by their published rules: one that stands by is ready, so the
+    budget lets either go, and a rolling update comes to both.
+    """
+    objects = {
+        (one["kind"], one["metadata"]["name"]): one["spec"]
+        for one in rendered(FOLDER / "overlays/standby")
+        if "spec" in one
+    }
+    of_set, budget = objects["StatefulSet", "elche-coordinator"], objects["PodDisruptionBudget", "elche-coordinator"]
+    (coordinator,) = of_set["template"]["spec"]["containers"]
+    for name, path in (("readinessProbe", "/readyz"), ("livenessProbe", "/healthz"), ("startupProbe", "/healthz")):
+        assert coordinator[name]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}, name
+    num_ready = of_set["replicas"]  # who leads, and who stands by (`system/test_standby.py`)
+    assert num_ready - (of_set["replicas"] - budget["maxUnavailable"]) == 1, "one may be evicted"
+    assert of_set["updateStrategy"] == {"type": "RollingUpdate"}, "the next one follows when one is ready"
+    labels = of_set["template"]["metadata"]["labels"]
+    (rule,) = objects["NetworkPolicy", "elche-coordinator"]["ingress"]
+    assert any(
+        one["podSelector"]["matchLabels"].items() <= labels.items() for one in rule["from"] if "podSelector" in one
+    ), "they reach each other"
+    service = objects["Service", "elche"]
+    assert service["clusterIP"] == "None", "clients see both, and take the one that listens"
+    assert service["ports"][0]["appProtocol"] == "https"
+
+
 CLUSTER_WIDE = {"ClusterTrainingRuntime"}
 
 

@@ -124,7 +124,7 @@ def test_two_coordinators_with_postgresql_and_certificates(here: Node, tmp_path:
 
     def leader() -> Pod:
         sets = [pod for name, pod in here.pods.items() if "coordinator" in name]
-        return eventually(lambda: next((pod for pod in sets if pod.passes("readinessProbe")), None), "one leads")
+        return eventually(lambda: next((pod for pod in sets if pod.leads()), None), "one leads")
 
     def elche(*words: str) -> str:
         env = {"ELCHE_TOKEN": TOKEN, "ELCHE_TLS": f"/here/certs/{holder.folder.name}"}
@@ -138,6 +138,8 @@ def test_two_coordinators_with_postgresql_and_certificates(here: Node, tmp_path:
         job = elche("submit", "linear.py", "--ranks", "2", "--epochs", str(EPOCHS))
         eventually(lambda: '"epoch": 2' in elche("jobs", "--json"), "it trains", 60)
         first = leader()
+        for pod in here.pods.values():
+            until_ready(pod)  # who stands by, too
         took_s = here.delete(first)
         began_s = time.monotonic()
         second = leader()

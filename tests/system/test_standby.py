@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -55,6 +57,8 @@ class Lab:
     mark: Mark
     stack: ExitStack
     ports: dict[str, int] = field(default_factory=dict)
+    pages: dict[str, int] = field(default_factory=dict)
+    """Ports of their pages, /metrics and probes."""
     processes: dict[str, "subprocess.Popen[str]"] = field(default_factory=dict)
 
     @property
@@ -62,10 +66,12 @@ class Lab:
         return ",".join(f"127.0.0.1:{port}" for port in self.ports.values())
 
     def start(self, name: str, store: str = "") -> None:
-        if name not in self.ports:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.ports[name] = free.getsockname()[1]
-        listen = ["--listen", f"127.0.0.1:{self.ports[name]}", "--http", "off", "--data", str(self.folder / name)]
+        for ports in (self.ports, self.pages):
+            if name not in ports:
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    ports[name] = free.getsockname()[1]
+        listen = ["--listen", f"127.0.0.1:{self.ports[name]}", "--http", f"127.0.0.1:{self.pages[name]}"]
+        listen += ["--data", str(self.folder / name)]
         with self.log(name).open("a") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "elche_coordinator", *listen],
@@ -89,6 +95,16 @@ class Lab:
             eventually(lambda: self.said(name, text) >= times, f"{name} says {text!r}")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.log(name).read_text()}") from None
+
+    def ask(self, name: str, path: str) -> tuple[int, str]:
+        """Status and text of what it answers over HTTP; 0 when it does not."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.pages[name]}{path}", timeout=100) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
 
     def signal(self, name: str, number: int) -> None:
         self.processes[name].send_signal(number)
@@ -127,6 +143,28 @@ def two_coordinators(store: str, folder: Path, mark: Mark) -> Iterator[Lab]:
 def lab(store: str, tmp_path: Path, mark: Mark) -> Iterator[Lab]:
     with two_coordinators(store, tmp_path, mark) as lab:
         yield lab
+
+
+def test_who_stands_by_is_ready_and_says_what_it_is(lab: Lab) -> None:
+    """So that both may be drained and upgraded, one after the other; and a scraper knows which one leads."""
+    assert lab.ask("a", "/readyz") == (200, "leads\n")
+    assert lab.ask("b", "/readyz") == (200, "stands by\n")
+    assert lab.ask("b", "/healthz") == (200, "ok\n")
+    assert lab.ask("b", "/api/jobs")[0] == 503
+    for name, leads in (("a", 1.0), ("b", 0.0)):
+        assert f"\nelche_coordinator_leads {leads}\n" in lab.ask(name, "/metrics")[1], name
+    lab.signal("a", signal.SIGKILL)
+    eventually(lambda: lab.ask("b", "/readyz") == (200, "leads\n"), "it leads")
+    assert "\nelche_coordinator_leads 1.0\n" in lab.ask("b", "/metrics")[1]
+
+
+def test_who_cannot_reach_the_database_is_not_ready(lab: Lab, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = free.getsockname()[1]
+    lab.start("c", re.sub(r"@[^/]*/", f"@127.0.0.1:{nobody}/", lab.store))
+    lab.until_said("c", "does not answer")
+    assert lab.ask("c", "/readyz") == (503, "the database does not answer\n")
+    assert lab.ask("c", "/healthz") == (200, "ok\n")
 
 
 def epoch_of(job: JobHandle) -> int:

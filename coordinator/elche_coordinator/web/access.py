@@ -17,7 +17,7 @@ from elche_coordinator.processor import STRANGERS, Processor
 from elche_coordinator.roles import CALLER, Role
 from elche_coordinator.tokens import Grant
 
-OPEN_PATHS = frozenset({"/healthz", "/"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Paths that need no token: their answers do not depend on any job."""
 OPEN_FOLDERS = ("/static/", "/download/")
 """Folders that need no token: the page's own files, and download links, which cannot be guessed and work once."""

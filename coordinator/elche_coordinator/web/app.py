@@ -87,6 +87,7 @@ class Web:
         routes = [
             Route("/", self._page),
             Route("/healthz", self._healthz),
+            Route("/readyz", self._readyz),
             Route("/metrics", self._metrics),
             Route("/api/stream", self._stream),
             Route("/api/jobs", self._jobs),
@@ -174,6 +175,9 @@ class Web:
 
     async def _healthz(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
+
+    async def _readyz(self, _: Request) -> Response:
+        return PlainTextResponse("leads\n")  # one that stands by answers by `waiting_page`
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
