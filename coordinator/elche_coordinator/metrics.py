@@ -75,18 +75,19 @@ JOB_GAUGES: tuple[JobFigure, ...] = (
     ("queue_wait_seconds", "Time from submission to placement.", lambda job: job.queue_wait_s),
 )
 JOB_COUNTERS: tuple[JobFigure, ...] = (
-    ("samples", "Samples trained.", lambda job: job.num_samples),
-    ("rounds", "Committed rounds; the model's version.", lambda job: job.num_rounds),
-    ("averaged_bytes", "Payload that ranks have sent for averaging.", lambda job: job.sent_bytes),
-    ("aborted_rounds", "Rounds that were given up and made again.", lambda job: job.num_given_up),
-    ("regroups", "Process groups formed after the first.", lambda job: job.num_regroups),
+    ("samples", "Samples committed, also those that are committed again.", lambda job: job.counts.samples),
+    ("made_samples", "Samples that ranks have trained, whatever came of them.", lambda job: job.counts.made_samples),
+    ("rounds", "Committed rounds.", lambda job: job.counts.rounds),
+    ("averaged_bytes", "Payload that ranks have sent for averaging.", lambda job: job.counts.sent_bytes),
+    ("aborted_rounds", "Rounds that were given up and made again.", lambda job: job.counts.given_up_rounds),
+    ("regroups", "Process groups formed after the first.", lambda job: job.counts.regroups),
     ("lost_ranks", "Ranks that died or were lost while the job ran.", lambda job: job.num_lost_ranks),
     (
         "discarded_samples",
         "Samples that are not in the model: not finite, or outliers.",
-        lambda job: job.discarded_samples,
+        lambda job: job.counts.discarded_samples,
     ),
-    ("checkpoint_failures", "Checkpoints that could not be written.", lambda job: job.num_checkpoint_failures),
+    ("checkpoint_failures", "Checkpoints that could not be written.", lambda job: job.counts.checkpoint_failures),
 )
 RANK_GAUGES: tuple[RankFigure, ...] = (
     (
@@ -169,8 +170,8 @@ def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
 
 
 def _rank_metrics(ranks: list[tuple[str, RankView]]) -> Iterator[Metric]:
-    names = ("job", "rank", "device")
-    rows = [((job_id, str(rank.rank), rank.device), rank) for job_id, rank in ranks]
+    names = ("job", "rank", "device", "host")
+    rows = [((job_id, str(rank.rank), rank.device, rank.host), rank) for job_id, rank in ranks]
     state = GaugeMetricFamily("elche_rank_state", "The state that the rank is in; always 1.", labels=(*names, "state"))
     slowdown = GaugeMetricFamily(
         "elche_rank_gpu_slowdown", "Why its clock is lower than its load asks for; always 1.", labels=(*names, "reason")

@@ -19,6 +19,7 @@ from elche_coordinator.core.messages.spec import JobSpec, plain
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import RankRecord, present, staying
+from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 
@@ -61,6 +62,7 @@ class JobView(views.JobView):
     progress_fraction: float = 0.0
     num_samples: int = 0
     """Trained, in all epochs."""
+    counts: Counts = field(default_factory=Counts)
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
     round_s: float = 0.0
@@ -90,7 +92,8 @@ def from_json(state: Mapping[str, Any]) -> JobView:
         for rank in state["ranks"]
     )
     checkpoints = tuple(Checkpoint(**one) for one in state["checkpoints"])
-    return JobView(**{**state, "ranks": ranks, "checkpoints": checkpoints})
+    counts = Counts(**state.get("counts", {}))  # earlier versions have none
+    return JobView(**{**state, "ranks": ranks, "checkpoints": checkpoints, "counts": counts})
 
 
 def _histogram(state: Mapping[str, Any]) -> Histogram:
@@ -138,7 +141,7 @@ def describe_training(job: TrainingJob, now_s: float) -> JobView:
     """The training at time `now_s`."""
     run, state = job.run, _state_of_training(job)
     ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
-    view = _describe(job, state, _reason(job), ranks, now_s)
+    view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts)
     if run.backend is not None:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:
@@ -239,6 +242,13 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
         checkpoints=tuple(loop.checkpoints),
         num_checkpoint_failures=loop.num_checkpoint_failures,
         num_samples=loop.num_samples,
+        counts=Counts(
+            samples=loop.num_samples,
+            made_samples=loop.num_samples,
+            rounds=progress.num_steps if progress is not None else 0,
+            regroups=view.num_regroups,
+            checkpoint_failures=loop.num_checkpoint_failures,
+        ),
         metrics=loop.metrics,
         checkpoint_age_s=_age(loop.saved_at_s, now_s),
     )

@@ -6,6 +6,7 @@ from itertools import count
 from typing import assert_never
 
 from elche.evaluation import never_finite
+from elche_coordinator.core.jobs.counting import counts_of
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
 from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
@@ -51,6 +52,7 @@ from elche_coordinator.core.records.ranks import (
     present,
     staying,
 )
+from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
 MAX_FRUITLESS = 3
@@ -81,6 +83,8 @@ class TrainingJob(Job):
         self._num_fruitless = 0
         """Attempts in a row without a checkpoint."""
         self._deaths = Deaths()
+        self._counted = Counts()
+        """Of the attempts before."""
         self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
 
     @property
@@ -107,6 +111,11 @@ class TrainingJob(Job):
     def num_wanted(self) -> int:
         """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
         return self.places.num_wanted
+
+    @property
+    def counts(self) -> Counts:
+        """Of all attempts."""
+        return self._counted + counts_of(self.run)
 
     # Places
 
@@ -463,6 +472,7 @@ class TrainingJob(Job):
             return
         least = self.spec.min_ranks if self.spec.num_ranks else 1  # if it took what was there, it does so again
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
+        self._counted = self.counts
         self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
         self.advance(JobTrigger.WENT_BACK, notice)
         self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)

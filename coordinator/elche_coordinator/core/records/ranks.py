@@ -93,6 +93,8 @@ class RankRecord:
     """Times of its batches, waits for data included."""
     num_samples: int = 0
     """Committed."""
+    num_made: int = 0
+    """Samples that its process has trained, as far as is known."""
     data_wait_ms: float = 0.0
     """Since its session began."""
     build: Build | None = None
@@ -198,6 +200,11 @@ class RankRecord:
             self.recent_ms = deque(newest, maxlen=WINDOW)
         limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
         self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
+
+    def note_made(self, num_samples: int) -> int:
+        """Its process has trained so many in all; returns how many of them are new."""
+        before, self.num_made = self.num_made, max(self.num_made, num_samples)
+        return self.num_made - before
 
     def take_data_wait_ms(self) -> float:
         """Time in ms that it has waited for data since the last call, as reported."""

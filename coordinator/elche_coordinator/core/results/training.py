@@ -100,8 +100,10 @@ class Training:
         """Where training stood at its first, and its last, commit."""
         self.calibrated: Mark | None = None
         """Where it stood at its first calibrated commit."""
-        self.restored_samples = 0
-        """Committed in the checkpoint that training goes on from."""
+        self.restored_samples, self.restored_version = 0, Version(0)
+        """Committed in the checkpoint that training goes on from, and the version that it has."""
+        self.num_made = self.num_given_up = 0
+        """Samples that ranks have trained, and rounds that were given up, whatever came of them."""
         self.sent_bytes = 0
         """Payload that ranks have sent for averaging."""
         self.last_round_s = 0.0
@@ -280,6 +282,7 @@ class Training:
         parts, wall_ms, are_out = {}, {}, received.discarded(self.settings)
         for rank, row in received.rows.items():
             record, result = self.members[rank], received.results.get(rank)
+            self.num_made += record.note_made(row.cut)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
             if row.weight:
@@ -498,7 +501,7 @@ class Training:
                     f"the checkpoint is of a training whose {name} is {state[name]}, and the job's is {value}; "
                     "they must be equal, so that every sample is trained once"
                 )
-        self.version = Version(whole_number(state["version"], "version"))
+        self.version = self.restored_version = Version(whole_number(state["version"], "version"))
         self.global_step = whole_number(state["global_step"], "global_step")
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()

@@ -168,6 +168,7 @@ class Generation:
         record.data_wait_ms = max(record.data_wait_ms, event.data_wait_ms)
         if event.loss_count and is_news:
             self._training.loss = record.loss = event.loss_sum / event.loss_count
+        self._training.num_made += record.note_made(event.num_processed)
         self._training.ledger.set_processed(record.rank, event.num_processed)
         if self.abandoned is None:
             self.scheduler.follow_progress(now_s)
@@ -235,6 +236,7 @@ class Generation:
         if self.abandoned is not None or not opened.is_given_up:
             return None
         self.num_given_up += 1
+        self._training.num_given_up += 1
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= MAX_GIVEN_UP:
             return Failure(f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}")
