@@ -24,6 +24,7 @@ from typing import IO, Any
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
+from elche_worker.process.cgroup import num_cores
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.process.stacks import ask
 
@@ -299,8 +300,7 @@ class SpawnerProcess:
         """Process ids by number."""
         self.has_forked = False
         self._is_confined = confinement is not None
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(1, num_cores // max(1, num_slots))
+        num_threads = max(1, num_cores() // max(1, num_slots))
         # without the cluster's token: user code must not see it, and a rank has its own secret
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
         environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}

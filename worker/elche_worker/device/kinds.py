@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from elche_worker.process.cgroup import memory_limit_bytes
+
 GIB = 2**30
 
 
@@ -59,7 +61,8 @@ class Host:
         with suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as statm:
             used = int(statm.read().split()[1]) * page_bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return MemoryUse(used=used, peak=peak, total=os.sysconf("SC_PHYS_PAGES") * page_bytes)
+        machine, limit = os.sysconf("SC_PHYS_PAGES") * page_bytes, memory_limit_bytes()
+        return MemoryUse(used=used, peak=peak, total=machine if limit is None else min(machine, limit))
 
 
 class Mps(Host):
