@@ -27,6 +27,7 @@ from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.store import JobRow, Replaced, Standing
 from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
+from support.scraped import Scraped
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 
@@ -156,6 +157,24 @@ def test_who_stands_by_is_ready_and_says_what_it_is(lab: Lab) -> None:
     lab.signal("a", signal.SIGKILL)
     eventually(lambda: lab.ask("b", "/readyz") == (200, "leads\n"), "it leads")
     assert "\nelche_coordinator_leads 1.0\n" in lab.ask("b", "/metrics")[1]
+
+
+def test_a_failover_is_no_outage_to_a_scraper(lab: Lab, tmp_path: Path) -> None:
+    """That no coordinator leads was told for a day."""
+    scraped = Scraped()
+
+    def passes(minutes: int) -> None:
+        for _ in range(minutes):
+            scraped.scrape(**{name: f"http://127.0.0.1:{port}" for name, port in lab.pages.items()})
+
+    passes(5)
+    lab.signal("a", signal.SIGKILL)
+    passes(1)
+    eventually(lambda: lab.ask("b", "/readyz") == (200, "leads\n"), "it leads")
+    passes(8)
+    scraped.fires(tmp_path, ())
+    passes(30)
+    scraped.fires(tmp_path, {"ElcheStandbyDown"})
 
 
 def test_who_cannot_reach_the_database_is_not_ready(lab: Lab, tmp_path: Path) -> None:
