@@ -13,8 +13,9 @@ from elche.errors import InvalidJob, JobFailed
 from elche_client.formatting import printable
 from elche_client.notifications import NotificationQueue, ProcessExited, next_notification
 from elche_client.options import JobOptions
-from elche_client.processes import ChildProcess, ChildProcesses, signal_name
+from elche_client.processes import ChildProcess, ChildProcesses, exit_error, signal_name
 
+CHECK = "check"
 MODULE = "elche_worker.rank.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
 MAX_REPORT_BYTES = 2**20
@@ -56,19 +57,12 @@ def check_file(
     arguments = [*arguments_of(path if folder is None else path.absolute(), options, device)]
     arguments += ["--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        processes.add(
-            ChildProcess(
-                "check",
-                MODULE,
-                arguments,
-                notifications,
-                output=output,
-                environment=options.environment,
-                folder=folder,
-            )
+        check = ChildProcess(
+            CHECK, MODULE, arguments, notifications, output=output, environment=options.environment, folder=folder
         )
+        processes.add(check)
         code = _end_of_check(notifications)
-        processes.stop()
+        processes.end(check)
         return read_report(_last_line(output), code, path)
 
 
@@ -93,9 +87,10 @@ def check_devices(
         return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
     with tempfile.TemporaryFile() as output:
-        processes.add(ChildProcess("check", MODULE, arguments, notifications, output=output))
+        check = ChildProcess(CHECK, MODULE, arguments, notifications, output=output)
+        processes.add(check)
         code = _end_of_check(notifications)
-        processes.stop()
+        processes.end(check)
         slots = read_report(_last_line(output), code, Path("this machine")).slots
         return tuple(str(slot["device"]) for slot in slots)
 
@@ -103,8 +98,10 @@ def check_devices(
 def _end_of_check(notifications: NotificationQueue) -> int:
     while True:
         notification = next_notification(notifications)
-        if isinstance(notification, ProcessExited):
+        if isinstance(notification, ProcessExited) and notification.process == CHECK:
             return notification.code
+        if isinstance(notification, ProcessExited):
+            raise exit_error(notification)
 
 
 def _last_line(output: IO[bytes]) -> str:

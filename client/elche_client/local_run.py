@@ -1,4 +1,8 @@
-"""`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together."""
+"""`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together.
+
+The processes are started before this one imports gRPC and the panel: what takes longest, PyTorch's import in the
+process that ranks are forked from, begins at once, and all else goes on beside it.
+"""
 
 import json
 import os
@@ -12,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import click
 
@@ -21,7 +25,6 @@ from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, arguments_of, missing_of, read_report
-from elche_client.client import Client, JobHandle
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
 from elche_client.formatting import printable
 from elche_client.notifications import (
@@ -39,14 +42,18 @@ from elche_client.notifications import (
 from elche_client.options import JobOptions, read_source
 from elche_client.output import exit_code_of, print_ending, print_notice, resume_hint
 from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines, signal_name
-from elche_client.progress import Progress, make_progress, printed_text
 from elche_client.rank_output import LogTail, RankOutput
 from elche_client.record import JobRecord, to_json
+
+if TYPE_CHECKING:
+    from elche_client.client import JobHandle
+    from elche_client.progress import Progress
 
 COMMAND = "run.json"
 CADENCE = "cadence.binpb"
 TOKEN = "token"
 AGENT = "elche_worker.agent.for_run"
+COORDINATOR = "elche_coordinator.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 CHECKED = "checked "
 LISTENING = "elche-coordinator listening on "
@@ -113,7 +120,10 @@ class LocalRun:
     def _train(self) -> tuple[JobResult, int]:
         source = read_source(self.path)
         require_installed()
-        agent, report = self._check()
+        agent, coordinator = self._begin_check(), self._begin_coordinator()
+        from elche_client.client import Client  # takes a while, beside what the others import
+
+        report = self._await_check()
         slots, group_size = report.slots, report.group_size
         options = replace(self.options, num_ranks=len(slots) // group_size)
         if group_size > 1:  # the coordinator places the job before a rank reads the file
@@ -122,7 +132,7 @@ class LocalRun:
         self._write_command(self.folder, source, options)
         self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
         self._start_log_tail(self.folder)
-        address = self._start_coordinator(self.folder)
+        address = self._start_coordinator(coordinator, self.folder)
         self._begin_agent(agent, self.folder, address, slots)
         options = replace(options, output_dir=str(self.folder.resolve()))
         try:
@@ -159,6 +169,8 @@ class LocalRun:
         """Prints output of the ranks that was not shown before they exited."""
         if self._log_tail is None:
             return
+        from elche_client.progress import printed_text
+
         late = self._log_tail.stop()
         waiting = [self.notifications.get_nowait() for _ in range(self.notifications.qsize())]
         for printed in (*(one for one in waiting if isinstance(one, RankOutput)), *late):
@@ -189,10 +201,8 @@ class LocalRun:
         if isinstance(event, RoundReport) and self._cadence is not None:
             self._cadence.write(event.recorded)
 
-    def _check(self) -> tuple[ChildProcess, CheckReport]:
-        """Starts the agent, which checks the file before it is told of a coordinator. Raises `InvalidJob`, or
-        `JobFailed` with the user's traceback.
-        """
+    def _begin_check(self) -> ChildProcess:
+        """Starts the agent, which checks the file before it is told of a coordinator."""
         options, environment = self.options, {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         agent = ChildProcess(
             "agent", AGENT, [str(os.getpid())], self.notifications, captures_stdout=True, environment=environment
@@ -201,8 +211,14 @@ class LocalRun:
         words = arguments_of(self.path, options, self.device)
         asked = {"words": words, "environment": dict(options.environment), "num_ranks": options.num_ranks}
         agent.tell(json.dumps(asked))  # not as arguments, which all users of the machine see
+        return agent
+
+    def _await_check(self) -> CheckReport:
+        """What the check has found. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
         while True:
             notification = next_notification(self.notifications)
+            if isinstance(notification, ProcessExited) and notification.process != "agent":
+                raise exit_error(notification)
             if isinstance(notification, ProcessExited):
                 report = read_report("", notification.code, self.path)
             elif isinstance(notification, ProcessOutput) and notification.line.startswith(CHECKED):
@@ -213,25 +229,26 @@ class LocalRun:
             break
         for note in report.notes:
             print_notice(note)
-        return agent, report
+        return report
 
-    def _start_coordinator(self, folder: Path) -> str:
-        """Starts the coordinator and returns its address. Raises `ProcessError` when it does not start."""
+    def _begin_coordinator(self) -> ChildProcess:
+        """Starts the coordinator's process, which imports what it needs until it is told where to write."""
+        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
+        coordinator = ChildProcess(
+            "coordinator", COORDINATOR, [], self.notifications, captures_stdout=True, environment=environment
+        )
+        self.processes.add(coordinator)
+        return coordinator
+
+    def _start_coordinator(self, coordinator: ChildProcess, folder: Path) -> str:
+        """Has the coordinator serve and returns its address. Raises `ProcessError` when it does not."""
         rest = ["--exit-with-stdin", "--grace", "0", "--data", str(folder / "coordinator")]
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
         secret.write_text(self.token + "\n", encoding="utf-8")
-        environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
-        coordinator = ChildProcess(
-            "coordinator",
-            "elche_coordinator",
-            ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *rest],
-            self.notifications,
-            log=log,
-            captures_stdout=True,
-            environment=environment,
-        )
-        self.processes.add(coordinator)
+        coordinator.log = log
+        arguments = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *rest]
+        coordinator.tell(json.dumps({"arguments": arguments, "log": str(log)}))
         try:
             notification = next_notification(self.notifications, timeout_s=START_TIMEOUT_S)
         except TimeoutError:
@@ -264,7 +281,9 @@ class LocalRun:
         order = {"coordinator": address, "slots": slots, "work_dir": str(folder), "log": str(agent.log)}
         agent.tell(json.dumps(order))
 
-    def _follow(self, handle: JobHandle) -> tuple[JobResult, int]:
+    def _follow(self, handle: "JobHandle") -> tuple[JobResult, int]:
+        from elche_client.progress import make_progress
+
         with make_progress(on_stderr=self.as_json, as_events=self.as_events) as progress:
 
             def show(event: Shown) -> None:
@@ -277,7 +296,7 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _show(self, event: Shown, progress: Progress) -> None:
+    def _show(self, event: Shown, progress: "Progress") -> None:
         self._record(event)
         if isinstance(event, ProcessRestarted):
             print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")
@@ -288,7 +307,9 @@ class LocalRun:
         else:
             progress.show(event)
 
-    def _save_and_cancel(self, handle: JobHandle, show: Callable[[Shown], None], interrupted: Interrupted) -> JobResult:
+    def _save_and_cancel(
+        self, handle: "JobHandle", show: Callable[[Shown], None], interrupted: Interrupted
+    ) -> JobResult:
         """Waits for a checkpoint if the job can write one, then cancels the job. Returns how it ended."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
@@ -301,7 +322,7 @@ class LocalRun:
             return wait_for_result(self.notifications, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
-    def _asks_for_checkpoint(self, handle: JobHandle) -> bool:
+    def _asks_for_checkpoint(self, handle: "JobHandle") -> bool:
         """Requests a checkpoint. False when there will be none: only a job that trains writes one."""
         with suppress(ElcheError):
             handle.checkpoint()

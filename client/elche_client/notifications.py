@@ -10,11 +10,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from elche.errors import ElcheError
-from elche_client.client import JobHandle
 from elche_client.events import Event, JobResult
 from elche_client.rank_output import RankOutput
+
+if TYPE_CHECKING:
+    from elche_client.client import JobHandle
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -118,7 +121,7 @@ def wait_for_result(
                 show(notification)
 
 
-def start_watch(handle: JobHandle, notifications: NotificationQueue) -> None:
+def start_watch(handle: "JobHandle", notifications: NotificationQueue) -> None:
     """Watches the job on a thread and puts its events into the queue."""
 
     def watch() -> None:

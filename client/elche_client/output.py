@@ -1,15 +1,16 @@
-"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes."""
+"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes.
+
+Imports little, so that a notice is there at once: what a panel needs is imported when one is printed.
+"""
 
 import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from elche_client.events import JobResult, JobState
 from elche_client.formatting import printable, printable_lines
 from elche_client.record import JobRecord, result_document, to_json
-from elche_client.summary import summary_panel
 
 MAX_LOGS = 4
 SHOWN_BYTES = 10 << 20
@@ -85,6 +86,10 @@ def print_ending(
 
 def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
     """Prints the summary as a panel, as wide as the terminal."""
+    from rich.console import Console
+
+    from elche_client.summary import summary_panel
+
     console = Console(highlight=False)
     where = str(record_path) if record_path else ""
     if console.file.isatty():

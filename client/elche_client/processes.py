@@ -153,6 +153,11 @@ class ChildProcesses:
         self._processes.remove(child)
         self._processes.append(child)
 
+    def end(self, child: ChildProcess) -> None:
+        """Stops this one alone."""
+        child.stop()
+        self._processes.remove(child)
+
     def stop(self) -> None:
         while self._processes:
             self._processes[-1].stop()

@@ -52,13 +52,14 @@ class ScriptRun(LocalRun):
         if options.settings:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
             raise InvalidJob(f"{self.path} has its own training loop, which takes no {names}: set them in the script")
+        coordinator = self._begin_coordinator()
         devices = check_devices(
             options.num_ranks, device=self.device, notifications=self.notifications, processes=self.processes
         )
         self.folder = make_folder(self.out, Path(options.name or self.path.stem).name)
         self._write_command(self.folder, source, replace(options, num_ranks=len(devices)))
         self._start_log_tail(self.folder)
-        address = self._start_coordinator(self.folder)
+        address = self._start_coordinator(coordinator, self.folder)
         self._start_ranks(self.folder, address, devices)
         try:
             with (

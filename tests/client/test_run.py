@@ -35,7 +35,7 @@ def place(tmp_path: Path) -> Path:
         "packages/elche_worker/agent/__init__.py": "",
         "packages/elche_worker/agent/for_run.py": program("agent"),
         "packages/elche_coordinator/__init__.py": "",
-        "packages/elche_coordinator/__main__.py": program("coordinator"),
+        "packages/elche_coordinator/for_run.py": program("coordinator"),
         "digits.py": "job = None\n",
     }.items():
         path = tmp_path / name
@@ -110,6 +110,23 @@ def test_a_run_from_start_to_summary(place: Path) -> None:
     for part in (f'output_dir: "{folder}"', "num_ranks: 2", "value: 2.3", 'value: "3"', "verify_rounds: true"):
         assert part in spec
     assert not any(is_alive(pid) for pid in pids(folder))
+
+
+def test_the_coordinator_begins_while_the_file_is_checked(place: Path) -> None:
+    done = run(place, CHECK="waits for the coordinator", BEGUN=str(place / "begun"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_coordinator_that_cannot_be_imported_ends_the_run_and_not_the_check_alone(place: Path) -> None:
+    (place / "packages/elche_coordinator/for_run.py").write_text("raise SystemExit(3)\n")
+    done = run(place, CHECK="hangs")
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (1, ["elche: the coordinator exited with code 3"])
+
+
+def test_what_takes_long_is_started_before_what_takes_a_while_is_imported() -> None:
+    told = "import sys, elche_client.local_run; print(sorted({'grpc', 'rich', 'numpy', 'google'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "[]\n"
 
 
 def test_two_runs_in_one_second_have_their_own_folders(place: Path) -> None:

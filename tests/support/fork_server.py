@@ -58,6 +58,7 @@ IMPORTS = {
 }
 SERVER_OF = {
     "elche_coordinator": PLAIN,
+    "elche_coordinator.for_run": PLAIN,
     "elche_client": PLAIN,
     "elche_worker.agent": PLAIN,
     "elche_worker.agent.for_run": PLAIN,

@@ -1,5 +1,6 @@
-"""Stands for the coordinator: plays what JOB says to the command that has started it."""
+"""Stands for `python -m elche_coordinator.for_run`: plays what JOB says to the command that has started it."""
 
+import json
 import os
 import signal
 import sys
@@ -20,8 +21,14 @@ from support.scripted import (
     serving,
 )
 
+if begun := os.environ.get("BEGUN"):
+    Path(begun).touch()
+if not (line := sys.stdin.readline()):
+    sys.exit(0)
+order = json.loads(line)
+os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT), 2)
 how = os.environ.get("JOB", "succeeds")
-data = Path(sys.argv[sys.argv.index("--data") + 1])
+data = Path(order["arguments"][order["arguments"].index("--data") + 1])
 data.mkdir(parents=True)
 (data.parent / "coordinator.pid").write_text(str(os.getpid()))
 if how == "refused":

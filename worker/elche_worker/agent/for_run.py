@@ -15,8 +15,6 @@ from typing import Any
 
 from elche.errors import ElcheError
 from elche.token import read_token
-from elche_worker.agent.agent import Agent
-from elche_worker.agent.main import serve, slots_of
 from elche_worker.agent.processes import SpawnerProcess
 from elche_worker.process.parent import end_with_parent
 
@@ -28,6 +26,9 @@ def main() -> None:
     if not request:
         return
     spawner = SpawnerProcess(json.loads(request)["num_ranks"] or 1, output=2)
+    from elche_worker.agent.agent import Agent  # gRPC is imported while the spawner imports torch
+    from elche_worker.agent.main import serve, slots_of
+
     code, line = spawner.check(request)
     print("checked", code, line, flush=True)
     if not (ordered := sys.stdin.readline()):
