@@ -76,7 +76,7 @@ def _give_devices(num_devices: int) -> None:
 
     replace(torch, "tensor", tensor)
     replace(torch.Tensor, "cuda", cuda)
-    discovery = import_module(FINDS_DEVICES)
+    discovery = import_module(FINDS_DEVICES)  # with trials in forks, but for those of fresh processes
     replace(discovery, "_try", lambda name, trial, limit_s: _tried(discovery, name))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.device.discovery import choose_devices
+from elche_worker.device.trials import begin_trials
 
 
 def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
@@ -30,7 +31,7 @@ def main() -> None:
         "cuda": torch.version.cuda or "",
         "nccl": _nccl_version() if has_nccl else "",
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
-        "devices": [asdict(one) for one in choose_devices("auto", 0)],
+        "devices": [asdict(one) for one in choose_devices("auto", 0, trials=begin_trials("auto"))],
     }
     print(json.dumps(told))
 

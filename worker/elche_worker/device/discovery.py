@@ -1,6 +1,7 @@
-"""Finds the devices of this host that can hold a rank: each is tried in a subprocess before it is used.
+"""Finds the devices of this host that can hold a rank: each is tried in a process of its own before it is used.
 
-A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out.
+A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out. A process
+that has loaded no user code has them tried by forks (`trials`), others by fresh processes.
 """
 
 import json
@@ -10,10 +11,11 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +23,9 @@ from elche.errors import ElcheError, InvalidJob
 from elche_worker.device.kinds import KINDS, NAMES, NUMBERED, kind_of
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
+
+if TYPE_CHECKING:
+    from elche_worker.device.trials import Trials
 
 TRIAL_LIMIT_S = 60.0
 """A device that has not answered a trial by then is considered hanging."""
@@ -38,22 +43,21 @@ class Unusable(InvalidJob):
         self.hangs = hangs
 
 
-def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Device]:
+def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: "Trials | None" = None) -> list[Device]:
     """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
 
     `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks, and so can a
     GPU that is asked for by its number. Each GPU is tried; those that cannot be used are named on stderr and left out.
-    Raises `InvalidJob` for too few.
+    `trials` have begun before; they count unless the environment has changed since. Raises `InvalidJob` for too few.
     """
-    kind, _, index = wanted.partition(":")
-    if kind not in ("auto", *KINDS):
-        raise InvalidJob(f"unknown device {wanted!r}; use {NAMES}")
+    kind, index = _checked(wanted)
     needed = (num_ranks or 1) * group_size
     if kind == "cpu":
         return [Device(device="cpu")] * needed
-    listed = _listed() if kind == "auto" else [name for name in _listed() if name.partition(":")[0] == kind]
-    names = [wanted] if index else listed or ([wanted] if kind != "auto" else [])
-    devices = usable_devices(names)
+    if trials is not None and trials.still_hold(wanted):
+        devices = _usable(*trials.outcome())
+    else:
+        devices = usable_devices(names_of(wanted))
     if kind == "auto" and not devices:
         return [Device(device="cpu")] * needed
     if devices and index:
@@ -66,9 +70,27 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1) -> list[Dev
     return devices[: needed if num_ranks else len(devices) // group_size * group_size]
 
 
+def _checked(wanted: str) -> tuple[str, str]:
+    """Kind and index, which may be empty. Raises `InvalidJob` for an unknown kind."""
+    kind, _, index = wanted.partition(":")
+    if kind not in ("auto", *KINDS):
+        raise InvalidJob(f"unknown device {wanted!r}; use {NAMES}")
+    return kind, index
+
+
+def names_of(wanted: str) -> list[str]:
+    """The devices to try for "auto", a kind or a device of torch."""
+    kind, index = _checked(wanted)
+    listed = _listed() if kind == "auto" else [name for name in _listed() if name.partition(":")[0] == kind]
+    return [wanted] if index else listed or ([wanted] if kind != "auto" else [])
+
+
 def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S) -> list[Device]:
     """The usable devices in the given order; the others are named on stderr. A name may be given several times."""
-    tried = try_devices(names, trial=trial, limit_s=limit_s)
+    return _usable(names, try_devices(names, trial=trial, limit_s=limit_s))
+
+
+def _usable(names: Sequence[str], tried: Mapping[str, Device | Unusable]) -> list[Device]:
     for found in tried.values():
         if isinstance(found, Unusable):
             _say_left_out(found)
@@ -213,9 +235,11 @@ def _describe(device: torch.device, name: str) -> Device:
 
 def main() -> None:
     """`python -m elche_worker.device.discovery NAMES`: prints the usable ones as one line of JSON; "auto": all."""
+    from elche_worker.device.trials import begin_trials
+
     try:
         names = sys.argv[1].split(",")
-        found = choose_devices("auto", 0) if names == ["auto"] else usable_devices(names)
+        found = choose_devices("auto", 0, trials=begin_trials("auto")) if names == ["auto"] else usable_devices(names)
     except ElcheError as error:
         sys.exit(f"elche: {error}")
     print(json.dumps([asdict(one) for one in found]))

@@ -16,6 +16,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
+from elche_worker.device.trials import Trials, begin_trials
 from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load
 from elche_worker.process.parent import end_with_parent
@@ -24,12 +25,19 @@ from elche_worker.user.loading import UserCodeRaised, as_a_script, load_job, wit
 
 
 def check(
-    path: Path, num_ranks: int, device: str, *, runs_here: bool, settings: dict[str, Any], resume: str = ""
+    path: Path,
+    num_ranks: int,
+    device: str,
+    *,
+    runs_here: bool,
+    settings: dict[str, Any],
+    resume: str = "",
+    trials: Trials | None = None,
 ) -> dict[str, Any]:
     """What the file says and where it would run. Raises `ElcheError` for what cannot work.
 
-    `settings` replace the file's. Whether the devices and the checkpoint to `resume` exist is checked only if the job
-    `runs_here`.
+    `settings` replace the file's. Whether the devices, whose `trials` have begun, and the checkpoint to `resume` exist
+    is checked only if the job `runs_here`.
     """
     try:
         source = path.read_text(encoding="utf-8")
@@ -40,7 +48,7 @@ def check(
     build_order(job, dataset, str(path))
     build_eval_dataset(job, str(path))
     batch_size = nominal_batch_size(job, dataset_size)
-    devices = choose_devices(device, num_ranks, job.group_size)
+    devices = choose_devices(device, num_ranks, job.group_size, trials=trials)
     other = next((one.device for one in devices if not one.device.startswith("cuda")), None)
     if runs_here and job.backend == "nccl" and other is not None:
         raise InvalidJob(f"backend 'nccl' needs a GPU for every rank, and here is {other}; use 'gloo', or 'auto'")
@@ -123,17 +131,18 @@ def answer(words: Sequence[str], answers: int) -> int:
         end_with_parent(arguments.parent_pid)
     take_any_text(encoding="utf-8")
     os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
+    trials = begin_trials(arguments.device)  # not later: user code may use a device or start threads
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
-    told = _answer(arguments)
+    told = _answer(arguments, trials)
     os.write(answers, json.dumps(told).encode() + b"\n")
     return 0 if told["ok"] else 2
 
 
-def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
+def _answer(arguments: argparse.Namespace, trials: Trials | None) -> dict[str, Any]:
     try:
         if arguments.file is None:
-            devices = choose_devices(arguments.device, arguments.ranks)
+            devices = choose_devices(arguments.device, arguments.ranks, trials=trials)
             return {"ok": True, "devices": [asdict(one) for one in devices]}
         return check(
             arguments.file,
@@ -142,6 +151,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
             runs_here=arguments.runs_here,
             settings=json.loads(arguments.settings),
             resume=arguments.resume,
+            trials=trials,
         )
     except ElcheError as error:
         text = error.traceback if isinstance(error, UserCodeRaised) else ""

@@ -1,0 +1,167 @@
+"""Trials of this host's devices in forked processes, which go on while a job's file is loaded.
+
+A fork has imported torch already, which takes a fresh process seconds. A process that has used a device can no longer
+be forked, and one that has asked the driver which devices there are may have used it. So one process is forked that
+does neither: it forks one that lists the devices, and then one for each of them, and ends once all have answered.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import IO, NoReturn
+
+from elche.errors import InvalidJob
+from elche_worker.device import discovery
+from elche_worker.device.discovery import TRIAL_LIMIT_S, Unusable
+from elche_worker.process.parent import end_with_parent
+from elche_worker.user.device import Device
+
+MEANT_FOR_DRIVERS = ("CUDA", "NVIDIA", "HIP", "HSA", "ROCR", "GPU_", "ZE_", "SYCL", "ONEAPI", "PYTORCH", "TORCH")
+"""Variables that decide which devices there are."""
+
+
+class Trials:
+    """Made in a process that has used no device and has no threads. Ends with that process, or with `outcome`."""
+
+    def __init__(self, wanted: str, *, limit_s: float = TRIAL_LIMIT_S) -> None:
+        """`wanted` is that of `choose_devices`; each trial may take `limit_s`, and so may finding the devices."""
+        self.wanted = wanted
+        self._environment = _of_drivers(os.environ)
+        self._all = _Forked(lambda told: _try_all(wanted, limit_s, told))
+
+    def still_hold(self, wanted: str) -> bool:
+        """Whether they are of these devices, and nobody has changed since then which ones there are."""
+        return wanted == self.wanted and _of_drivers(os.environ) == self._environment
+
+    def outcome(self) -> tuple[list[str], dict[str, Device | Unusable]]:
+        """The names of the devices, and what has come of each. Waits for it. Raises `InvalidJob`."""
+        told, output, code = self._all.end(None)
+        try:
+            found = json.loads(told)
+        except ValueError:
+            raise InvalidJob(f"torch cannot say which devices there are ({_ended(code, output)})") from None
+        return found["names"], {
+            name: Unusable(**one) if "problem" in one else Device(**one) for name, one in found["tried"].items()
+        }
+
+
+def begin_trials(wanted: str) -> Trials | None:
+    """None where there is nothing to try, or a system whose libraries do not support fork."""
+    is_possible = sys.platform.startswith("linux") and wanted.partition(":")[0] != "cpu"
+    return Trials(wanted) if is_possible else None
+
+
+def _try_all(wanted: str, limit_s: float, told: IO[str]) -> None:
+    listing = _Forked(lambda names: names.write(json.dumps(discovery.names_of(wanted))))
+    text, output, code = listing.end(time.monotonic() + limit_s)
+    if not text:
+        sys.exit(f"the process that looked for them {_ended(code, output)}")
+    names: list[str] = json.loads(text)
+    running = {name: _Forked(lambda told, name=name: _try_one(name, told)) for name in names}
+    deadline_s = time.monotonic() + limit_s
+    tried = {name: _outcome(name, one, deadline_s, limit_s) for name, one in running.items()}
+    told.write(json.dumps({"names": names, "tried": tried}))
+
+
+def _try_one(name: str, told: IO[str]) -> None:
+    try:
+        found: dict[str, object] = asdict(discovery.try_here(name))
+    except Unusable as error:
+        found = _described(error)
+    told.write(json.dumps(found))
+
+
+def _outcome(name: str, running: "_Forked", deadline_s: float, limit_s: float) -> dict[str, object]:
+    text, output, code = running.end(deadline_s)
+    with suppress(ValueError):
+        found: dict[str, object] = json.loads(text)
+        return found
+    if code is None:
+        return _described(Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True))
+    return _described(Unusable(name, f"the process that tried it {_ended(code, output)}"))
+
+
+def _described(error: Unusable) -> dict[str, object]:
+    return {"label": error.label, "problem": error.problem, "hangs": error.hangs}
+
+
+def _ended(code: int | None, output: str) -> str:
+    last = (output.strip().splitlines() or [""])[-1]
+    if code is None:
+        how = "does not end"
+    else:
+        how = f"ended with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
+    return how + (f": {last}" if last else "")
+
+
+def _of_drivers(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if name.startswith(MEANT_FOR_DRIVERS)}
+
+
+class _Forked:
+    """A process that does one thing and tells something; what else it prints is kept from the screen."""
+
+    def __init__(self, do: Callable[[IO[str]], object]) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._told, telling = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(do, telling, parent)
+        os.close(telling)
+
+    def _run(self, do: Callable[[IO[str]], object], telling: int, parent: int) -> NoReturn:
+        code = 1
+        try:
+            end_with_parent(parent)
+            os.close(self._told)
+            for descriptor in (1, 2):
+                os.dup2(self._output.fileno(), descriptor)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+            with os.fdopen(telling, "w") as told:
+                do(told)
+            code = 0
+        except BaseException as error:
+            print(error or type(error).__name__)
+        finally:
+            with suppress(Exception):
+                sys.stderr.flush()
+            os._exit(code)
+
+    def end(self, deadline_s: float | None) -> tuple[str, str, int | None]:
+        """What it has told and printed, and its exit code; None where that does not count, since it has told something,
+        or has not ended in time. It is killed then, and not waited for: with a hanging driver it may survive.
+        """
+        told, code = "", None
+        if _is_readable(self._told, deadline_s):
+            with os.fdopen(self._told, "rb") as file:
+                told = file.read().decode()  # a short line, and then the end
+            code = None if told else _code_of(self.pid, deadline_s)
+        else:
+            os.close(self._told)
+        if code is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self._output.seek(0)
+        return told, self._output.read().decode(errors="replace"), code
+
+
+def _is_readable(descriptor: int, deadline_s: float | None) -> bool:
+    left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    return bool(select.select([descriptor], [], [], left_s)[0])
+
+
+def _code_of(pid: int, deadline_s: float | None) -> int | None:
+    """The exit code of a child once it has ended; None where it has not by then."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        ended = _is_readable(descriptor, deadline_s)
+    finally:
+        os.close(descriptor)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else None
