@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elche.errors import ElcheError, InvalidJob
+from elche.processors import environment_of_ranks
 from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
 from elche_client.check import check_devices
@@ -72,8 +73,6 @@ class ScriptRun(LocalRun):
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
         port = _free_port()
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = max(1, num_cores // len(devices))  # the same share that an agent gives the ranks of a job
         for rank, device in enumerate(devices):
             environment = {
                 **self.options.environment,
@@ -89,7 +88,7 @@ class ScriptRun(LocalRun):
                 TLS_VARIABLE: "",
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
                 "ELCHE_RESUME": self.options.resume,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
+                **environment_of_ranks(len(devices), os.environ | self.options.environment),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
             if not device.startswith("mps"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elche.errors import InvalidJob
+from elche.processors import threads_per_rank
 from elche_client.events import EpochReport, EvaluationReport, JobResult, JobState, JobView
 from support import own_launchers, two_ranks
 from support.real_processes import Cluster, Command, Mark, coordinator, eventually
@@ -264,7 +265,7 @@ def test_ranks_of_a_loop_share_the_processors_as_those_of_a_job_do(
     elche: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    each = threads_per_rank(2)
     for env, expected in ((None, f"threads {each}\n"), ({"OMP_NUM_THREADS": "70"}, "threads 70\n")):
         out = f"out-{bool(env)}"
         done = elche("run", str(JOBS / "threads.py"), "--ranks", "2", "--device", "cpu", "--out", out, env=env)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from elche.errors import JobFailed
+from elche.processors import threads_per_rank
 from elche_client import Client
-from support.real_processes import Cluster, Mark, agent, coordinator, eventually
+from support.gpus import VARIABLE
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
 ENDLESS = "job = dataclasses.replace(job, epochs=100_000)"
@@ -45,6 +47,32 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         (new,) = mark.living("elche spawner")
         assert new != spawner
         assert " ERROR " not in other.log.read_text()
+
+
+SAYS_WHERE = (
+    "import os, sys, torch",
+    "threads = os.environ['OMP_NUM_THREADS'], torch.get_num_threads()",
+    "print('loaded in a fork of', os.getppid(), *threads, file=sys.stderr)",
+    "import dataclasses",
+    "job = dataclasses.replace(job, evaluate=None, epochs=1)",
+)
+
+
+def test_a_run_on_all_gpus_imports_torch_once_whatever_was_expected(
+    elche: Callable[..., Command], job_file: JobFile, tmp_path: Path
+) -> None:
+    """The process of which the file's check was forked is that of the ranks, and of the trials of the devices: how many
+    there are is known after them only.
+    """
+    env = {VARIABLE: "2", "TMPDIR": str(tmp_path)}
+    done = elche("run", str(job_file("linear.py", *SAYS_WHERE)), "--out", "out", env=env)
+    assert done.code == 0, done.err
+    said = [line for line in done.err.splitlines() if line.startswith("loaded in")]
+    logs = [(tmp_path / "out" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    ranks = [line for log in logs for line in log.splitlines() if line.startswith("loaded in")]
+    assert len(ranks) == 2
+    assert {line.split()[5] for line in said} == {line.split()[5] for line in ranks}, (said, ranks)
+    assert {tuple(line.split()[6:]) for line in ranks} == {(str(threads_per_rank(2)),) * 2}
 
 
 @pytest.mark.long(reason="it takes long to show what one line does")

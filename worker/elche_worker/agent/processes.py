@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from elche.processors import THREADS, environment_of_ranks, threads_per_rank
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
-from elche_worker.process.cgroup import num_cores
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.process.stacks import ask
 
@@ -94,7 +94,7 @@ class Processes:
         spawner: "SpawnerProcess | None" = None,
     ) -> None:
         """`num_slots` ranks share the processors. With a `confinement` each rank has a container of its own, and a
-        spawner in it. A `spawner` that runs already is used if it was made for as many.
+        spawner in it. A `spawner` that runs already is used, for however many it was made.
         """
         self._on_exit = on_exit
         self._num_slots = num_slots
@@ -108,9 +108,8 @@ class Processes:
         self._spawner: SpawnerProcess | None = None
         """That of all ranks, unless they are confined."""
         self._is_closed = False
-        if spawner is not None and spawner.num_slots != num_slots:
-            spawner.kill()
-        elif spawner is not None:
+        if spawner is not None:
+            spawner.num_slots = num_slots
             with self._changed:  # it may have ended by now
                 self._use(spawner)
 
@@ -291,7 +290,13 @@ class Processes:
 class SpawnerProcess:
     """The process that ranks are forked from, as its agent sees it."""
 
-    def __init__(self, num_slots: int, confinement: Confinement | None = None, *, output: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        confinement: Confinement | None = None,
+        *,
+        output: int | None = None,
+    ) -> None:
         """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS. What it prints
         goes to the file descriptor `output`, by default to where this process prints.
         """
@@ -300,10 +305,9 @@ class SpawnerProcess:
         """Process ids by number."""
         self.has_forked = False
         self._is_confined = confinement is not None
-        num_threads = max(1, num_cores() // max(1, num_slots))
         # without the cluster's token: user code must not see it, and a rank has its own secret
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
-        environment = {"OMP_NUM_THREADS": str(num_threads), **NO_FORK_SUPPORT, **inherited}
+        environment = {**NO_FORK_SUPPORT, **inherited, **environment_of_ranks(num_slots, os.environ)}
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
         with other:
@@ -357,6 +361,8 @@ class SpawnerProcess:
     def fork(self, number: int, start: Start, launch: int) -> None:
         """Forks a process. The launch line is passed as a file descriptor, so that the spawner never holds a secret."""
         request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
+        if THREADS not in os.environ:
+            request["num_threads"] = threads_per_rank(self.num_slots)
         with suppress(OSError):  # it has died with its ranks, which `hear` reports
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch])
 

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from elche.processors import THREADS
 from elche_worker.process.log_times import TimesWriter, shorten_times
 from elche_worker.process.parent import adopt_orphans, children, end_with_parent
 from elche_worker.process.stacks import write_when_asked
@@ -127,7 +128,7 @@ class Spawner:
         if pid == 0 and answers is not None:
             self._check(launch, answers, parent)
         if pid == 0:
-            self._become(launch, request["log_path"], parent)
+            self._become(launch, request["log_path"], parent, request.get("num_threads", 0))
         for descriptor in filter(None, (launch, answers)):
             os.close(descriptor)
         self._running[pid] = number
@@ -212,8 +213,10 @@ class Spawner:
             traceback.print_exc()
         os._exit(1)
 
-    def _become(self, launch_file: int, log_path: str, parent: int) -> NoReturn:
-        """Makes the forked process a rank, or one of a rank's processes."""
+    def _become(self, launch_file: int, log_path: str, parent: int, num_threads: int) -> NoReturn:
+        """Makes the forked process a rank, or one of a rank's processes, that computes with so many threads; 0: as many
+        as this one was started for.
+        """
         try:
             self._leave(parent)
             log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -225,6 +228,7 @@ class Spawner:
             write_when_asked(log_path)
             with open(launch_file, encoding="utf-8") as file:
                 launch = Launch.from_line(file.read())
+            _take_threads(num_threads)
             setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
             from elche_worker.rank.main import main
 
@@ -234,6 +238,15 @@ class Spawner:
         except BaseException:
             traceback.print_exc()
         os._exit(1)
+
+
+def _take_threads(number: int) -> None:
+    """Has this process compute with so many threads, where it was forked from one that was to have others."""
+    if number and os.environ.get(THREADS) != str(number):
+        import torch
+
+        os.environ[THREADS] = str(number)  # for what it starts: torch itself has read it
+        torch.set_num_threads(number)
 
 
 class _Log(io.FileIO):
