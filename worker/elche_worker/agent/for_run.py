@@ -25,7 +25,7 @@ def main() -> None:
     request = sys.stdin.readline()
     if not request:
         return
-    spawner = SpawnerProcess(json.loads(request)["num_ranks"] or 1, output=2)
+    spawner = SpawnerProcess(json.loads(request)["num_ranks"] or 1, output=2, compiles_later=True)
     from elche_worker.agent.agent import Agent  # gRPC is imported while the spawner imports torch
     from elche_worker.agent.main import serve, slots_of
 

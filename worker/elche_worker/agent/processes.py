@@ -41,6 +41,8 @@ LOOK_EVERY_S = 0.2
 GONE_S = 10.0
 """Limit for processes to disappear after SIGKILL."""
 
+LATER = "--compiles-later"
+"""Tells the spawner not to import PyTorch's compiler."""
 CHECK = 0
 """Number of the process that checks a file; those of ranks begin at 1."""
 Key = tuple[str, int, int]
@@ -296,9 +298,11 @@ class SpawnerProcess:
         confinement: Confinement | None = None,
         *,
         output: int | None = None,
+        compiles_later: bool = False,
     ) -> None:
         """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS. What it prints
-        goes to the file descriptor `output`, by default to where this process prints.
+        goes to the file descriptor `output`, by default to where this process prints. With `compiles_later` PyTorch's
+        compiler is imported by the ranks that use it, and not at once.
         """
         self.num_slots = num_slots
         self.pids: dict[int, int] = {}
@@ -310,9 +314,10 @@ class SpawnerProcess:
         environment = {**NO_FORK_SUPPORT, **inherited, **environment_of_ranks(num_slots, os.environ)}
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
+        how = [LATER] if compiles_later else []
         with other:
             self._process = subprocess.Popen(
-                [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", str(other.fileno())],
+                [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", *how, str(other.fileno())],
                 stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
                 stdout=output,
                 pass_fds=[other.fileno()],

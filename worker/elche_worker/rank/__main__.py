@@ -1,8 +1,10 @@
-"""`python -m elche_worker.rank SOCKET` is what agents start: the process that ranks are forked from."""
+"""`python -m elche_worker.rank [--compiles-later] SOCKET` is what agents start: what ranks are forked from."""
 
 import sys
 
 from elche_worker.rank.spawner import serve
 
 if __name__ == "__main__":
-    serve(int(sys.argv.pop()))  # what a job's file finds there is as without elche
+    agent, *how = reversed(sys.argv[1:])
+    del sys.argv[1:]  # what a job's file finds there is as without elche
+    serve(int(agent), compiles_later=bool(how))

@@ -42,8 +42,10 @@ KEPT_LOG_BYTES = 8 << 20
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
 """How long stray processes of ranks may take to end; later ones are ended when they are found."""
-FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job", "torch._dynamo")
-"""Imports of every rank: creating the first optimizer imports the latter, which takes half as long as torch itself."""
+FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job")
+"""Imports of every rank."""
+COMPILER = "torch._dynamo"
+"""What creating an optimizer imports, too, which takes nearly as long as torch itself; see `process.compiler`."""
 FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
 """Further imports of replica groups; imported when the first group is wanted."""
 
@@ -303,9 +305,22 @@ def _import(*modules: str) -> None:
         os.environ[name] = before
 
 
-def serve(agent_fd: int) -> None:
-    """Imports what ranks need, and serves the agent at the other end of the socket."""
+def _put_off_compiler() -> bool:
+    """Whether ranks import PyTorch's compiler only when they use it."""
+    if "torch" not in sys.modules:
+        return False
+    from elche_worker.process.compiler import put_off
+
+    return put_off()
+
+
+def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
+    """Imports what ranks need, and serves the agent at the other end of the socket. With `compiles_later` ranks import
+    PyTorch's compiler when they use it.
+    """
     _import(*FOR_ALL)
+    if not (compiles_later and _put_off_compiler()):
+        _import(COMPILER)
     gc.collect()
     gc.freeze()  # what is not collected is not written to, and stays shared with the ranks
     os.environ["SPT_NOENV"] = "1"  # or titles are written over what /proc shows of the environment

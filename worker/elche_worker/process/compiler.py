@@ -1,0 +1,93 @@
+"""Puts off the import of PyTorch's compiler, which takes nearly as long as torch itself, until something needs it.
+
+The first call of an optimizer imports `torch._dynamo`, only to tell a compiler that it is not to look into the call.
+Nothing is compiled before that module is imported, so until then there is nobody to tell. With `put_off` the calls do
+without it; with the first import of the module, by `torch.compile` say, they are again what PyTorch made of them.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+COMPILER = "torch._dynamo"
+MARK = "__dynamo_disable"
+"""Attribute in which PyTorch keeps what a decorated function does where there is a compiler."""
+DECORATED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+OF_STEP = frozenset(
+    (COMPILER, "_dynamo", "graph_break", "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults")
+)
+"""All names in PyTorch's decorator of `step`: with others it does what is not known here."""
+
+
+def put_off() -> bool:
+    """Whether optimizers import no compiler from now on; False where it is there, or PyTorch's are not as known here.
+    They are left as they are then.
+    """
+    steps = [step for step in map(_step_of, _optimizers(torch.optim.Optimizer)) if step is not None]
+    decorated = [getattr(torch.optim.Optimizer, name, None) for name in DECORATED]
+    inner = [function.__wrapped__ for function in decorated if _is_decorated(function)]
+    if COMPILER in sys.modules or not steps or len(inner) < len(DECORATED):
+        return False
+    for function in inner:
+        setattr(function, MARK, function)
+    before = [(step, step.__code__) for step in steps]
+    for step in steps:
+        step.__code__ = _PLAIN_STEP
+    sys.meta_path.insert(0, _Restorer(before, inner))
+    return True
+
+
+class _Restorer(MetaPathFinder):
+    """Finds no module: it is asked for each, and takes all back when that is the compiler."""
+
+    def __init__(self, steps: Sequence[tuple[FunctionType, CodeType]], inner: Sequence[Callable[..., Any]]) -> None:
+        self._steps = steps
+        self._inner = inner
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == COMPILER:
+            for step, code in self._steps:
+                step.__code__ = code
+            for function in self._inner:
+                function.__dict__.pop(MARK, None)
+            self._steps, self._inner = (), ()
+
+
+def _optimizers(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _optimizers(one)
+
+
+def _step_of(kind: type) -> FunctionType | None:
+    """The decorated `step` of an optimizer's class; None where it is another function, or inherited."""
+    step = kind.__dict__.get("step")
+    if not isinstance(step, FunctionType) or step.__code__.co_freevars != ("func",):
+        return None
+    return step if frozenset(step.__code__.co_names) == OF_STEP else None
+
+
+def _is_decorated(function: Any) -> bool:
+    is_known = isinstance(function, FunctionType) and "fn" in function.__code__.co_freevars
+    return is_known and MARK in function.__code__.co_consts and hasattr(function, "__wrapped__")
+
+
+def _plain(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What PyTorch's decorator does where there is no compiler."""
+
+    def _use_grad(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(args[0].defaults["differentiable"])
+            return func(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return _use_grad
+
+
+_PLAIN_STEP: CodeType = _plain(print).__code__
