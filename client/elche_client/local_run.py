@@ -139,9 +139,12 @@ class LocalRun:
             with Client(address, token=self.token, tls="", reconnect_s=RECONNECT_S) as client:
                 handle = client.submit_options(self.path, options)
                 self.record.job_id = handle.id
-                return self._follow(handle)
+                followed = self._follow(handle)
         except Unreachable as error:
             raise self._explain(error) from error
+        if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, and all that they had to say is said
+            self.processes.ask_to_end()
+        return followed
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
         """Writes what `elche replay` and `elche resume` need to repeat this run."""

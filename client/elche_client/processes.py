@@ -114,11 +114,15 @@ class ChildProcess:
             self._process = self._start(self._again)
             return True
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM, and does not wait."""
         with self._lock:
             self._again = None
         self._process.terminate()
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
+        self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
         self.kill()
@@ -157,6 +161,11 @@ class ChildProcesses:
         """Stops this one alone."""
         child.stop()
         self._processes.remove(child)
+
+    def ask_to_end(self) -> None:
+        """Has all begin to end, where none needs another any more, before the first is waited for."""
+        for child in self._processes:
+            child.ask_to_end()
 
     def stop(self) -> None:
         while self._processes:

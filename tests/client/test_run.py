@@ -123,6 +123,12 @@ def test_a_coordinator_that_cannot_be_imported_ends_the_run_and_not_the_check_al
     assert (done.returncode, done.stderr.splitlines()[-1:]) == (1, ["elche: the coordinator exited with code 3"])
 
 
+def test_when_the_job_has_succeeded_no_process_waits_for_another(place: Path) -> None:
+    done = run(place, "--out", "out", AGENT="waits for the coordinator's end")
+    assert done.returncode == 0, done.stderr
+    assert (place / "out" / "last").exists(), "the agent was waited for first, and killed"
+
+
 def test_what_takes_long_is_started_before_what_takes_a_while_is_imported() -> None:
     told = "import sys, elche_client.local_run; print(sorted({'grpc', 'rich', 'numpy', 'google'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True, timeout=LIMIT_S)
