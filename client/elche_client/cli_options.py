@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
@@ -134,13 +134,25 @@ class ScriptCommand(TrainingCommand):
 
 
 class CommandGroup(click.Group):
-    """A group whose help shows the first sentence of each command's help uncut."""
+    """A group whose help shows its commands by purpose, with the first sentence of each one's help uncut."""
+
+    SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Train": ("run", "resume", "replay", "init"),
+        "Jobs": (
+            *("submit", "sweep", "jobs", "watch", "top", "logs", "fetch"),
+            *("checkpoint", "checkpoints", "pause", "scale", "cancel"),
+        ),
+        "Cluster": ("hosts", "drain", "up", "agents", "down"),
+        "Debug": ("doctor", "timeline", "journal"),
+        "Access": ("context", "token", "certs"),
+    }
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands.items() if one is not None]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        sections = {title: [self.commands[name] for name in names] for title, names in self.SECTIONS.items()}
+        width = max(len(name) for name in self.commands)
+        for title, commands in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{one.name:<{width}}", one.get_short_help_str(limit=1000)) for one in commands])
 
 
 env_option = click.option(

@@ -75,7 +75,21 @@ def submit(
         if watch_it:
             return _watch(handle, as_json=as_json)
     click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
+    if not as_json:
+        _say_what_follows(handle)
     return 0
+
+
+def _say_what_follows(handle: JobHandle) -> None:
+    """On stderr, so that a script gets the id alone."""
+    name, where = shlex.quote(handle.id), _where(handle)
+    print_notice("what follows:")
+    for command, purpose in (
+        ("watch {}", "shows it"),
+        ("logs {} -f", "what its ranks print"),
+        ("cancel {}", "ends it"),
+    ):
+        print_notice(f"  elche {command.format(name)}{where}  {purpose}")
 
 
 def watch(job_id: str, address: str, *, as_json: bool) -> int:
@@ -297,6 +311,10 @@ def _hint(handle: JobHandle, record: JobRecord) -> str:
         return ""
     if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
         return f"to go on, start the script again with ELCHE_RESUME={shlex.quote(record.checkpoint.path)}"
+    return resume_hint(f"elche resume {shlex.quote(handle.id)}{_where(handle)}")
+
+
+def _where(handle: JobHandle) -> str:
+    """The option that names its coordinator, unless commands ask that one anyway."""
     address = handle.client.address
-    where = "" if address == contexts.address() else f" --coordinator {address}"
-    return resume_hint(f"elche resume {shlex.quote(handle.id)}{where}")
+    return "" if address == contexts.address() else f" --coordinator {address}"

@@ -1,6 +1,8 @@
 """The summary of a job that has ended, and tables of jobs and checkpoints: pure functions that return rich objects."""
 
+import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from rich.console import Group
 from rich.panel import Panel
@@ -12,6 +14,9 @@ from elche.formatting import duration
 from elche_client.events import Checkpoint, HostView, JobResult, JobState, JobView, RankResult
 from elche_client.formatting import figure, percent, printable, quantity, si
 from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
+
+MIN_NAME = 12
+"""Columns that are left to a name which is to be typed: it is folded, and never cut."""
 
 
 def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:
@@ -82,7 +87,9 @@ def which_model(result: JobResult) -> str:
 
 def _epoch(view: JobView) -> int:
     """The epoch that a job is in, from 1; of one that has ended, how many are complete."""
-    return min(view.epoch + (0 if view.state.has_ended else 1), view.num_epochs)
+    is_last = view.state is JobState.SUCCEEDED and view.epoch + 1 >= view.num_epochs
+    is_complete = is_last or 0 < view.dataset_size <= view.epoch_committed
+    return min(view.epoch + (1 if is_complete or not view.state.has_ended else 0), view.num_epochs)
 
 
 def ranks_table(ranks: Sequence[RankResult]) -> Table:
@@ -112,22 +119,23 @@ def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
     return table
 
 
-def jobs_table(views: Sequence[JobView]) -> Table:
+def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
+    """A row for each job, by its id, which begins with its name and is never cut."""
+    now = now or datetime.now(UTC)
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for title in ("job", "name", "state", "epoch", "train loss", "samples/s", "ranks", "submitted"):
-        is_number = title in ("epoch", "train loss", "samples/s", "ranks")
-        table.add_column(title, justify="right" if is_number else "left", no_wrap=title != "name")
+    table.add_column("job", overflow="fold", min_width=MIN_NAME)
+    for title in ("state", "epoch", "train loss", "samples/s", "ranks", "age"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for view in views:
-        submitted = f"{view.submitted_at.astimezone():%Y-%m-%d %H:%M:%S}" if view.submitted_at else "-"
+        age_s = max(0.0, (now - view.submitted_at).total_seconds()) if view.submitted_at else math.nan
         table.add_row(
             Text(printable(view.job_id)),
-            Text(printable(view.name)),
             Text(view.state, style=STATE_STYLES.get(view.state, "yellow")),
             Text(f"{_epoch(view)}/{view.num_epochs}" if view.num_epochs else "-"),
             Text(figure(view.loss) if view.loss is not None else "-"),
             Text(si(view.samples_per_s) if view.samples_per_s else "-"),
             Text(str(len(view.ranks))),
-            Text(submitted),
+            Text(duration(age_s)),
         )
     return table
 
@@ -135,7 +143,14 @@ def jobs_table(views: Sequence[JobView]) -> Table:
 def hosts_table(hosts: Sequence[HostView]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("host", "device", "model", "memory", "job", "rank"):
-        table.add_column(title, justify="right" if title in ("memory", "rank") else "left", no_wrap=True)
+        folds = title in ("host", "job")  # their names are to be typed
+        is_number = title in ("memory", "rank")
+        table.add_column(
+            title,
+            justify="right" if is_number else "left",
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+        )
     for host in hosts:
         for index, slot in enumerate(host.slots):
             free = "drained" if host.is_drained else "free"

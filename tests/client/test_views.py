@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from elche.formatting import duration
 from elche_client.events import (
     EpochReport,
     EvaluationReport,
+    HostView,
     JobResult,
     JobState,
     JobView,
@@ -21,12 +24,13 @@ from elche_client.events import (
     RankResult,
     RankView,
     RoundReport,
+    SlotView,
 )
 from elche_client.formatting import figure, percent, printable_lines, quantity, si
 from elche_client.panel import Bar, job_panel
 from elche_client.progress import LineProgress
 from elche_client.record import MAX_ROUNDS, JobRecord, result_document, to_json
-from elche_client.summary import jobs_table, summary_panel
+from elche_client.summary import hosts_table, jobs_table, summary_panel
 
 RANKS = (
     RankView(
@@ -200,11 +204,50 @@ def test_a_long_path_is_folded_not_cut() -> None:
 
 
 def test_the_table_of_jobs() -> None:
-    waiting = JobView(job_id="j-43", name="next", state=JobState.QUEUED)
-    lines = drawn(jobs_table([VIEW, waiting]), width=80).splitlines()
-    assert lines[0].split() == ["job", "name", "state", "epoch", "train", "loss", "samples/s", "ranks", "submitted"]
-    assert lines[1].split() == ["j-42", "digits", "training", "3/10", "0.1235", "12.3", "k", "2", "-"]
-    assert lines[2].split() == ["j-43", "next", "queued", "-", "-", "-", "0", "-"]
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    waiting = JobView(
+        job_id="j-43", name="next", state=JobState.QUEUED, submitted_at=now - timedelta(minutes=5, seconds=3)
+    )
+    lines = drawn(jobs_table([VIEW, waiting], now), width=80).splitlines()
+    assert lines[0].split() == ["job", "state", "epoch", "train", "loss", "samples/s", "ranks", "age"]
+    assert lines[1].split() == ["j-42", "training", "3/10", "0.1235", "12.3", "k", "2", "-"]
+    assert lines[2].split() == ["j-43", "queued", "-", "-", "-", "0", "5", "min", "03", "s"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_table_cuts_an_id(width: int) -> None:
+    name = "a-job-with-a-name-that-says-everything-about-it-and-more-1a2b3c4d"
+    slots = (SlotView(device="cuda:0", model="NVIDIA H100 80GB HBM3", memory_bytes=80 << 30, job_id=name, rank=0),)
+    host = HostView(agent_id="a-1", host="a-host-with-a-long-name.of.a.domain.example", slots=slots)
+    assert column("job", jobs_table([replace(VIEW, job_id=name)]), width) == name
+    assert column("job", hosts_table([host]), width) == name
+    assert column("host", hosts_table([host]), width) == host.host
+
+
+def column(title: str, table: RenderableType, width: int) -> str:
+    """What a column has, put together."""
+    head, *rows = drawn(table, width=width).splitlines()
+    begin = head.index(title)
+    after = re.compile(r"\S+\s+").match(head, begin)
+    assert after is not None
+    return "".join(row[begin : after.end()].split("  ")[0].strip() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("state", "epoch", "committed", "expected"),
+    [
+        (JobState.SUCCEEDED, 9, 36_000, "10/10"),
+        (JobState.SUCCEEDED, 9, 35_000, "10/10"),  # of an epoch that drops its last samples
+        (JobState.SUCCEEDED, 3, 36_000, "4/10"),  # ended early, after an epoch
+        (JobState.CANCELLED, 3, 20_000, "3/10"),
+        (JobState.TRAINING, 3, 20_000, "4/10"),
+    ],
+)
+def test_an_ended_job_shows_how_many_epochs_are_complete(
+    state: JobState, epoch: int, committed: int, expected: str
+) -> None:
+    view = replace(VIEW, state=state, epoch=epoch, epoch_committed=committed, dataset_size=36_000)
+    assert expected in drawn(jobs_table([view]), width=80)
 
 
 def test_plain_lines_for_logs() -> None:
