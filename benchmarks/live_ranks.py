@@ -1,0 +1,195 @@
+"""What live ranks of one job cost the coordinator, and what they wait for it, by their number.
+
+The ranks speak the real protocol, each over a connection of its own, and train by sleeping: batches of 250 ms to 1 s,
+and an averaging of 50 ms. One process plays them all. From the third committed round on it is measured for a while: the
+coordinator's processor time by rank and second, messages by rank and second, the time from a round's commit to the last
+rank's `SyncNow` of the next one, that of `/healthz`, the coordinator's memory by rank, and the work done, as a part of
+what devices that never wait would do. Prints a table, and a JSON object for each number of ranks.
+
+    python benchmarks/live_ranks.py 10 100 300 1000                     # four minutes
+    python benchmarks/live_ranks.py 300 --profile live.prof            # the coordinator under cProfile
+
+Processor time counts what the coordinator has done, whatever else the machine does; times by the clock are those of a
+quiet machine only there. The ranks themselves take up to a core.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from played_ranks import Course, World, play
+
+from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
+from elche_client import Client
+
+BATCH_SIZE = 64
+FASTEST_S, SLOWEST_S = 0.25, 1.0
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+WARM_ROUNDS = 3
+PROBE_EVERY_S = 0.05
+START_LIMIT_S = 300.0
+
+
+def processor_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """In ms; NaN of nothing."""
+    ordered = sorted(values)
+    return round(1000 * ordered[min(len(ordered) - 1, int(fraction * len(ordered)))], 1) if ordered else float("nan")
+
+
+def probe(url: str, over: Event, results: "multiprocessing.Queue[list[float]]") -> None:
+    """Asks a page again and again, and puts how long each answer took."""
+    times = []
+    while not over.is_set():
+        began_s = time.perf_counter()
+        urllib.request.urlopen(url, timeout=60).read()
+        times.append(time.perf_counter() - began_s)
+        over.wait(PROBE_EVERY_S)
+    results.put(times)
+
+
+def start_coordinator(folder: Path, profile: str) -> tuple["subprocess.Popen[str]", str, str]:
+    """A coordinator on the folder, its address, and that of its page."""
+    profiled = ["-m", "cProfile", "-o", profile] if profile else []
+    command = [sys.executable, *profiled, "-m", "elche_coordinator", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+    log = folder / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--http", "127.0.0.1:0", "--data", str(folder / "data")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[-1]
+    page = next(line for line in log.read_text().splitlines() if "page and metrics on" in line).split()[-1]
+    return process, address, page
+
+
+def settings_of(overlaps: bool) -> AgreedSettings:
+    return AgreedSettings(
+        epochs=1,
+        batch_size=BATCH_SIZE,
+        dataset_size=10**11,
+        averaging="overlapped" if overlaps else "blocking",
+        anchor=OVERLAPPED_ANCHOR if overlaps else BLOCKING_ANCHOR,
+        divergence_threshold=0,
+    )
+
+
+class Measured:
+    """The figures of one number of ranks."""
+
+    def __init__(self, coordinator: "subprocess.Popen[str]", page: str, seconds: float) -> None:
+        self._pid, self._page, self._seconds = coordinator.pid, page, seconds
+        self.row: dict[str, object] = {}
+
+    async def measure(self, world: World) -> None:
+        """Waits until the ranks train, and counts for a while."""
+        began_s, idle_bytes = time.perf_counter(), resident_bytes(self._pid)
+        start_processor_s = processor_s(self._pid)
+        while world.committed < WARM_ROUNDS and time.perf_counter() - began_s < START_LIMIT_S:
+            await asyncio.sleep(0.05)
+        started = {"start_s": time.perf_counter() - began_s, "start_cpu_s": processor_s(self._pid) - start_processor_s}
+        spawned = multiprocessing.get_context("spawn")
+        over, results = spawned.Event(), spawned.Queue()
+        probing = spawned.Process(target=probe, args=(f"{self._page}/healthz", over, results))
+        probing.start()
+        world.figures.reset()
+        rounds, before_s, began_s = world.committed, processor_s(self._pid), time.perf_counter()
+        await asyncio.wait([asyncio.ensure_future(world.is_over.wait())], timeout=self._seconds)
+        elapsed_s, spent_s = time.perf_counter() - began_s, processor_s(self._pid) - before_s
+        over.set()
+        probes = await asyncio.to_thread(results.get)
+        probing.join()
+        figures, num_ranks = world.figures, world.num_ranks
+        rank_seconds = num_ranks * elapsed_s
+        self.row = {
+            "ranks": num_ranks,
+            "cores": round(spent_s / elapsed_s, 3),
+            "cpu_ms_per_rank_s": round(1000 * spent_s / rank_seconds, 3),
+            "work_fraction": round(figures.trained_s / rank_seconds, 4),
+            "rounds": world.committed - rounds,
+            "sync_now_p50_ms": percentile(figures.announced_s, 0.5),
+            "sync_now_p99_ms": percentile(figures.announced_s, 0.99),
+            "healthz_p99_ms": percentile(probes, 0.99),
+            "kb_per_rank": round((resident_bytes(self._pid) - idle_bytes) / num_ranks / 1000, 1),
+            "sent_bytes_per_rank_s": round(figures.sent_bytes / rank_seconds),
+            "cpu_us_per_message": round(
+                1e6 * spent_s / max(1, sum(figures.sent.values()) + sum(figures.received.values())), 1
+            ),
+            "sent_per_rank_s": {name: round(count / rank_seconds, 3) for name, count in figures.sent.items()},
+            "received_per_rank_s": {name: round(count / rank_seconds, 3) for name, count in figures.received.items()},
+            **{name: round(value, 1) for name, value in started.items()},
+            "elapsed_s": round(elapsed_s, 1),
+        }
+
+
+def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str) -> dict[str, object]:
+    step = (SLOWEST_S - FASTEST_S) / max(1, num_ranks - 1)
+    course = Course(
+        batch_s=[FASTEST_S + step * rank for rank in range(num_ranks)],
+        jitter=0.05,
+        sync_s=0.05,
+        batch_size=BATCH_SIZE,
+        overlaps=overlaps,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        coordinator, address, page = start_coordinator(folder, profile)
+        try:
+            source = folder / "job.py"
+            source.write_text("# ranks that are played load nothing\n")
+            Client(address).submit(source, num_ranks=num_ranks, folder="none")
+            measured = Measured(coordinator, page, seconds)
+            asyncio.run(play(address, course, settings_of(overlaps), measured.measure))
+            return measured.row
+        finally:
+            coordinator.send_signal(signal.SIGTERM)
+            coordinator.wait()
+
+
+SHOWN = ("ranks", "cores", "cpu_ms_per_rank_s", "work_fraction", "rounds", "sync_now_p50_ms", "sync_now_p99_ms")
+SHOWN_TOO = ("healthz_p99_ms", "kb_per_rank", "sent_bytes_per_rank_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="*", default=[10, 100, 300, 1000])
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long it is measured")
+    parser.add_argument("--blocking", action="store_true", help="ranks wait for averages, rounds are ten batches long")
+    parser.add_argument("--profile", default="", help="a file for the coordinator's profile")
+    given = parser.parse_args()
+    names = (*SHOWN, *SHOWN_TOO)
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    rows = []
+    for num_ranks in given.ranks:
+        row = measure(num_ranks, given.seconds, overlaps=not given.blocking, profile=given.profile)
+        print("| " + " | ".join(str(row.get(name)) for name in names) + " |", flush=True)
+        rows.append(row)
+    print("\n".join(map(json.dumps, rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Ranks of one job that speak the real protocol and train by letting time pass; one process plays all of them.
+
+Each has a connection of its own, its own speed, leases, targets and reports, as a rank of elche has. The averaging is
+made up: it begins when the last rank has entered, and lasts a given time.
+"""
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from math import inf
+
+import grpc
+
+from elche.network import CHANNEL_OPTIONS
+from elche.ready import ready_message
+from elche.settings import AgreedSettings
+from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2
+
+CONVERSE = "/elche.v1.RankService/Converse"
+ACK_TAG = b"\x2a"
+"""Of `sync_ack` in a `ConverseRequest`: field 5, with a length."""
+REPORT_EVERY_S = 0.05
+CONNECTING = 50
+"""Ranks that connect at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """How ranks train: seconds per batch by rank, its jitter, and how long an averaging takes."""
+
+    batch_s: list[float]
+    jitter: float
+    sync_s: float
+    batch_size: int
+    overlaps: bool
+
+
+@dataclass(slots=True)
+class Figures:
+    """What is counted while the ranks train."""
+
+    trained_s: float = 0.0
+    batches: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    announced_s: list[float] = field(default_factory=list)
+    """Of each round, from the last rank's result to the last rank's `SyncNow` of the next one."""
+
+    def reset(self) -> None:
+        """Counts from now on."""
+        self.__init__()  # type: ignore[misc]
+
+
+class World:
+    """What the ranks have in common: who has entered, and the header of the rounds."""
+
+    def __init__(self, course: Course, settings: AgreedSettings, num_ranks: int) -> None:
+        self.course = course
+        self.settings = settings
+        self.num_ranks = num_ranks
+        self.figures = Figures()
+        self.committed = 0
+        """Rounds whose result all have said to have."""
+        self.is_over = asyncio.Event()
+        self.random = random.Random(0)
+        self._formed: list[PlayedRank] = []
+        self._entered: dict[int, list[tuple[int, PlayedRank, rank_pb2.HeaderRow]]] = {}
+        self._told: dict[int, int] = {}
+        self._committed_s = inf
+        self._announced = 0
+        self._num_announced = 0
+
+    def form(self, rank: "PlayedRank") -> None:
+        """A rank is ready to meet the others; the group stands when all are."""
+        self._formed.append(rank)
+        if len(self._formed) == self.num_ranks:
+            formed, self._formed = self._formed, []
+            for one in formed:
+                one.say("group_ready", rank_pb2.GroupReady(generation=one.generation))
+
+    def enter(self, round_id: int, rank: "PlayedRank", row: rank_pb2.HeaderRow) -> None:
+        """A rank's part; the last one's begins the averaging."""
+        entries = self._entered.setdefault(round_id, [])
+        entries.append((rank.number, rank, row))
+        if len(entries) == self.num_ranks:
+            asyncio.get_running_loop().call_later(self.course.sync_s, self._finish, round_id)
+
+    def _finish(self, round_id: int) -> None:
+        entries = sorted(self._entered.pop(round_id), key=lambda entry: entry[0])
+        header = rank_pb2.SyncAck(header=[row for _, _, row in entries]).SerializeToString()
+        for _, rank, _ in entries:
+            rank.receive(round_id, header)
+
+    def on_acknowledged(self, round_id: int) -> None:
+        """A rank has said that it has the round's result."""
+        self._told[round_id] = self._told.get(round_id, 0) + 1
+        if self._told[round_id] == self.num_ranks:
+            del self._told[round_id]
+            self.committed, self._committed_s = self.committed + 1, time.perf_counter()
+
+    def on_announced(self, round_id: int) -> None:
+        """A rank has heard of a round for the first time."""
+        if round_id != self._announced:
+            self._announced, self._num_announced = round_id, 0
+        self._num_announced += 1
+        if self._num_announced == self.num_ranks and self._committed_s < inf:
+            self.figures.announced_s.append(time.perf_counter() - self._committed_s)
+
+
+class PlayedRank:
+    """One rank, as a state machine on the event loop."""
+
+    def __init__(self, number: int, world: World, address: str, secret: str) -> None:
+        self.number = number
+        self.generation = 0
+        self._world = world
+        self._figures = world.figures
+        self._batch_s = world.course.batch_s[number]
+        self._address, self._secret = address, secret
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._on_welcome: Callable[[], None] = lambda: None
+        self._seq = self._heard = 0
+        self._leases: deque[int] = deque()
+        self._left_of_first = 0
+        self._leased = self._permitted = self._processed = 0
+        self._targets: dict[int, int] = {}
+        self._last_entered = self._last_announced = self._version = self._local_step = 0
+        self._limit_step: float = inf
+        self._weight, self._num_batches, self._compute_s = 0, 0, 0.0
+        self._entered: tuple[int, int, int, float] | None = None
+        """The round that runs: its id, samples, batches, and when it was entered."""
+        self._is_training = False
+        self._idle_since_s: float | None = None
+        self._stalled_s = 0.0
+        self._unreported: list[float] = []
+        self._reported_s = -inf
+
+    # The wire
+
+    async def run(self, on_welcome: Callable[[], None]) -> None:
+        """Converses until the coordinator has it leave."""
+        self._on_welcome = on_welcome
+        options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            converse = channel.stream_stream(CONVERSE, response_deserializer=rank_pb2.ConverseResponse.FromString)
+            call = converse(self._requests(), metadata=(("elche-secret", self._secret), ("elche-heard", "0")))
+            self.say("ready", ready_message(self._world.settings, device="cpu"))
+            try:
+                async for response in call:
+                    self._hear(response)
+            except grpc.aio.AioRpcError:
+                self._world.is_over.set()
+
+    async def _requests(self) -> AsyncIterator[bytes]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    def say(self, name: str, message: object, *, is_kept: bool = True) -> None:
+        """Sends a message, numbered if it is to be kept."""
+        self._seq += is_kept
+        seq = self._seq if is_kept else 0
+        self._put(name, rank_pb2.ConverseRequest(**{name: message}, seq=seq, heard=self._heard).SerializeToString())
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._figures.sent[name] = self._figures.sent.get(name, 0) + 1
+        self._figures.sent_bytes += len(data)
+        self._outgoing.put_nowait(data)
+
+    def _hear(self, response: rank_pb2.ConverseResponse) -> None:
+        name = response.WhichOneof("message")
+        self._heard = response.seq or self._heard
+        self._figures.received[name] = self._figures.received.get(name, 0) + 1
+        match name:
+            case "sync_now":
+                self._learn(response.sync_now)
+            case "start_epoch":
+                self._take_lease(response.start_epoch)
+            case "permit":
+                self._permitted = max(self._permitted, response.permit.num_samples)
+            case "throttle":
+                self._limit_step = response.throttle.limit_step
+            case "recall":
+                self._give_back()
+            case "form_group":
+                self.generation = response.form_group.generation
+                self._world.form(self)
+            case "welcome":
+                self._on_welcome()
+            case "ping":
+                self.say("pong", rank_pb2.Pong(), is_kept=False)
+            case "shutdown":
+                self._outgoing.put_nowait(None)
+                self._world.is_over.set()
+        self._go_on()
+
+    def _learn(self, command: rank_pb2.SyncNow) -> None:
+        for index in range(command.count):
+            if command.round + index > self._last_entered:
+                self._targets[command.round + index] = command.after_step + index
+        if command.round > self._last_announced:
+            self._last_announced = command.round
+            self._world.on_announced(command.round)
+
+    def _take_lease(self, lease: rank_pb2.StartEpoch) -> None:
+        self._leases.append(lease.partition_size)
+        self._leased += lease.partition_size
+        if not lease.is_reserve:
+            self._permitted = self._leased
+
+    def _give_back(self) -> None:
+        while self._leased > self._permitted:
+            size = self._leases.pop()
+            kept = max(0, size - (self._leased - self._permitted))
+            self._leased -= size - kept
+            if kept:
+                self._leases.append(kept)
+        self.say("recalled", rank_pb2.Recalled(num_samples=self._permitted))
+
+    # Training
+
+    @property
+    def _has_work(self) -> bool:
+        return self._processed < self._permitted
+
+    def _go_on(self) -> None:
+        if self._is_training:
+            return
+        due = min(self._targets, default=None)
+        is_there = due is not None and (self._local_step >= self._targets[due] or not self._has_work)
+        if due is not None and is_there and self._entered is None:
+            self._enter(due)
+        may_train = self._version > 0 and self._local_step < self._limit_step
+        if self._has_work and may_train and (self._world.course.overlaps or self._entered is None):
+            self._end_idling()
+            self._is_training = True
+            duration_s = self._batch_s * max(0.1, self._world.random.gauss(1.0, self._world.course.jitter))
+            asyncio.get_running_loop().call_later(duration_s, self._finish_batch, time.perf_counter())
+        else:
+            self._idle_since_s = self._idle_since_s or time.perf_counter()
+            if self._unreported and time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+                self._report()
+
+    def _end_idling(self) -> None:
+        if self._idle_since_s is not None and self._entered is not None:
+            self._stalled_s += time.perf_counter() - self._idle_since_s
+        self._idle_since_s = None
+
+    def _finish_batch(self, began_s: float) -> None:
+        now_s = time.perf_counter()
+        self._is_training = False
+        while self._leases and not self._left_of_first:
+            self._left_of_first = self._leases.popleft()
+        size = min(self._world.course.batch_size, self._left_of_first, self._permitted - self._processed)
+        self._left_of_first -= size
+        self._processed += size
+        self._local_step += 1
+        self._weight += size
+        self._num_batches += 1
+        self._compute_s += now_s - began_s
+        self._figures.trained_s += now_s - began_s
+        self._figures.batches += 1
+        self._unreported.append((now_s - began_s) * 1000)
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._report()
+        self._go_on()
+
+    def _report(self) -> None:
+        self._reported_s = time.perf_counter()
+        told = rank_pb2.BatchesTrained(
+            local_step=self._local_step,
+            num_processed=self._processed,
+            batch_ms=self._unreported,
+            loss_sum=float(len(self._unreported)),
+            loss_count=len(self._unreported),
+        )
+        self._unreported = []
+        self.say("batches_trained", told, is_kept=False)
+
+    # Rounds
+
+    def _enter(self, round_id: int) -> None:
+        del self._targets[round_id]
+        self._last_entered = round_id
+        self._entered = (round_id, self._weight, self._num_batches, time.perf_counter())
+        if self._unreported:
+            self._report()
+        self.say("round_entered", rank_pb2.RoundEntered(round=round_id, generation=self.generation))
+        row = rank_pb2.HeaderRow(
+            weight=self._weight,
+            cut=self._processed,
+            local_step=self._local_step,
+            compute_us=round(self._compute_s * 1e6),
+            finite=True,
+            version=self._version,
+        )
+        self._weight, self._num_batches, self._compute_s, self._stalled_s = 0, 0, 0.0, 0.0
+        self._world.enter(round_id, self, row)
+
+    def receive(self, round_id: int, header: bytes) -> None:
+        """The round's result is there."""
+        assert self._entered is not None
+        _, samples, batches, entered_s = self._entered
+        if self._is_training or self._idle_since_s is not None:
+            self._end_idling()
+        self._entered = None
+        self._version += 1
+        work = rank_pb2.EpochWork(epoch=0, num_batches=batches, num_samples=samples, loss_sum=float(batches))
+        own = rank_pb2.SyncAck(
+            round=round_id,
+            generation=self.generation,
+            collective_ms=(time.perf_counter() - entered_s) * 1000,
+            stalled_ms=self._stalled_s * 1000,
+            divergence=0.001,
+            work=[work] if batches else [],
+        )
+        body = header + own.SerializeToString()
+        self._seq += 1
+        rest = rank_pb2.ConverseRequest(seq=self._seq, heard=self._heard).SerializeToString()
+        self._put("sync_ack", ACK_TAG + _varint(len(body)) + body + rest)
+        self._world.on_acknowledged(round_id)
+        self._go_on()
+
+
+def _varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+async def play(
+    address: str, course: Course, settings: AgreedSettings, measure: Callable[[World], Coroutine[None, None, None]]
+) -> World:
+    """Offers as many devices as there are ranks, plays the ranks that are started on them, and measures."""
+    num_ranks = len(course.batch_s)
+    world = World(course, settings, num_ranks)
+    connecting = asyncio.Semaphore(CONNECTING)
+    ranks: list[asyncio.Task[None]] = []
+
+    async def run(start: agent_pb2.StartRank) -> None:
+        await connecting.acquire()
+        await PlayedRank(start.rank, world, address, start.secret).run(connecting.release)
+
+    async def attend() -> None:
+        hello = agent_pb2.AgentHello(host="played", slots=[agent_pb2.Slot(device="cpu")] * num_ranks)
+
+        async def requests() -> AsyncIterator[agent_pb2.AttendRequest]:
+            yield agent_pb2.AttendRequest(hello=hello)
+            await asyncio.Event().wait()
+
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            async for response in agent_pb2_grpc.AgentServiceStub(channel).Attend(requests()):
+                if response.HasField("start_rank"):
+                    ranks.append(asyncio.ensure_future(run(response.start_rank)))
+
+    attending = asyncio.ensure_future(attend())
+    try:
+        await measure(world)
+    finally:
+        for task in (*ranks, attending):
+            task.cancel()
+        await asyncio.wait([*ranks, attending])
+    return world
