@@ -36,7 +36,6 @@ BATCH_SIZE = 64
 FASTEST_S, SLOWEST_S = 0.25, 1.0
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-WARM_ROUNDS = 3
 PROBE_EVERY_S = 0.05
 START_LIMIT_S = 300.0
 
@@ -109,8 +108,7 @@ class Measured:
         """Waits until the ranks train, and counts for a while."""
         began_s, idle_bytes = time.perf_counter(), resident_bytes(self._pid)
         start_processor_s = processor_s(self._pid)
-        while world.committed < WARM_ROUNDS and time.perf_counter() - began_s < START_LIMIT_S:
-            await asyncio.sleep(0.05)
+        await asyncio.wait([asyncio.ensure_future(world.is_warm.wait())], timeout=START_LIMIT_S)
         started = {"start_s": time.perf_counter() - began_s, "start_cpu_s": processor_s(self._pid) - start_processor_s}
         spawned = multiprocessing.get_context("spawn")
         over, results = spawned.Event(), spawned.Queue()

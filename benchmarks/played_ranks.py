@@ -23,6 +23,7 @@ CONVERSE = "/elche.v1.RankService/Converse"
 ACK_TAG = b"\x2a"
 """Of `sync_ack` in a `ConverseRequest`: field 5, with a length."""
 REPORT_EVERY_S = 0.05
+WARM_ROUNDS = 3
 CONNECTING = 50
 """Ranks that connect at once."""
 
@@ -65,6 +66,8 @@ class World:
         self.figures = Figures()
         self.committed = 0
         """Rounds whose result all have said to have."""
+        self.is_warm = asyncio.Event()
+        """Set once three rounds are committed."""
         self.is_over = asyncio.Event()
         self.random = random.Random(0)
         self._formed: list[PlayedRank] = []
@@ -101,6 +104,8 @@ class World:
         if self._told[round_id] == self.num_ranks:
             del self._told[round_id]
             self.committed, self._committed_s = self.committed + 1, time.perf_counter()
+            if self.committed >= WARM_ROUNDS:
+                self.is_warm.set()
 
     def on_announced(self, round_id: int) -> None:
         """A rank has heard of a round for the first time."""

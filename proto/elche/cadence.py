@@ -112,7 +112,7 @@ class ElChe:
     @property
     def is_calibrated(self) -> bool:
         """Whether any rank has been measured."""
-        return self._slow_ms > 0
+        return any(rank.ms_per_batch > 0 for rank in self._ranks)
 
     @property
     def has_speed_hint(self) -> bool:

@@ -167,10 +167,11 @@ class TrainingJob(Job):
 
     # Events of ranks
 
-    def on_session_lost(self, record: RankRecord) -> None:
+    def on_session_lost(self, record: RankRecord, now_s: float) -> None:
         """The process may still run: its agent is asked to end it, and reports when it has."""
         if not (self.phase is JobPhase.STOPPING or record.is_ending or record.phase is RankPhase.EXITED):
             self.roster.stop(record)
+            self._hold_or_go_on(now_s)
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """What a rank reports of its start, of rounds, and of what was made of their results."""
@@ -227,9 +228,12 @@ class TrainingJob(Job):
     def _on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> None:
         """Batches and rounds."""
         if self.phase is JobPhase.TRAINING:
-            before = self.run.generation
+            before, training = self.run.generation, self.run.training
+            version = training.version if training is not None else None
             self._go_on(self.run.on_rounds(record, event, now_s), before, now_s)
-            self._hold_or_go_on(now_s)
+            is_whole = before is self.run.generation and before is not None and before.abandoned is None
+            if not is_whole or training is None or training.version != version:  # else the same ranks stay as before
+                self._hold_or_go_on(now_s)
         elif not isinstance(event, BatchesTrained):  # which ranks tell until they leave
             self.refuse_now(event, "rounds are made only while it trains")
 

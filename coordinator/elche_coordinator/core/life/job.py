@@ -112,7 +112,7 @@ class Job(ABC):
         """What a rank reports of its work. What has no place now is refused, and changes nothing."""
 
     @abstractmethod
-    def on_session_lost(self, record: RankRecord) -> None:
+    def on_session_lost(self, record: RankRecord, now_s: float) -> None:
         """The rank's stream is lost."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Job(ABC):
             case RankFailed():
                 self._on_failed(event)
             case SessionLost():
-                self.on_session_lost(record)
+                self.on_session_lost(record, now_s)
             case _:
                 self.silence.on_heard(record, event, now_s)
                 self.on_work(record, event, now_s)

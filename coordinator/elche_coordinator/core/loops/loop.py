@@ -275,7 +275,7 @@ class Loop(Job):
         if self.is_open and (failure := self._groups.form_if_all_have(reason)) is not None:
             self.fail(failure)
 
-    def on_session_lost(self, record: RankRecord) -> None:
+    def on_session_lost(self, record: RankRecord, now_s: float) -> None:
         """No agent watches the process: it counts as gone, and the others go on without it where they can."""
         if record.phase is RankPhase.EXITED:
             return

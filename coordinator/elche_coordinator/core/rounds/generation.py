@@ -171,7 +171,7 @@ class Generation:
         self._training.num_made += record.note_made(event.num_processed)
         self._training.ledger.set_processed(record.rank, event.num_processed)
         if self.abandoned is None:
-            self.scheduler.follow_progress(now_s)
+            self.scheduler.follow_progress(record, now_s)
 
     def _reached(self, event: RoundEntered | ResultReceived | RoundFailed, now_s: float) -> Round | None:
         """The open round of an event; one that was granted is open when somebody speaks of it. None: it is neither."""

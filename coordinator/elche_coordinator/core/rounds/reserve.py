@@ -62,7 +62,7 @@ class Reserve:
     @property
     def is_awaited(self) -> bool:
         """Whether a member is yet to give its reserve back."""
-        return any(self._training.ledger.is_recalled(rank) for rank in self._members)
+        return any(rank in self._members for rank in self._training.ledger.recalled)
 
     def revoke(self) -> bool:
         """Asks members to enter no granted round any more; returns whether all have said that they will not.
@@ -78,7 +78,7 @@ class Reserve:
             if rank not in self._revoked:
                 self._revoked[rank] = None
                 self._recall(record)
-        return not any(ledger.is_recalled(rank) for rank in there)
+        return not any(rank in there for rank in ledger.recalled)
 
     def _distance(self, count: int) -> int:
         """Batches from one granted round to the next, where so many are planned to the one that is announced."""

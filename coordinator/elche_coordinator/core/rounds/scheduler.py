@@ -1,6 +1,6 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
@@ -11,12 +11,16 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
+from elche_coordinator.core.rounds.arrivals import Arrivals
 from elche_coordinator.core.rounds.limits import Limits
 from elche_coordinator.core.rounds.reserve import Reserve
 from elche_coordinator.core.work.replay import Replay
 
 REVISE_EVERY_S = 0.05
 """Least time between two revisions of a round."""
+FEW, LOOK_S = 100, 0.0005
+"""Of more members than that, least time between two looks at all of them, times their number: so what looking costs
+does not grow with it."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
@@ -43,6 +47,9 @@ class RoundScheduler:
         self._settings = training.settings
         self._outbox = outbox
         self._limits = Limits(job_id, members, training, outbox)
+        self._arrivals = Arrivals()
+        self._topped_up: tuple[float, Work] | None = None
+        """When all members last got leases for the first measured round, and the work that was left."""
         self.reserve = Reserve(job_id, members, training, outbox)
 
     @property
@@ -110,14 +117,14 @@ class RoundScheduler:
             for rank, step in opened.targets.items() if self.reserve.count else ():
                 self._send_sync_now(rank, opened.id, step)
 
-    def follow_progress(self, now_s: float) -> None:
+    def follow_progress(self, record: RankRecord, now_s: float) -> None:
         """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
         if self._training.is_paused:
             self._limits.update(self.rounds)
             return
         if self._training.replay is None and self.rounds:
-            self._revise_targets(now_s)
-            self._lease_for_overlap(now_s)
+            self._revise_targets(record, now_s)
+            self._lease_for_overlap(record, now_s)
         elif self._training.replay is None and self.has_committed:
             self._announce_if_due(now_s)
         self._limits.update(self.rounds)
@@ -272,9 +279,13 @@ class RoundScheduler:
             self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
 
     def _paces(self, now_s: float) -> list[Pace]:
+        return self._paces_of(self._members.values(), now_s)
+
+    def _paces_of(self, records: Iterable[RankRecord], now_s: float) -> list[Pace]:
+        evaluations = self._training.evaluations
         return [
-            self._pace(record, now_s, is_evaluating=self._training.evaluations.has(rank))
-            for rank, record in self._members.items()
+            self._pace(record, now_s, is_evaluating=evaluations.has(record.rank))
+            for record in records
             if record.has_model
         ]
 
@@ -321,15 +332,18 @@ class RoundScheduler:
         """Whether ranks train on while an average is made."""
         return self._settings.averaging == "overlapped"
 
-    def _lease_for_overlap(self, now_s: float) -> None:
+    def _lease_for_overlap(self, record: RankRecord, now_s: float) -> None:
         """Leases work for the time of the first measured round's averaging, which was planned before speeds were known.
 
         A rank that ran out of work there would make the averaging look dear.
         """
         if not self._overlaps or not self.has_committed or self._policy.is_calibrated:
             return
-        work = self._work()
-        for pace in self._paces(now_s):
+        everybody = self._topped_up is None or now_s - self._topped_up[0] >= self._look_every_s
+        if self._topped_up is None or everybody:
+            self._topped_up = now_s, self._work()
+        work = self._topped_up[1]
+        for pace in self._paces(now_s) if everybody else self._paces_of([record], now_s):
             if pace.ms_per_batch is not None:
                 target = self.rounds[0].targets[pace.rank] - self._members[pace.rank].base_step
                 missing = target + spare_batches(pace.ms_per_batch, work) - pace.leased_total
@@ -340,8 +354,8 @@ class RoundScheduler:
         """Others wait for the open round's end, to join or to go: it is made within about a batch of the slowest rank,
         if none has entered it.
         """
-        paces = self._paces(now_s)
-        if not self._can_revise(paces):
+        paces = self._paces(now_s) if self._can_revise() else []
+        if not paces or not _are_timed(paces):
             return
         opened = self.rounds[0]
         opened.at_s, opened.is_fixed = now_s, True
@@ -351,33 +365,53 @@ class RoundScheduler:
             target = min(opened.targets[pace.rank], self._members[pace.rank].base_step + soon)
             self._retarget(opened, pace.rank, target, spare=0)
 
-    def _can_revise(self, paces: Sequence[Pace]) -> bool:
-        """Whether the open round may get other targets."""
+    def _can_revise(self) -> bool:
+        """Whether the open round may get other targets, if the speeds of all are known."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
             return False
-        opened = self.rounds[0]
-        is_known = self._training.committed is not None and all(pace.ms_per_batch is not None for pace in paces)
-        return is_known and not (opened.entered or opened.is_fixed or opened.is_granted or self._training.is_paused)
+        opened, has_begun = self.rounds[0], self._training.committed is not None
+        return has_begun and not (opened.entered or opened.is_fixed or opened.is_granted or self._training.is_paused)
 
-    def _revise_targets(self, now_s: float) -> None:
+    def _revise_targets(self, record: RankRecord, now_s: float) -> None:
         """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
-        paces = self._paces(now_s)
-        if not self._can_revise(paces) or self._training.committed is None:
+        if not self._can_revise() or self._training.committed is None:
             return
         opened = self.rounds[0]
-        if now_s - opened.at_s < REVISE_EVERY_S:
+        if now_s - opened.at_s < REVISE_EVERY_S or not self._may_differ(opened, record, now_s):
+            return
+        paces = self._paces(now_s)
+        if not _are_timed(paces):
+            self._arrivals.looked_s = now_s
             return
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
         counts = {rank: target - self._members[rank].base_step for rank, target in opened.targets.items()}
         arrivals = arrivals_ms(paces, counts)
+        self._arrivals.look(opened.id, self._members, arrivals, now_s)
         if max(arrivals) - min(arrivals) < REVISE_BATCHES * slowest_ms:
             return
+        self._arrivals.forget()
         opened.at_s = now_s
         elapsed_ms = (now_s - self._training.committed.at_s) * 1000
         counts, work = self._policy.revise(paces, elapsed_ms), self._work()
         for pace in paces:
             target = self._members[pace.rank].base_step + counts[pace.rank]
             self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
+
+    def _may_differ(self, opened: Round, record: RankRecord, now_s: float) -> bool:
+        """Whether members may come to the round at different times, now that this one has reported; False soon after
+        all were looked at.
+        """
+        if not self._training.evaluations.is_idle:  # whoever evaluates comes later than its last report says
+            self._arrivals.forget()
+        target = opened.targets.get(record.rank, 0)
+        if not self._arrivals.may_differ(record, opened.id, target, REVISE_BATCHES, now_s):
+            return False
+        return now_s - self._arrivals.looked_s >= self._look_every_s
+
+    @property
+    def _look_every_s(self) -> float:
+        """Least time between two looks at all members that reports lead to."""
+        return LOOK_S * len(self._members) if len(self._members) > FEW else 0.0
 
     def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
         """Moves a rank's target, at most an anchor beyond its first one, and leases what it needs and its spare."""
@@ -390,3 +424,8 @@ class RoundScheduler:
         if target != opened.targets[rank]:
             opened.targets[rank] = target
             self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
+
+
+def _are_timed(paces: Sequence[Pace]) -> bool:
+    """Whether the speeds of all are known."""
+    return all(pace.ms_per_batch is not None for pace in paces)

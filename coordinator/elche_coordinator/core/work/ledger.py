@@ -33,8 +33,6 @@ class RankLeases:
     """Samples before this position are trained, as reported."""
     permitted: int = 0
     """Samples before this position may be trained; those after it are in reserve, for when the coordinator is away."""
-    is_recalled: bool = False
-    """Whether the reserve is wanted back, and the rank has not answered: it gets nothing more until then."""
 
     @property
     def end(self) -> int:
@@ -82,6 +80,8 @@ class Ledger:
         self.extent = extent
         self.num_epochs = extent.num_epochs
         self.rank_leases: dict[Rank, RankLeases] = {}
+        self.recalled: dict[Rank, None] = {}
+        """Ranks whose reserve is wanted back, and which have not answered: they get nothing more until then."""
         self.is_stopped = False
         """Whether nothing more is leased: what is leased is trained, and then the job is complete."""
         self._batch_sizes = dict(batch_sizes or {})
@@ -237,8 +237,9 @@ class Ledger:
 
     def recall(self, rank: Rank) -> bool:
         """Wants the rank's reserve back; False when that is under way."""
-        leases = self.rank_leases.setdefault(rank, RankLeases())
-        was_recalled, leases.is_recalled = leases.is_recalled, True
+        was_recalled = rank in self.recalled
+        self.rank_leases.setdefault(rank, RankLeases())
+        self.recalled[rank] = None
         return not was_recalled
 
     def take_back(self, rank: Rank, position: int) -> bool:
@@ -246,16 +247,17 @@ class Ledger:
         no position that it can name.
         """
         leases = self.rank_leases.get(rank)
-        if leases is None or not leases.is_recalled or not leases.permitted <= position <= leases.end:
+        if leases is None or rank not in self.recalled or not leases.permitted <= position <= leases.end:
             return False
-        leases.is_recalled, leases.permitted = False, position
+        del self.recalled[rank]
+        leases.permitted = position
         for part in leases.cut_off(position):
             self.book(part.epoch).free.add(part.offset, part.offset + part.size)
         return True
 
     def is_recalled(self, rank: Rank) -> bool:
         """Whether the rank's reserve is wanted back, and it has not answered."""
-        return rank in self.rank_leases and self.rank_leases[rank].is_recalled
+        return rank in self.recalled
 
     @property
     def has_reserve(self) -> bool:
@@ -324,6 +326,7 @@ class Ledger:
 
     def release(self, rank: Rank) -> int:
         """Frees the uncommitted leases of a lost rank; returns how many samples they have."""
+        self.recalled.pop(rank, None)
         leases = self.rank_leases.pop(rank, None)
         if leases is None:
             return 0

@@ -1,0 +1,90 @@
+"""What an event costs the core does not grow with the number of ranks, counted in lines that run."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from elche.settings import AgreedSettings
+from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.events import BatchesTrained, Event, ResultReceived, RoundEntered
+from elche_coordinator.core.pacing.policy import Pace
+from elche_coordinator.core.rounds.arrivals import Arrivals
+from elche_coordinator.core.rounds.scheduler import RoundScheduler
+from elche_coordinator.simulator.simulation import RankModel, Simulation
+from support.effort import lines_run
+from support.watched import WatchedSimulation
+
+SETTINGS = AgreedSettings(
+    epochs=1, batch_size=64, dataset_size=10**9, averaging="overlapped", anchor=1, divergence_threshold=0
+)
+FEW, MANY = 16, 128
+
+
+def lines_by_event(num_ranks: int, *, from_round: int) -> dict[type[Event], float]:
+    """The lines that the core runs for an event of each kind, on average, until one more round is committed."""
+    spread_ms = 750 / (num_ranks - 1)
+    ranks = [RankModel(batch_ms=250 + spread_ms * rank, jitter_fraction=0.05) for rank in range(num_ranks)]
+    simulation = Simulation(settings=SETTINGS, ranks=ranks, check=False, sync_ms=50)
+    simulation.run_until(lambda: len(simulation.rounds) >= from_round)
+    counted: dict[type[Event], list[int]] = defaultdict(list)
+    handle: Callable[..., list[Command]] = simulation.core.handle
+
+    def counting(event: Event, *, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        counted[type(event)].append(lines_run(lambda: commands.extend(handle(event, now_s=now_s))))
+        return commands
+
+    simulation.core.handle = counting  # type: ignore[method-assign]
+    simulation.run_until(lambda: len(simulation.rounds) > from_round)
+    return {kind: fmean(counts) for kind, counts in counted.items()}
+
+
+@pytest.mark.parametrize("from_round", [1, 3], ids=["before speeds are known", "between rounds"])
+def test_what_a_rank_says_costs_as_much_among_many_as_among_few(from_round: int) -> None:
+    """Each report had the arrivals of all ranks predicted anew, so that a thousand ranks never came to a round.
+
+    The last result commits the round, of which every rank is told: that is work for each rank once a round, and is
+    shared by their results here.
+    """
+    few, many = (lines_by_event(number, from_round=from_round) for number in (FEW, MANY))
+    for kind in (BatchesTrained, RoundEntered, ResultReceived):
+        assert many[kind] < 1.5 * few[kind], kind
+
+
+def told_by(seed: int, num_looks: list[int]) -> list[Command]:
+    """All that ranks whose speeds change are told, until some rounds are committed."""
+    ranks = [RankModel(batch_ms=ms, jitter_fraction=0.1, changes=((3.0, 2.5 * ms),)) for ms in (50, 90, 140, 200, 75)]
+    simulation = WatchedSimulation(settings=replace(SETTINGS, anchor=6), ranks=ranks, seed=seed, sync_ms=20)
+    told: list[Command] = []
+    handle: Callable[..., list[Command]] = simulation.core.handle
+
+    def noting(event: Event, *, now_s: float) -> list[Command]:
+        told.extend(commands := handle(event, now_s=now_s))
+        return commands
+
+    simulation.core.handle = noting  # type: ignore[method-assign]
+    paces = RoundScheduler._paces
+
+    def counted(scheduler: RoundScheduler, now_s: float) -> list[Pace]:
+        num_looks.append(1)
+        return paces(scheduler, now_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundScheduler, "_paces", counted)
+        simulation.run_until(lambda: len(simulation.rounds) >= 12)
+    return told
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_that_are_followed_lead_to_the_same_targets_as_looking_at_all_ranks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seldom: list[int] = []
+    always: list[int] = []
+    followed = told_by(seed, seldom)
+    monkeypatch.setattr(Arrivals, "may_differ", lambda *arguments: True)
+    assert told_by(seed, always) == followed
+    assert len(seldom) < len(always) / 2, "some reports save the look"
