@@ -14,6 +14,7 @@ from math import inf
 
 import grpc
 
+from elche.header import header_digest
 from elche.network import CHANNEL_OPTIONS
 from elche.ready import ready_message
 from elche.settings import AgreedSettings
@@ -94,9 +95,11 @@ class World:
 
     def _finish(self, round_id: int) -> None:
         entries = sorted(self._entered.pop(round_id), key=lambda entry: entry[0])
-        header = rank_pb2.SyncAck(header=[row for _, _, row in entries]).SerializeToString()
+        rows = [row for _, _, row in entries]
+        header = rank_pb2.SyncAck(header=rows).SerializeToString()
+        digest = rank_pb2.SyncAck(header_digest=header_digest(rows)).SerializeToString()
         for _, rank, _ in entries:
-            rank.receive(round_id, header)
+            rank.receive(round_id, digest if rank.sends_digest else header)
 
     def on_acknowledged(self, round_id: int) -> None:
         """A rank has said that it has the round's result."""
@@ -122,6 +125,7 @@ class PlayedRank:
     def __init__(self, number: int, world: World, address: str, secret: str) -> None:
         self.number = number
         self.generation = 0
+        self.sends_digest = False
         self._world = world
         self._figures = world.figures
         self._batch_s = world.course.batch_s[number]
@@ -192,6 +196,7 @@ class PlayedRank:
                 self._give_back()
             case "form_group":
                 self.generation = response.form_group.generation
+                self.sends_digest = response.form_group.sends_digest
                 self._world.form(self)
             case "welcome":
                 self._on_welcome()
@@ -306,7 +311,7 @@ class PlayedRank:
         self._world.enter(round_id, self, row)
 
     def receive(self, round_id: int, header: bytes) -> None:
-        """The round's result is there."""
+        """The round's result is there, with its header, or the digest of it, as fields of a `SyncAck`."""
         assert self._entered is not None
         _, samples, batches, entered_s = self._entered
         if self._is_training or self._idle_since_s is not None:

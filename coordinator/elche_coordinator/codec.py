@@ -46,6 +46,7 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "round_entered": events.RoundEntered,
     "recalled": events.ReserveRecalled,
     "sync_ack": events.ResultReceived,
+    "header_told": events.HeaderTold,
     "round_failed": events.RoundFailed,
     "ready": events.RankReady,
     "group_ready": events.GroupFormed,

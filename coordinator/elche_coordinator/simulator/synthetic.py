@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, assert_never
 
+from elche.header import header_digest
 from elche_coordinator.core.messages.commands import (
     SendAbandon,
     SendEpochMetrics,
@@ -41,6 +42,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    HeaderTold,
     LinksProbed,
     PingAnswered,
     RankExited,
@@ -117,6 +119,9 @@ class SyntheticRank:
         """What it has brought into the round that runs."""
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
+        self._sends_digest: dict[GenerationId, bool] = {}
+        self._untold: dict[RoundId, HeaderTold] = {}
+        """Headers of which the digest was sent, and whose rounds are not said to be committed."""
         self._leases: deque[Lease] = deque()
         self._reserve: deque[Lease] = deque()
         """To be trained when that is permitted, or while the coordinator is away."""
@@ -175,15 +180,18 @@ class SyntheticRank:
             case SendRecall():
                 self._give_grants_back()
             case SendOutcome():
+                self._untold = {one: told for one, told in self._untold.items() if one > command.round}
                 if command.checkpoint is not None:
                     self._write_checkpoint(command)
                 if command.evaluate is not None or command.save_final:
                     self._chores.append(command)
             case SendFormGroup():
                 self.attempt, self._forming = command.attempt, command.generation
+                self._sends_digest[command.generation] = command.sends_digest
                 self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
             case SendAbandon():
                 self._abandon(command.generation)
+                self._tell_headers(command.generation)
                 self._tell(GenerationAbandoned(**self.address, generation=command.generation))
             case SendEpochMetrics():
                 self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
@@ -272,8 +280,15 @@ class SyntheticRank:
         if self.is_alive and self.is_in(entry):
             self.give_up(round_id, entry)
             self._abandon(entry.generation)
+            self._tell_headers(entry.generation)
             reason = "a collective failed"
             self._tell(GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
+
+    def _tell_headers(self, generation: GenerationId) -> None:
+        for told in self._untold.values():
+            if told.generation <= generation:
+                self._tell(told)
+        self._untold = {one: told for one, told in self._untold.items() if told.generation > generation}
 
     def exit(self, code: int, **more: Any) -> None:
         """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
@@ -296,12 +311,18 @@ class SyntheticRank:
         self.parameters = result
         if self._checkpoint_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
+        sends_digest = self._sends_digest.get(entry.generation, False)
+        if sends_digest:
+            self._untold[round_id] = HeaderTold(
+                **self.address, generation=entry.generation, round=round_id, header=header
+            )
         self._tell(
             ResultReceived(
                 **self.address,
                 generation=entry.generation,
                 round=round_id,
-                header=header,
+                header=() if sends_digest else header,
+                header_digest=header_digest(header) if sends_digest else None,
                 collective_ms=(self.clock.now_s - entry.entered_s) * 1000,
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,

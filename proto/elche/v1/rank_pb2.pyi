@@ -989,6 +989,7 @@ class SyncAck(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     NEWER_BATCHES_FIELD_NUMBER: _builtins.int
     CALLBACK_ERRORS_FIELD_NUMBER: _builtins.int
+    HEADER_DIGEST_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     generation: _builtins.int
@@ -1007,9 +1008,11 @@ class SyncAck(_message.Message):
     """Batches that it had trained beyond its part when the result was applied to its model."""
     callback_errors: _builtins.int
     """How often the job's callbacks have raised on this rank."""
+    header_digest: _builtins.int
+    """Digest of the header in place of its rows, where the coordinator has allowed that (`FormGroup.sends_digest`, protocol P5.5)."""
     @_builtins.property
     def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
-        """The header as this rank received it, a row per member, in rank order."""
+        """The header as this rank received it, a row per member, in rank order; empty where `header_digest` stands for it."""
 
     @_builtins.property
     def work(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochWork]:
@@ -1029,21 +1032,60 @@ class SyncAck(_message.Message):
         sent_bytes: _builtins.int = ...,
         newer_batches: _builtins.int = ...,
         callback_errors: _builtins.int = ...,
+        header_digest: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "digest", b"digest", "divergence", b"divergence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "_header_digest", b"_header_digest", "digest", b"digest", "divergence", b"divergence", "header_digest", b"header_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "callback_errors", b"callback_errors", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "newer_batches", b"newer_batches", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_divergence", b"_divergence", "_header_digest", b"_header_digest", "callback_errors", b"callback_errors", "collective_ms", b"collective_ms", "digest", b"digest", "divergence", b"divergence", "generation", b"generation", "header", b"header", "header_digest", b"header_digest", "newer_batches", b"newer_batches", "round", b"round", "sent_bytes", b"sent_bytes", "stalled_ms", b"stalled_ms", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
     _WhichOneofReturnType__divergence: _TypeAlias = _typing.Literal["divergence"]  # noqa: Y015
     _WhichOneofArgType__divergence: _TypeAlias = _typing.Literal["_divergence", b"_divergence"]  # noqa: Y015
+    _WhichOneofReturnType__header_digest: _TypeAlias = _typing.Literal["header_digest"]  # noqa: Y015
+    _WhichOneofArgType__header_digest: _TypeAlias = _typing.Literal["_header_digest", b"_header_digest"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__divergence) -> _WhichOneofReturnType__divergence | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__header_digest) -> _WhichOneofReturnType__header_digest | None: ...
 
 Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
+
+@_typing.final
+class HeaderTold(_message.Message):
+    """The rows of a header whose digest alone was sent: said before `Abandoned`, of each round that the coordinator has not
+    said to be committed (protocol P5.5).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    generation: _builtins.int
+    """The generation."""
+    @_builtins.property
+    def header(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeaderRow]:
+        """The header as this rank received it, a row per member, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        header: _abc.Iterable[Global___HeaderRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "header", b"header", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeaderTold: _TypeAlias = HeaderTold  # noqa: Y015
 
 @_typing.final
 class RoundFailed(_message.Message):
@@ -1453,6 +1495,7 @@ class ConverseRequest(_message.Message):
     RECALLED_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    HEADER_TOLD_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
@@ -1551,6 +1594,10 @@ class ConverseRequest(_message.Message):
     def leaving(self) -> Global___Leaving:
         """The rank is to go."""
 
+    @_builtins.property
+    def header_told(self) -> Global___HeaderTold:
+        """A header whose digest was sent."""
+
     def __init__(
         self,
         *,
@@ -1577,14 +1624,15 @@ class ConverseRequest(_message.Message):
         recalled: Global___Recalled | None = ...,
         probed: Global___Probed | None = ...,
         leaving: Global___Leaving | None = ...,
+        header_told: Global___HeaderTold | None = ...,
         seq: _builtins.int = ...,
         heard: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "heard", b"heard", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1601,6 +1649,7 @@ class FormGroup(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    SENDS_DIGEST_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """The attempt, raised whenever the training starts again from a checkpoint."""
     generation: _builtins.int
@@ -1611,6 +1660,8 @@ class FormGroup(_message.Message):
     """Members of the group."""
     backend: _builtins.str
     """The backend of averaging: "nccl", "gloo" or "cpu"."""
+    sends_digest: _builtins.bool
+    """Whether this rank may send the digest of a round's header in place of its rows: another member sends these (protocol P5.5)."""
     def __init__(
         self,
         *,
@@ -1619,10 +1670,11 @@ class FormGroup(_message.Message):
         position: _builtins.int = ...,
         world_size: _builtins.int = ...,
         backend: _builtins.str = ...,
+        sends_digest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "generation", b"generation", "position", b"position", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "generation", b"generation", "position", b"position", "sends_digest", b"sends_digest", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,6 @@ import grpc
 from elche import timeline
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
-from elche_worker.collectives.header import Row
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.data.lease_loader import Lease
 from elche_worker.data.reserve import Reserve
@@ -32,6 +31,7 @@ from elche_worker.rank.acts import (
 from elche_worker.rank.best import keep_best
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.rank.generations import Build
+from elche_worker.rank.headers import Headers
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.launch import Launch
@@ -98,6 +98,7 @@ class RankLoop:
         self._stalled_ms = 0.0
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
+        self._headers = Headers()
         self._reported_s = 0.0
         self._loggers = Loggers(job.loggers, launch.job_id)
 
@@ -232,6 +233,7 @@ class RankLoop:
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """Handles a committed round: its checkpoint is written or discarded, its result evaluated or saved."""
+        self._headers.forget(outcome.round)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
@@ -241,6 +243,7 @@ class RankLoop:
             self._chores.append(outcome)
 
     def _join(self, command: rank_pb2.FormGroup) -> None:
+        self._headers.learn(command)
         act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
         self._group.send(act)
         self._replica.join_generation(act)
@@ -266,6 +269,8 @@ class RankLoop:
 
     def _say_abandoned(self, generation: int, reason: str) -> None:
         self._rounds.abandon(generation)
+        for told in self._headers.untold(generation):
+            self._session.send(rank_pb2.ConverseRequest(header_told=told))
         abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
 
@@ -394,7 +399,6 @@ class RankLoop:
         ack = rank_pb2.SyncAck(
             round=entered.round,
             generation=generation,
-            header=[_header_row(row) for row in averaged.rows],
             collective_ms=averaged.collective_ms,
             stalled_ms=self._stalled_ms,
             divergence=averaged.divergence,
@@ -404,6 +408,7 @@ class RankLoop:
             newer_batches=newer_batches,
             callback_errors=self._num_callback_errors,
         )
+        self._headers.put(ack, averaged.rows)
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _await_result(self) -> int:
@@ -497,16 +502,4 @@ def _metrics(message: rank_pb2.EpochMetrics) -> EpochMetrics:
         rank_batches=tuple(message.rank_batches),
         rank_samples_per_s=tuple(message.rank_samples_per_s),
         attempt=message.attempt,
-    )
-
-
-def _header_row(row: Row) -> rank_pb2.HeaderRow:
-    return rank_pb2.HeaderRow(
-        weight=row.weight,
-        cut=row.cut,
-        local_step=row.local_step,
-        compute_us=row.compute_us,
-        finite=bool(row.finite),
-        version=row.version,
-        unusual=bool(row.unusual),
     )

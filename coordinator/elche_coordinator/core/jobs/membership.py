@@ -15,6 +15,10 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.generation import Generation
 
+DIGESTS_FROM = 8
+"""In a generation of so many members the first one sends the rows of headers, and the others their digest: all rows by
+all members would be work that grows with the square of their number.
+"""
 MAX_ABANDONED = 5
 """Generations in a row without a death and without a round; then the job fails."""
 Problem = Failure | BackToCheckpoint
@@ -74,6 +78,7 @@ class Membership:
                     position=position,
                     world_size=len(members),
                     backend=backend.backend,
+                    sends_digest=position > 0 and len(members) >= DIGESTS_FROM,
                 )
             )
 

@@ -12,6 +12,7 @@ from elche_coordinator.core.jobs.startup import Startup
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     GroupFormed,
+    HeaderTold,
     RankReady,
     ReserveRecalled,
     ResultReceived,
@@ -30,7 +31,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
 
-RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | RoundFailed
+RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | HeaderTold | RoundFailed
 
 
 class Run:
@@ -175,6 +176,8 @@ class Run:
                 failure = membership.take_over(now_s)  # which may have waited for that
             case RoundEntered():
                 generation.on_entered(record, event, now_s)
+            case HeaderTold():
+                generation.on_header(event)
             case ResultReceived():
                 failure = generation.on_result(record, event, now_s)
             case RoundFailed():

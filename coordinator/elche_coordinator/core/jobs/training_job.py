@@ -27,6 +27,7 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
+    HeaderTold,
     JobSubmitted,
     LeaveAsked,
     LinksProbed,
@@ -176,7 +177,9 @@ class TrainingJob(Job):
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """What a rank reports of its start, of rounds, and of what was made of their results."""
         match event:
-            case BatchesTrained() | RoundEntered() | ResultReceived() | RoundFailed() | ReserveRecalled():
+            case (
+                BatchesTrained() | RoundEntered() | ResultReceived() | HeaderTold() | RoundFailed() | ReserveRecalled()
+            ):
                 self._on_rounds(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event, now_s)

@@ -135,6 +135,8 @@ class SendFormGroup(RankCommand):
     position: int
     world_size: int
     backend: str
+    sends_digest: bool = False
+    """Whether it may send the digest of a round's header in place of its rows, which another member sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,11 +75,12 @@ class RoundEntered(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReceived(RankEvent):
-    """The rank has received the round's result, with the whole header."""
+    """The rank has received the round's result, with the whole header or its digest."""
 
     generation: GenerationId
     round: RoundId
     header: tuple[HeaderRow, ...]
+    """Empty where the digest stands for it."""
     collective_ms: float
     """From entry to result."""
     stalled_ms: float = 0.0
@@ -92,6 +93,16 @@ class ResultReceived(RankEvent):
     callback_errors: int = 0
     """How often the job's callbacks have raised on the rank."""
     work: tuple[EpochWork, ...] = ()
+    header_digest: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderTold(RankEvent):
+    """The header of a round of which the rank has sent the digest, since its generation is given up."""
+
+    generation: GenerationId
+    round: RoundId
+    header: tuple[HeaderRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +457,7 @@ WorkEvent = (
     | ReserveRecalled
     | RoundEntered
     | ResultReceived
+    | HeaderTold
     | RoundFailed
     | RankReady
     | GroupFormed

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from elche.contributions import discarded
+from elche.header import header_digest
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId, by_rank
@@ -33,6 +34,8 @@ class Round:
     results: dict[Rank, ResultReceived] = field(default_factory=dict)
     failures: dict[Rank, str] = field(default_factory=dict)
     """RankRecords that will not receive the result, and why."""
+    told_header: tuple[HeaderRow, ...] = ()
+    """What a member has told of the header when the generation was given up."""
 
     def __post_init__(self) -> None:
         self.first_targets = dict(self.targets)
@@ -49,8 +52,8 @@ class Round:
 
     @property
     def header(self) -> tuple[HeaderRow, ...]:
-        """What every member brought, in the order of `targets`. Only of a round whose result somebody has."""
-        return next(iter(self.results.values())).header
+        """What every member brought, in the order of `targets`; empty as long as nobody has sent the rows."""
+        return next((one.header for one in self.results.values() if one.header), self.told_header)
 
     @property
     def rows(self) -> dict[Rank, HeaderRow]:
@@ -87,19 +90,26 @@ class Round:
 
     def failure(self, *, allows_nonfinite: bool) -> Failure | None:
         """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
-        first_rank, first = next(iter(self.results.items()))
-        if len(first.header) != len(self.targets):
-            rows = len(first.header)
-            return Failure(f"round {self.id} has {len(self.targets)} members, but its header {rows} rows")
+        header = self.header
+        if len(header) != len(self.targets):
+            return Failure(f"round {self.id} has {len(self.targets)} members, but its header {len(header)} rows")
         for rank, row in self.rows.items():
             if not row.finite and not allows_nonfinite:
                 return Failure(
                     f"the parameters of rank {rank} are not finite (NaN or infinity) after its batch {row.local_step}; "
                     "lower the learning rate or clip the gradients"
                 )
+        return self._difference(header)
+
+    def _difference(self, header: tuple[HeaderRow, ...]) -> Failure | None:
+        """In what members disagree, if they do."""
+        first_rank, first = next(iter(self.results.items()))
+        teller = next((rank for rank, one in self.results.items() if one.header), first_rank)
+        is_short = any(other.header_digest is not None for other in self.results.values())
+        header_is = header_digest(header) if is_short else None
         for rank, other in self.results.items():
-            if other.header != first.header:
-                return Failure(f"ranks {first_rank} and {rank} received different headers in round {self.id}")
+            if other.header_digest != header_is if other.header_digest is not None else other.header != header:
+                return Failure(f"ranks {teller} and {rank} received different headers in round {self.id}")
             if other.digest != first.digest:
                 return Failure(f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}")
         return None

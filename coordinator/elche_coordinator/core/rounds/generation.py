@@ -5,6 +5,7 @@ from itertools import takewhile
 
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
+    HeaderTold,
     ReserveRecalled,
     ResultReceived,
     RoundEntered,
@@ -208,6 +209,14 @@ class Generation:
                 return failure
         return None
 
+    def on_header(self, event: HeaderTold) -> None:
+        """The header of a round whose result the rank has: whoever was to send it may be gone."""
+        opened = self.open_round(event.round, event.generation)
+        if opened is None or event.rank not in opened.results:
+            self._refuse(event, opened)
+        else:
+            opened.told_header = opened.told_header or event.header
+
     def _commit(self, received: Round, now_s: float) -> Failure | None:
         """Commits the first open round and plans the next one. Fails for one that must not be committed."""
         training = self._training
@@ -248,9 +257,11 @@ class Generation:
             self.scheduler.begin(now_s)
         return None
 
-    def _refuse(self, event: RoundEntered | ResultReceived | RoundFailed, opened: Round | None) -> None:
+    def _refuse(self, event: RoundEntered | ResultReceived | HeaderTold | RoundFailed, opened: Round | None) -> None:
         if opened is None:
             state, why = f"round {event.round} is not open", f"this is of generation {event.generation}"
+        elif isinstance(event, HeaderTold):
+            state, why = f"round {event.round} is open", f"rank {event.rank} has not said that it has its result"
         else:
             state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
         self._outbox.refuse(event, state, why)

@@ -1,0 +1,54 @@
+"""The digest of a round's header, which most ranks send in place of its rows."""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from struct import pack
+from typing import Protocol
+
+
+class HeaderRow(Protocol):
+    """What the digest reads of a row: all that a rank tells the coordinator of it."""
+
+    @property
+    def weight(self) -> int:
+        """Samples since the last average."""
+        ...
+
+    @property
+    def cut(self) -> int:
+        """Samples that the rank's values contain, in the order of its leases."""
+        ...
+
+    @property
+    def local_step(self) -> int:
+        """Batches that they contain."""
+        ...
+
+    @property
+    def compute_us(self) -> int:
+        """Compute time since the last round in microseconds."""
+        ...
+
+    @property
+    def finite(self) -> int:
+        """Whether its values are finite."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of its model before the round."""
+        ...
+
+    @property
+    def unusual(self) -> int:
+        """Whether its step is far longer than its steps before."""
+        ...
+
+
+def header_digest(rows: Iterable[HeaderRow]) -> int:
+    """64 bits of BLAKE2b over the rows, each packed as little-endian numbers of 64 bits, and flags of a byte."""
+    digest = blake2b(digest_size=8)
+    for row in rows:
+        flags = bool(row.finite), bool(row.unusual)
+        digest.update(pack("<QQQQQ??", row.weight, row.cut, row.local_step, row.compute_us, row.version, *flags))
+    return int.from_bytes(digest.digest(), "little")

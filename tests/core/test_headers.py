@@ -1,0 +1,153 @@
+"""One member sends a round's header, and the others its digest: what all ranks bring is not sent by all ranks."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from elche.header import header_digest
+from elche_coordinator.core.jobs import membership
+from elche_coordinator.core.messages.commands import SendFormGroup, SessionCommand
+from elche_coordinator.core.messages.events import HeaderTold, ResultReceived
+from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.spec import HeaderRow
+from elche_coordinator.simulator.collective import Fate
+from elche_coordinator.simulator.synthetic import SyntheticRank
+from support.disasters import deaths, random_run
+from support.rounds import every_way
+from support.watched import WatchedSimulation, ranks
+
+THREE = (25.0, 30.0, 57.5)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are sent in jobs of two ranks already."""
+    monkeypatch.setattr(membership, "DIGESTS_FROM", 2)
+
+
+class RankOfAnEarlierRelease(SyntheticRank):
+    """Rank 2 is one: it does not know of digests."""
+
+    def _take(self, command: SessionCommand) -> None:
+        if isinstance(command, SendFormGroup) and command.rank == 2:
+            command = replace(command, sends_digest=False)
+        super()._take(command)
+
+
+def succeeds(simulation: WatchedSimulation) -> None:
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_ranks_of_a_large_job_send_the_rows_once_in_all(simulate) -> None:
+    simulation = simulate(ranks(*[30.0] * membership.DIGESTS_FROM), dataset_size=8000)
+    succeeds(simulation)
+    assert [one.sends_digest for one in simulation.sent(SendFormGroup)] == [False, *[True] * 7]
+    rows = {
+        rank: {len(one.header) for one in simulation.events(ResultReceived) if one.rank == rank} for rank in range(8)
+    }
+    assert rows == {0: {8}, **{rank: {0} for rank in range(1, 8)}}
+
+
+def test_ranks_of_a_small_job_send_the_rows_all(simulate) -> None:
+    simulation = simulate(ranks(*[30.0] * (membership.DIGESTS_FROM - 1)), dataset_size=8000)
+    succeeds(simulation)
+    assert not any(one.sends_digest for one in simulation.sent(SendFormGroup))
+    assert all(one.header for one in simulation.events(ResultReceived))
+
+
+@every_way
+def test_ranks_that_do_not_know_of_digests_send_their_rows(simulate, short, policy, averaging) -> None:
+    """Those of an earlier release among others."""
+    simulation = simulate(
+        ranks(*THREE), policy=policy, averaging=averaging, dataset_size=3000, new_rank=RankOfAnEarlierRelease
+    )
+    succeeds(simulation)
+    told = {bool(one.header) for one in simulation.events(ResultReceived) if one.rank == 2}
+    assert told == {True}
+
+
+def test_another_digest_than_that_of_the_rows_fails_the_job(simulate, short) -> None:
+    simulation = simulate(ranks(5, 11.5))
+    tell = simulation.handle
+
+    def tell_another(event):
+        if isinstance(event, ResultReceived) and event.rank == 1 and event.round >= 4:
+            event = replace(event, header_digest=12345)
+        tell(event)
+
+    simulation.handle = tell_another
+    result = simulation.run()
+    assert result.outcome is Outcome.FAILED
+    assert "ranks 0 and 1 received different headers in round 4" in result.error
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fates", list(itertools.product(Fate, repeat=2)), ids=lambda fates: "-".join(one.name for one in fates)
+)
+def test_who_was_to_send_the_rows_dies_in_a_round_that_others_have(simulate, short, policy, averaging, fates) -> None:
+    """They send the rows when the generation is given up; without them what they have could not be committed."""
+    simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, sync_ms=20.0, build_ms=10.0)
+
+    def is_under_way() -> bool:
+        opened = simulation.generation.rounds
+        return bool(opened) and len(opened[0].entered) == len(opened[0].targets) and not opened[0].results
+
+    simulation.run_until(lambda: len(simulation.rounds) > 3 and is_under_way())
+    opened, left = simulation.generation.rounds[0], iter((Fate.BLOCKS, *fates))
+
+    def dies_as_it_ends(round_id) -> bool:
+        if round_id == opened.id:
+            simulation.kill(0)
+        return False
+
+    simulation.collective.breaks = dies_as_it_ends
+    simulation.collective.fate = lambda: next(left, Fate.BLOCKS)
+    simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
+    is_there = [report.round for report in simulation.rounds if report.round == opened.id]
+    assert len(is_there) == (Fate.RECEIVES in fates)
+    assert {one.round for one in simulation.events(HeaderTold)} >= set(is_there)
+    succeeds(simulation)
+
+
+def test_rows_that_nobody_waits_for_change_nothing(simulate, short) -> None:
+    simulation = simulate(ranks(25.0, 57.5))
+    simulation.run_until(lambda: len(simulation.rounds) > 3)
+    generation, address = simulation.generation.id, simulation.processes[1].address
+    rows = (HeaderRow(weight=1, cut=1, local_step=1, compute_us=1),) * 2
+    open_round = simulation.generation.rounds[0].id
+    for round_id in (1, open_round):
+        simulation.handle(HeaderTold(**address, generation=generation, round=round_id, header=rows))
+        assert [one.trigger for one in simulation.core.last_refusals] == ["HeaderTold"]
+    succeeds(simulation)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_die_at_random(simulate, short, seed) -> None:
+    simulation = simulate(
+        ranks(25.0, 30.0, 57.5, 40.0), build_ms=15.0, sync_ms=10.0, seed=seed, dataset_size=3000, epochs=2
+    )
+    simulation.start()
+    deaths(simulation, seed, every_s=0.7)
+    succeeds(simulation)
+
+
+@pytest.mark.parametrize("first", [10_000, 200_000])
+def test_random_runs(short, first) -> None:
+    for seed in range(first, first + 10):
+        random_run(seed).run()
+
+
+def test_the_digest_is_the_same_everywhere() -> None:
+    """Ranks and coordinators of other releases compare it."""
+    first = HeaderRow(weight=64, cut=128, local_step=2, compute_us=500_000, version=3)
+    second = HeaderRow(weight=2**48, cut=1, local_step=1, compute_us=0, finite=False, unusual=True)
+    assert header_digest([]) == 13020603013274838756
+    assert header_digest([first, second]) == 3498114203542772775
+    assert header_digest([second, first]) != header_digest([first, second])
+    for field in ("weight", "cut", "local_step", "compute_us", "version"):
+        assert header_digest([replace(first, **{field: 7}), second]) != header_digest([first, second]), field
+    for field in ("finite", "unusual"):
+        changed = replace(first, **{field: not getattr(first, field)})
+        assert header_digest([changed, second]) != header_digest([first, second]), field

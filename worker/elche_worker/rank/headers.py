@@ -1,0 +1,57 @@
+"""What a rank says of rounds' headers: the rows, or their digest while another member sends these."""
+
+from collections.abc import Sequence
+
+from elche.header import header_digest
+from elche.v1 import rank_pb2
+from elche_worker.collectives.header import Row
+
+
+class Headers:
+    """Keeps the rows of which the digest was sent until their round is committed (protocol P5.5)."""
+
+    def __init__(self) -> None:
+        self._send_digests: set[int] = set()
+        """Generations in which another member sends the rows."""
+        self._untold: dict[int, tuple[int, Sequence[Row]]] = {}
+        """By round, its generation and rows."""
+
+    def learn(self, command: rank_pb2.FormGroup) -> None:
+        """A generation is to form."""
+        if command.sends_digest:
+            self._send_digests.add(command.generation)
+
+    def put(self, ack: rank_pb2.SyncAck, rows: Sequence[Row]) -> None:
+        """Says in the message what the round's header was."""
+        if ack.generation in self._send_digests:
+            ack.header_digest = header_digest(rows)
+            self._untold[ack.round] = (ack.generation, rows)
+        else:
+            ack.header.extend(map(_message, rows))
+
+    def forget(self, round_id: int) -> None:
+        """The rounds up to this one are committed."""
+        self._untold = {one: kept for one, kept in self._untold.items() if one > round_id}
+
+    def untold(self, generation: int) -> list[rank_pb2.HeaderTold]:
+        """The rows of the generation's rounds that are not committed, to be said before it is over. Once."""
+        told = [
+            rank_pb2.HeaderTold(round=round_id, generation=of, header=map(_message, rows))
+            for round_id, (of, rows) in self._untold.items()
+            if of == generation
+        ]
+        self._untold = {one: kept for one, kept in self._untold.items() if kept[0] != generation}
+        self._send_digests.discard(generation)
+        return told
+
+
+def _message(row: Row) -> rank_pb2.HeaderRow:
+    return rank_pb2.HeaderRow(
+        weight=row.weight,
+        cut=row.cut,
+        local_step=row.local_step,
+        compute_us=row.compute_us,
+        finite=bool(row.finite),
+        version=row.version,
+        unusual=bool(row.unusual),
+    )
