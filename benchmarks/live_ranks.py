@@ -27,7 +27,7 @@ import urllib.request
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from played_ranks import Course, World, play
+from played_ranks import Course, World, attended, over_the_wire, play
 
 from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_client import Client
@@ -161,7 +161,8 @@ def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: str) -> 
             source.write_text("# ranks that are played load nothing\n")
             Client(address).submit(source, num_ranks=num_ranks, folder="none")
             measured = Measured(coordinator, page, seconds)
-            asyncio.run(play(address, course, settings_of(overlaps), measured.measure))
+            world = World(course, settings_of(overlaps))
+            asyncio.run(play(world, attended(address, num_ranks), over_the_wire(address), measured.measure))
             return measured.row
         finally:
             coordinator.send_signal(signal.SIGTERM)

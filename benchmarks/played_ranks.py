@@ -6,11 +6,14 @@ made up: it begins when the last rank has entered, and lasts a given time.
 
 import asyncio
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import wraps
 from math import inf
+from typing import Any
 
 import grpc
 
@@ -19,6 +22,9 @@ from elche.network import CHANNEL_OPTIONS
 from elche.ready import ready_message
 from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2
+
+Converse = Callable[[str, AsyncIterator[bytes]], AsyncIterator[rank_pb2.ConverseResponse]]
+"""Opens a rank's session by its secret: its messages go in, the coordinator's come out."""
 
 CONVERSE = "/elche.v1.RankService/Converse"
 ACK_TAG = b"\x2a"
@@ -45,6 +51,8 @@ class Figures:
     """What is counted while the ranks train."""
 
     trained_s: float = 0.0
+    played_s: float = 0.0
+    """Processor time that the ranks have taken."""
     batches: int = 0
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
@@ -57,13 +65,25 @@ class Figures:
         self.__init__()  # type: ignore[misc]
 
 
+def played(method: Callable[..., None]) -> Callable[..., None]:
+    """Counts the processor time of the method as that of the ranks."""
+
+    @wraps(method)
+    def timed(self: Any, *arguments: Any) -> None:
+        began_s = time.thread_time()
+        method(self, *arguments)
+        self.figures.played_s += time.thread_time() - began_s
+
+    return timed
+
+
 class World:
     """What the ranks have in common: who has entered, and the header of the rounds."""
 
-    def __init__(self, course: Course, settings: AgreedSettings, num_ranks: int) -> None:
+    def __init__(self, course: Course, settings: AgreedSettings) -> None:
         self.course = course
         self.settings = settings
-        self.num_ranks = num_ranks
+        self.num_ranks = len(course.batch_s)
         self.figures = Figures()
         self.committed = 0
         """Rounds whose result all have said to have."""
@@ -93,6 +113,7 @@ class World:
         if len(entries) == self.num_ranks:
             asyncio.get_running_loop().call_later(self.course.sync_s, self._finish, round_id)
 
+    @played
     def _finish(self, round_id: int) -> None:
         entries = sorted(self._entered.pop(round_id), key=lambda entry: entry[0])
         rows = [row for _, _, row in entries]
@@ -106,7 +127,7 @@ class World:
         self._told[round_id] = self._told.get(round_id, 0) + 1
         if self._told[round_id] == self.num_ranks:
             del self._told[round_id]
-            self.committed, self._committed_s = self.committed + 1, time.perf_counter()
+            self.committed, self._committed_s = self.committed + 1, _now_s()
             if self.committed >= WARM_ROUNDS:
                 self.is_warm.set()
 
@@ -116,20 +137,20 @@ class World:
             self._announced, self._num_announced = round_id, 0
         self._num_announced += 1
         if self._num_announced == self.num_ranks and self._committed_s < inf:
-            self.figures.announced_s.append(time.perf_counter() - self._committed_s)
+            self.figures.announced_s.append(_now_s() - self._committed_s)
 
 
 class PlayedRank:
     """One rank, as a state machine on the event loop."""
 
-    def __init__(self, number: int, world: World, address: str, secret: str) -> None:
+    def __init__(self, number: int, world: World, secret: str) -> None:
         self.number = number
         self.generation = 0
         self.sends_digest = False
         self._world = world
-        self._figures = world.figures
+        self.figures = world.figures
         self._batch_s = world.course.batch_s[number]
-        self._address, self._secret = address, secret
+        self._secret = secret
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._on_welcome: Callable[[], None] = lambda: None
         self._seq = self._heard = 0
@@ -150,19 +171,17 @@ class PlayedRank:
 
     # The wire
 
-    async def run(self, on_welcome: Callable[[], None]) -> None:
+    async def run(self, converse: Converse, on_welcome: Callable[[], None]) -> None:
         """Converses until the coordinator has it leave."""
         self._on_welcome = on_welcome
-        options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            converse = channel.stream_stream(CONVERSE, response_deserializer=rank_pb2.ConverseResponse.FromString)
-            call = converse(self._requests(), metadata=(("elche-secret", self._secret), ("elche-heard", "0")))
-            self.say("ready", ready_message(self._world.settings, device="cpu"))
-            try:
-                async for response in call:
-                    self._hear(response)
-            except grpc.aio.AioRpcError:
-                self._world.is_over.set()
+        self.say("ready", ready_message(self._world.settings, device="cpu"))
+        try:
+            async for response in converse(self._secret, self._requests()):
+                self._hear(response)
+        except grpc.aio.AioRpcError as error:
+            print(f"rank {self.number} has lost the coordinator: {error.details()}", file=sys.stderr)
+            on_welcome()
+            self._world.is_over.set()
 
     async def _requests(self) -> AsyncIterator[bytes]:
         while (message := await self._outgoing.get()) is not None:
@@ -175,14 +194,15 @@ class PlayedRank:
         self._put(name, rank_pb2.ConverseRequest(**{name: message}, seq=seq, heard=self._heard).SerializeToString())
 
     def _put(self, name: str, data: bytes) -> None:
-        self._figures.sent[name] = self._figures.sent.get(name, 0) + 1
-        self._figures.sent_bytes += len(data)
+        self.figures.sent[name] = self.figures.sent.get(name, 0) + 1
+        self.figures.sent_bytes += len(data)
         self._outgoing.put_nowait(data)
 
+    @played
     def _hear(self, response: rank_pb2.ConverseResponse) -> None:
         name = response.WhichOneof("message")
         self._heard = response.seq or self._heard
-        self._figures.received[name] = self._figures.received.get(name, 0) + 1
+        self.figures.received[name] = self.figures.received.get(name, 0) + 1
         match name:
             case "sync_now":
                 self._learn(response.sync_now)
@@ -248,19 +268,20 @@ class PlayedRank:
             self._end_idling()
             self._is_training = True
             duration_s = self._batch_s * max(0.1, self._world.random.gauss(1.0, self._world.course.jitter))
-            asyncio.get_running_loop().call_later(duration_s, self._finish_batch, time.perf_counter())
+            asyncio.get_running_loop().call_later(duration_s, self._finish_batch, _now_s())
         else:
-            self._idle_since_s = self._idle_since_s or time.perf_counter()
-            if self._unreported and time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+            self._idle_since_s = self._idle_since_s or _now_s()
+            if self._unreported and _now_s() - self._reported_s >= REPORT_EVERY_S:
                 self._report()
 
     def _end_idling(self) -> None:
         if self._idle_since_s is not None and self._entered is not None:
-            self._stalled_s += time.perf_counter() - self._idle_since_s
+            self._stalled_s += _now_s() - self._idle_since_s
         self._idle_since_s = None
 
+    @played
     def _finish_batch(self, began_s: float) -> None:
-        now_s = time.perf_counter()
+        now_s = _now_s()
         self._is_training = False
         while self._leases and not self._left_of_first:
             self._left_of_first = self._leases.popleft()
@@ -271,15 +292,15 @@ class PlayedRank:
         self._weight += size
         self._num_batches += 1
         self._compute_s += now_s - began_s
-        self._figures.trained_s += now_s - began_s
-        self._figures.batches += 1
+        self.figures.trained_s += now_s - began_s
+        self.figures.batches += 1
         self._unreported.append((now_s - began_s) * 1000)
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._report()
         self._go_on()
 
     def _report(self) -> None:
-        self._reported_s = time.perf_counter()
+        self._reported_s = _now_s()
         told = rank_pb2.BatchesTrained(
             local_step=self._local_step,
             num_processed=self._processed,
@@ -295,7 +316,7 @@ class PlayedRank:
     def _enter(self, round_id: int) -> None:
         del self._targets[round_id]
         self._last_entered = round_id
-        self._entered = (round_id, self._weight, self._num_batches, time.perf_counter())
+        self._entered = (round_id, self._weight, self._num_batches, _now_s())
         if self._unreported:
             self._report()
         self.say("round_entered", rank_pb2.RoundEntered(round=round_id, generation=self.generation))
@@ -322,7 +343,7 @@ class PlayedRank:
         own = rank_pb2.SyncAck(
             round=round_id,
             generation=self.generation,
-            collective_ms=(time.perf_counter() - entered_s) * 1000,
+            collective_ms=(_now_s() - entered_s) * 1000,
             stalled_ms=self._stalled_s * 1000,
             divergence=0.001,
             work=[work] if batches else [],
@@ -344,30 +365,52 @@ def _varint(number: int) -> bytes:
     return bytes(parts)
 
 
+def over_the_wire(address: str) -> Converse:
+    """Each rank has a connection of its own to the coordinator."""
+    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+
+    async def converse(secret: str, requests: AsyncIterator[bytes]) -> AsyncIterator[rank_pb2.ConverseResponse]:
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            method = channel.stream_stream(CONVERSE, response_deserializer=rank_pb2.ConverseResponse.FromString)
+            call: Any = method(requests, metadata=(("elche-secret", secret), ("elche-heard", "0")))
+            async for response in call:
+                yield response
+
+    return converse
+
+
+async def attended(address: str, num_slots: int) -> AsyncIterator[agent_pb2.StartRank]:
+    """Offers devices to the coordinator, and yields the ranks that it starts on them."""
+    hello = agent_pb2.AgentHello(host="played", slots=[agent_pb2.Slot(device="cpu")] * num_slots)
+
+    async def requests() -> AsyncIterator[agent_pb2.AttendRequest]:
+        yield agent_pb2.AttendRequest(hello=hello)
+        await asyncio.Event().wait()
+
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Attend(requests())  # type: ignore[arg-type]
+        async for response in call:
+            if response.HasField("start_rank"):
+                yield response.start_rank
+
+
 async def play(
-    address: str, course: Course, settings: AgreedSettings, measure: Callable[[World], Coroutine[None, None, None]]
-) -> World:
-    """Offers as many devices as there are ranks, plays the ranks that are started on them, and measures."""
-    num_ranks = len(course.batch_s)
-    world = World(course, settings, num_ranks)
+    world: World,
+    started: AsyncIterator[agent_pb2.StartRank],
+    converse: Converse,
+    measure: Callable[[World], Coroutine[None, None, None]],
+) -> None:
+    """Plays the ranks that are started, and measures meanwhile."""
     connecting = asyncio.Semaphore(CONNECTING)
     ranks: list[asyncio.Task[None]] = []
 
     async def run(start: agent_pb2.StartRank) -> None:
         await connecting.acquire()
-        await PlayedRank(start.rank, world, address, start.secret).run(connecting.release)
+        await PlayedRank(start.rank, world, start.secret).run(converse, connecting.release)
 
     async def attend() -> None:
-        hello = agent_pb2.AgentHello(host="played", slots=[agent_pb2.Slot(device="cpu")] * num_ranks)
-
-        async def requests() -> AsyncIterator[agent_pb2.AttendRequest]:
-            yield agent_pb2.AttendRequest(hello=hello)
-            await asyncio.Event().wait()
-
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            async for response in agent_pb2_grpc.AgentServiceStub(channel).Attend(requests()):
-                if response.HasField("start_rank"):
-                    ranks.append(asyncio.ensure_future(run(response.start_rank)))
+        async for start in started:
+            ranks.append(asyncio.ensure_future(run(start)))
 
     attending = asyncio.ensure_future(attend())
     try:
@@ -376,4 +419,7 @@ async def play(
         for task in (*ranks, attending):
             task.cancel()
         await asyncio.wait([*ranks, attending])
-    return world
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
