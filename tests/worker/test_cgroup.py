@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from elche.cgroup import cpu_limit, memory_limit_bytes, num_cores
 from elche_worker.device import kinds
 from elche_worker.device.kinds import GIB, kind_of
-from elche_worker.process.cgroup import cpu_limit, memory_limit_bytes, num_cores
 
 
 def kernel(root: Path, groups: str, files: Mapping[str, str]) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elche_worker.process.cgroup import memory_limit_bytes
+from elche.cgroup import memory_limit_bytes
 
 GIB = 2**30
 
