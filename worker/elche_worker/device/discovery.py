@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -23,9 +23,6 @@ from elche.errors import ElcheError, InvalidJob
 from elche_worker.device.kinds import KINDS, NAMES, NUMBERED, kind_of
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
-
-if TYPE_CHECKING:
-    from elche_worker.device.trials import Trials
 
 TRIAL_LIMIT_S = 60.0
 """A device that has not answered a trial by then is considered hanging."""
@@ -43,7 +40,15 @@ class Unusable(InvalidJob):
         self.hangs = hangs
 
 
-def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: "Trials | None" = None) -> list[Device]:
+class Begun(Protocol):
+    """Trials of devices that go on (`trials.Trials`)."""
+
+    def still_hold(self, wanted: str) -> bool: ...
+
+    def outcome(self) -> tuple[list[str], dict[str, Device | Unusable]]: ...
+
+
+def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: Begun | None = None) -> list[Device]:
     """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
 
     `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks, and so can a
@@ -235,11 +240,9 @@ def _describe(device: torch.device, name: str) -> Device:
 
 def main() -> None:
     """`python -m elche_worker.device.discovery NAMES`: prints the usable ones as one line of JSON; "auto": all."""
-    from elche_worker.device.trials import begin_trials
-
     try:
         names = sys.argv[1].split(",")
-        found = choose_devices("auto", 0, trials=begin_trials("auto")) if names == ["auto"] else usable_devices(names)
+        found = choose_devices("auto", 0) if names == ["auto"] else usable_devices(names)
     except ElcheError as error:
         sys.exit(f"elche: {error}")
     print(json.dumps([asdict(one) for one in found]))
