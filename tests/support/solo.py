@@ -14,6 +14,7 @@ from elche_worker import TrainingJob
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.model.layout import Layout
+from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import build_model
 from elche_worker.rank.replica import Parts
 from elche_worker.rank.replica_group import SingleProcess
@@ -52,6 +53,7 @@ def parts_of(job: TrainingJob, wake: Callable[[], None]) -> Iterator[Parts]:
         extent=Extent(dataset_size=SIZE, batch_size=BATCH_SIZE, epochs=job.epochs),
         group=SingleProcess(),
         batch_size=BATCH_SIZE,
+        own_state=build_own_state(job, built.model, "train.py"),
     )
     loader.stop()
 

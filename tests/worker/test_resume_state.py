@@ -32,7 +32,9 @@ def resumed(rank: int, *, written_by: int = 0, lr: float = 0.5) -> tuple[torch.o
     )
     torch.manual_seed(11)
     state = {"optimizers": [then.state_dict()], "scaler": {"scale": 4.0}, "outer": None, "rank": written_by}
-    loaded = SimpleNamespace(restore_model=lambda model: None, mean={}, state={**state, "random": capture_rng_state()})
+    loaded = SimpleNamespace(
+        path="", restore_model=lambda model: None, mean={}, state={**state, "random": capture_rng_state()}
+    )
     torch.manual_seed(0)
     capture.restore(cast(Any, loaded), version=3)
     return now, scaler, torch.rand(4).tolist()

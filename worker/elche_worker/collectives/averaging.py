@@ -646,7 +646,7 @@ class Reduction:
             return b""
         given = torch.frombuffer(own, dtype=torch.uint8).to(self._layout.device)
         group.broadcast(given, source)
-        return bytes(given.tolist())
+        return given.cpu().numpy().tobytes()
 
     def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, Memory]:
         """The source's memories before the step, which it broadcasts for ranks that have another version; theirs are

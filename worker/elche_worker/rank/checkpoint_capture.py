@@ -11,6 +11,7 @@ from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
+from elche_worker.model.own_state import OwnState
 from elche_worker.model.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
@@ -32,8 +33,10 @@ class CheckpointCapture:
         seed: int,
         streams: Streams,
         left_out: LeftOut,
+        own_state: OwnState | None = None,
     ) -> None:
         self._streams = streams
+        self._own_state = own_state or OwnState()
         self._left_out = left_out
         self._rank = rank
         self._built = built
@@ -65,6 +68,8 @@ class CheckpointCapture:
         """A checkpoint of the round whose result is in the flat buffers, which are copied in the background."""
         old = self._spare.pop() if self._spare else CheckpointData({}, {})
         state = {**at_entry, "rates": self._rates.to_json()}  # as set by callbacks that have seen the result
+        if self._own_state.objects:
+            state["registered"] = copied(self._own_state.state(), old.state.get("registered"))
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
         buffers = other_buffers(self._built.model)
         state["buffers"] = {name: one for name, one in buffers.items() if name in self._names}
@@ -120,6 +125,8 @@ class CheckpointCapture:
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
+        for name in self._own_state.restore(loaded.state.get("registered", {}), f"the checkpoint {loaded.path}"):
+            print(f"elche: the checkpoint has no state of {name!r}, which begins anew", flush=True)
         self._reduction.restore(loaded.state["outer"], loaded.mean)
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])

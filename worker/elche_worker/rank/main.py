@@ -37,6 +37,7 @@ from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_ba
 from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import what_is_still
+from elche_worker.model.own_state import build_own_state
 from elche_worker.model.rng import seed_all
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
 from elche_worker.process.leaving import leave_on_sigterm
@@ -56,6 +57,7 @@ from elche_worker.telemetry.timeline import Timeline
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
+from elche_worker.user.kept import what_is_kept_aside
 from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
@@ -235,8 +237,9 @@ def _prepare(
         print(f"elche: rounds make the mean (merge='mean'): {why}", file=sys.stderr, flush=True)
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
-    if launch.rank == 0 and said_of_modes:
-        print(f"elche: {said_of_modes}", file=sys.stderr, flush=True)
+    for said_of_it in (said_of_modes, what_is_kept_aside(job)):
+        if launch.rank == 0 and said_of_it:
+            print(f"elche: {said_of_it}", file=sys.stderr, flush=True)
     ready = _ready(
         job,
         parts.extent,
@@ -277,6 +280,7 @@ def _build(
     eval_dataset = build_eval_dataset(job, file_name)
     built = build_model(job, device, file_name, sharding_of(job, file_name))
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
+    own_state = build_own_state(job, built.model, file_name)
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout, built)
@@ -316,6 +320,7 @@ def _build(
         batch_size=batch_size,
         backs_off=backs_off,
         eval_dataset=eval_dataset,
+        own_state=own_state,
         loaded=loaded,
         timeline=timeline,
     )

@@ -6,12 +6,11 @@ are in the same method when that exchanges something within the group.
 """
 
 import faulthandler
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
 from elche_worker.model.modes import evaluated_weights
 from elche_worker.model.norms import ParameterNorm
+from elche_worker.model.own_state import OwnState
 from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.state import save_weights
@@ -42,6 +42,7 @@ from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
 from elche_worker.rank.generations import Generations
+from elche_worker.rank.handing import Handing
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.round_memory import RoundMemory
@@ -114,6 +115,7 @@ class Parts:
     backs_off: bool = False
     """Whether a batch goes through the model in more parts when memory runs out."""
     eval_dataset: Any = None
+    own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None
     """The checkpoint to resume from."""
     timeline: Timeline | None = None
@@ -149,6 +151,7 @@ class Replica:
         self.layout = parts.layout
         self.loader = parts.loader
         self.replica_group = parts.group
+        self.own_state = parts.own_state
         self.device = torch.device(launch.device)
         self.generations = Generations(
             lambda act: connect(act, launch, job, channel, self.device), wake if note_built is None else note_built
@@ -187,6 +190,7 @@ class Replica:
             order_change=self.averaging.order_change,
         )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
+        self._handing = Handing(self.rates, self.own_state)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
         """Whether its values were left out of the last round."""
@@ -206,7 +210,16 @@ class Replica:
         reduction, left_out = self.averaging.reduction, self._left_out
         self.checkpoints = RoundCheckpoints(
             CheckpointCapture(
-                launch.rank, parts.built, parts.layout, self.step, reduction, self.rates, seed, streams, left_out
+                launch.rank,
+                parts.built,
+                parts.layout,
+                self.step,
+                reduction,
+                self.rates,
+                seed,
+                streams,
+                left_out,
+                parts.own_state,
             ),
             CheckpointWriter(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces),
         )
@@ -287,6 +300,10 @@ class Replica:
         """
         check_savable(self.model, self._left_out.names)
         check_state(self.optimizers)
+        with self.own_state.on_trial():
+            self._rehearse_functions(warms_up=warms_up)
+
+    def _rehearse_functions(self, *, warms_up: bool) -> None:
         if (dataset := self._parts.eval_dataset) is not None:
             with _peers_told_apart():
                 fits, backs_off = self._eval_batch_size, self._parts.backs_off
@@ -380,7 +397,7 @@ class Replica:
             row,
             keeps_snapshot=self._job.overlaps,
             keeps_result=act.may_be_checkpoint or is_new_group or ends_leases,
-            state=json.dumps(self.rates.to_json()).encode(),
+            state=self._handing.give(),
         )
         self.entered = EnteredRound(
             row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
@@ -391,6 +408,7 @@ class Replica:
         """Whether it is new."""
         act = self.generations.use(generation)
         if act is not None:
+            self._handing.begin_generation()
             self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
             self.checkpoints.writer.num_ranks = act.world_size
         return act is not None
@@ -423,8 +441,7 @@ class Replica:
             self.meter.put_back(self.entered.work)
             raise
         self.version = averaged.version
-        if averaged.state:
-            self.rates.restore(json.loads(averaged.state))
+        self._handing.take(averaged.state)
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
             self._forget_moments()
@@ -432,19 +449,22 @@ class Replica:
         self._left_out.check(row.frozen for row in averaged.rows)
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
-        self._show_result()
+        self._show_result(has_work=any(row.weight for row in averaged.rows))
         if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
 
-    def _show_result(self) -> None:
-        """Captures the result for a checkpoint, and calls the job's `after_round` with it."""
+    def _show_result(self, *, has_work: bool) -> None:
+        """Captures the result for a checkpoint, and calls the job's `after_round` with one that has work of a rank:
+        others, such as that which spreads the start, come where training is resumed.
+        """
         at_entry = self.entered.state
         if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
             with self._result_in_model():
                 if at_entry is not None:
                     self.checkpoints.capture.recapture_moments(at_entry)
-                self._call_after_round()
+                if has_work:
+                    self._call_after_round()
         if at_entry is not None:
             if self.replica_group.is_leader:
                 self.checkpoints.writer.wait_for_room(self._is_over)

@@ -1,12 +1,13 @@
 """A rank as callbacks see it."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from elche_worker.model.own_state import OwnState
 from elche_worker.user.callbacks import Callbacks
 from elche_worker.user.schedule import LearningRates, Progress
 
@@ -61,6 +62,8 @@ class Viewed(Protocol):
     def version(self) -> int: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def own_state(self) -> OwnState: ...
 
 
 class View(RateSetters):
@@ -94,6 +97,10 @@ class View(RateSetters):
     @property
     def epoch(self) -> int:
         return self._replica.epoch
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self._replica.own_state.objects
 
     @property
     def lr(self) -> float:

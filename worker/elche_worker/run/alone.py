@@ -26,6 +26,7 @@ from elche_worker.model.batch_size import is_auto, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse
 from elche_worker.model.mean import MeanOfModel, decay_of
 from elche_worker.model.modes import evaluated_weights, what_is_still
+from elche_worker.model.own_state import OwnState, build_own_state
 from elche_worker.model.state import TrainedState
 from elche_worker.model.step import Built, TrainStep, build_model
 from elche_worker.rank.view import RateSetters
@@ -94,21 +95,23 @@ def _train(
         num_parts=job.accumulate,
     )
     accumulators = pin_accumulators(built.model)
+    own_state = build_own_state(job, built.model, FILE)
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks = _Watch(job), Callbacks()
     mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
-    rank = _Rank(built, rates, callbacks, chosen.device)
+    rank = _Rank(built, rates, callbacks, chosen.device, own_state)
     be_this_rank(rank)
     loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
     best: TrainedState | None = None
     try:
         num_trained = 0
-        if eval_dataset is not None:
-            fits = batch_size // step.num_parts or 1
-            backs_off, optimizers = is_auto(job, chosen), built.all_optimizers
-            rehearse(job, built.model, eval_dataset, FILE, batch_size=fits, backs_off=backs_off, optimizers=optimizers)
+        with own_state.on_trial():
+            if eval_dataset is not None:
+                fits = batch_size // step.num_parts or 1
+                off, some = is_auto(job, chosen), built.all_optimizers
+                rehearse(job, built.model, eval_dataset, FILE, batch_size=fits, backs_off=off, optimizers=some)
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
@@ -151,9 +154,12 @@ def _train(
 class _Rank(RateSetters):
     """The only rank, as callbacks see it: an `elche_worker.user.callbacks.Rank`."""
 
-    def __init__(self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str) -> None:
+    def __init__(
+        self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str, own_state: OwnState
+    ) -> None:
         super().__init__(rates, callbacks)
         self._built = built
+        self.state = own_state.objects
         self.device = device
         self.rank = self.local_step = self.version = self.epoch = 0
 

@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,11 @@ class Rank(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the job's `state(model)` has given, by name."""
+        ...
+
     @property
     def lr(self) -> float:
         """Present learning rate of the first parameter group."""

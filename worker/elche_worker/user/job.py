@@ -37,6 +37,7 @@ OPTIONAL_FUNCTIONS = (
     "eval_metrics",
     "collate_fn",
     "sample_weights",
+    "state",
     "schedule",
     "scheduler",
     "epoch_fn",
@@ -54,6 +55,7 @@ ALLOWED_WITH_SHARD: dict[str, tuple[object, ...]] = {
     "backend": ("auto", "gloo", "nccl"),
     "ema": (None,),
     "save_frozen": (True,),
+    "state": (None,),
 }
 """Values of settings that a sharded job can have; the default first."""
 
@@ -112,6 +114,10 @@ class JobDefinition(Settings):
     sample_weights: Callable[[], Sequence[float]] | None = None
     """Gives each sample's weight: an epoch is then as many draws, with replacement, each sample as likely as its weight
     is. For data sets whose classes are not balanced."""
+    state: Callable[[nn.Module], Mapping[str, Any]] | None = None
+    """Gives what is your own and is to be kept with the model, by name, such as `{"ema": AveragedModel(model)}`:
+    objects with `state_dict()` and `load_state_dict()`, or dicts. Called once on each rank, with its model on its
+    device. Functions find them in `this_rank().state`; checkpoints have them, and a rank that joins gets another's."""
     schedule: Callable[[Progress], float] | None = None
     """Factor of the optimizer's learning rates, by how far the job is."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -126,8 +132,9 @@ class JobDefinition(Settings):
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
-    """Called on every rank when a round's result is in its model: (model, version). What it changes there stays: change
-    the same on all. For a running mean of weights, or a rate that follows rounds (`this_rank().set_lr`)."""
+    """Called on every rank when the result of a round, in which something was trained, is in its model: (model,
+    version). What it changes there stays: change the same on all. For a running mean of weights, which belongs to
+    `state`, or a rate that follows rounds (`this_rank().set_lr`)."""
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
