@@ -18,7 +18,9 @@ BPTT, WIDTH = 32, 96
 
 
 class Stream:
-    """This rank's columns of the text (T, N), where in them it is, and the hidden state there."""
+    """This rank's columns of the text (T, N), where in them it is, and the hidden state there. An iterator: so a
+    checkpoint has the position at the end of a step, and not with the next piece taken.
+    """
 
     def __init__(self, columns: Tensor, device: torch.device) -> None:
         self.columns, self.device = columns, device
@@ -33,7 +35,10 @@ class Stream:
         self.position, hidden = state["position"], list(state["hidden"])
         self.hidden = [one.to(self.device) for one in hidden if one.shape[1] == self.columns.shape[1]]
 
-    def next(self) -> tuple[Tensor, Tensor]:
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
         """The next piece and its targets, (32, N); at the text's end the first one, without a hidden state."""
         if self.position + BPTT + 1 > len(self.columns):
             self.position, self.hidden = 0, []
@@ -68,7 +73,7 @@ def evaluate(trainer: Trainer, columns: Tensor) -> float:
     trainer.model.eval()
     stream, losses = Stream(columns, trainer.device), []
     for _ in range((len(columns) - 1) // BPTT):
-        text, targets = stream.next()
+        text, targets = next(stream)
         output, stream.hidden = trainer.model(text, stream.hidden)
         losses.append(cross_entropy(output.flatten(0, 1), targets.flatten()).item())
     trainer.model.train()
@@ -90,7 +95,7 @@ def main() -> None:
         stream = Stream(columns, trainer.device)
         trainer.register_state(stream=stream)
         while trainer.num_steps < options.steps:
-            text, targets = stream.next()
+            text, targets = next(stream)
             output, stream.hidden = model(text, stream.hidden)
             cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
             trainer.step(samples=columns.shape[1])

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from support import two_ranks
+from support.interrupted import start, text_of
 from support.real_processes import Cluster, Command, Mark, eventually
 
 pytestmark = pytest.mark.slow(reason="whole ports are trained")
@@ -32,17 +33,11 @@ OF_ROUNDS = ("diffusion", "image_classification")
 """Whose moving average depends on when ranks average: with `policy="sync"` after every batch."""
 
 
-def start(mark: Mark, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    with (folder / "out").open("w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "elche_client", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=mark.environment({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}),
-        )
+IN_GATE = {"image_classification": ("--epochs", "3"), "lstm": ("--", "--steps", "120")}
+"""Ports that the gate interrupts and resumes, and what makes them short: one with random augmentation, a rate for each
+batch and a moving average, and one with hidden state, which it has registered.
+"""
+LONG = pytest.mark.long(reason="two of them go the same way in the gate")
 
 
 def begun(mark: Mark, folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
@@ -54,10 +49,6 @@ def begun(mark: Mark, folder: Path, name: str, *more: str) -> subprocess.Popen[s
     return process
 
 
-def text_of(folder: Path) -> str:
-    return (folder / "out").read_text()
-
-
 def trained(folder: Path, run: str = "run") -> dict[str, torch.Tensor]:
     """The final model: that of a job, or what a loop has saved."""
     path = folder / run / "model.safetensors"
@@ -65,6 +56,11 @@ def trained(folder: Path, run: str = "run") -> dict[str, torch.Tensor]:
         return load_file(path)
     (own,) = folder.glob("*.pt")
     return torch.load(own)
+
+
+def figures(folder: Path, run: str = "run") -> dict[str, float]:
+    """What it has reported at last, such as a counter of its own."""
+    return dict(json.loads((folder / run / "record.json").read_text())["metrics"])
 
 
 def test_each_port_is_in_the_table_and_says_what_it_is_like() -> None:
@@ -117,14 +113,14 @@ def test_folds_are_trained_one_after_the_other(mark: Mark, tmp_path: Path) -> No
     assert accuracies[0] != accuracies[1]
 
 
-@pytest.mark.long(reason="what a checkpoint has is shown part by part in test_checkpoints and test_own_loops")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one in IN_GATE else LONG) for one in NAMES])
 def test_after_ctrl_c_a_port_goes_on_bit_for_bit(name: str, mark: Mark, tmp_path: Path) -> None:
-    policy = ["--policy", "sync"] if name in OF_ROUNDS else []
-    whole = begun(mark, tmp_path / "whole", name, "--ranks", "1", *policy)
+    """All of its state is as it was where model and figures are: moments, rates, averages, counters, random numbers."""
+    more = ("--ranks", "1", *(("--policy", "sync") if name in OF_ROUNDS else ()), *IN_GATE.get(name, ()))
+    whole = begun(mark, tmp_path / "whole", name, *more)
     assert whole.wait(LIMIT_S) == 0, text_of(tmp_path / "whole")
     folder = tmp_path / "parts"
-    first = begun(mark, folder, name, "--ranks", "1", *policy)
+    first = begun(mark, folder, name, *more)
     first.send_signal(signal.SIGINT)
     assert first.wait(LIMIT_S) == 130, text_of(folder)
     rest = start(mark, folder, "resume", "run", "--out", "rest", "--device", "cpu")
@@ -132,6 +128,7 @@ def test_after_ctrl_c_a_port_goes_on_bit_for_bit(name: str, mark: Mark, tmp_path
     wanted, found = trained(tmp_path / "whole"), trained(folder, "rest")
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
+    assert figures(folder, "rest") == figures(tmp_path / "whole")
 
 
 @pytest.mark.long(reason="dead ranks are shown in test_dead_ranks and test_lost_ranks")
