@@ -8,9 +8,16 @@ import pytest
 
 from elche.policies import POLICIES
 from elche_coordinator.core.messages.commands import SendEpochMetrics, SendOutcome, SendSyncNow
-from elche_coordinator.core.messages.events import CheckpointFailed, CheckpointRequested, EvaluationDone, RankReady
+from elche_coordinator.core.messages.events import (
+    CheckpointFailed,
+    CheckpointRequested,
+    EpochMetricsTaken,
+    EvaluationDone,
+    RankReady,
+)
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, Outcome, RoundReport
+from elche_coordinator.simulator.saved import Saved
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import every_way
 from support.watched import ranks, state_of
@@ -338,6 +345,34 @@ def test_rank_0_hears_of_every_epoch_once_in_order_with_its_metrics(simulate):
     assert [(one.rank, one.report.epoch, one.metrics) for one in told] == [
         (0, epoch, {"loss": float(epoch)}) for epoch in range(4)
     ]
+
+
+@pytest.mark.parametrize("has_evaluation", [True, False])
+def test_a_training_that_goes_on_tells_of_the_epoch_that_nobody_had_heard_of_at_the_checkpoint(
+    simulate, has_evaluation
+):
+    """What the callback keeps is in the checkpoint as it was before that; its figures are of before, too."""
+    options = {"epochs": 3, "dataset_size": 600, "checkpoint_every_epochs": 1, "wants_metrics": True}
+    first = simulate(ranks(15, 5), has_evaluation=has_evaluation, **options)
+    first.run()
+    again = simulate(ranks(15, 5), has_evaluation=has_evaluation, **options)
+    again.resumed = next(iter(first.saved.values()))
+    again.run()
+    before, told = first.sent(SendEpochMetrics)[0], again.sent(SendEpochMetrics)
+    assert [(one.rank, one.report.epoch, one.report.attempt) for one in told] == [(0, 0, 2), (0, 1, 2), (0, 2, 2)]
+    assert replace(told[0].report, attempt=1) == before.report
+    assert bool(told[0].metrics) == has_evaluation
+
+
+def test_an_epoch_that_the_callback_has_had_is_not_told_again(simulate):
+    options = {"epochs": 3, "dataset_size": 6000, "wants_metrics": True}
+    first = simulate(ranks(5, 5), **options)
+    first.run_until(lambda: first.events(EpochMetricsTaken) and first.training.ledger.epoch == 1)
+    saved = Saved("one", first.processes[Rank(0)].parameters, json.dumps(first.training.snapshot()))
+    again = simulate(ranks(5, 5), **options)
+    again.resumed = saved
+    again.run()
+    assert [one.report.epoch for one in again.sent(SendEpochMetrics)] == [1, 2]
 
 
 # Batches of different sizes, and shards

@@ -126,7 +126,8 @@ class JobDefinition(Settings):
     epoch_fn: Callable[[Rank, int], None] | None = None
     """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[[EpochMetrics], None] | None = None
-    """Called on one rank with every finished epoch, in order, once."""
+    """Called on one rank with every finished epoch, in order, once. A training that goes on calls it for an epoch that
+    was told to nobody when its checkpoint was made."""
     loggers: Sequence[Logger] = ()
     """Experiment trackers that get every finished epoch: `TensorBoard`, `WandB`, `MLflow`, or one of your own."""
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None

@@ -1,12 +1,13 @@
 """Sums each epoch's losses and times while it is trained, and reports it when it is complete."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank
 from elche_coordinator.core.messages.reports import EpochReport
-from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart
+from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart, whole_number
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecords
 from elche_coordinator.core.results.tally import EpochTally
@@ -98,6 +99,19 @@ class Epochs:
         """The open epochs' sums, as plain values."""
         return {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `to_json`."""
+    def untold(self) -> list[dict[str, object]]:
+        """Finished epochs that the callback has not taken, as plain values."""
+        reports = {epoch: told.report for epoch, told in self.untaken.items()} | self._due
+        return [asdict(report) for _, report in sorted(reports.items())]
+
+    def restore(self, state: Mapping[str, Any], untold: Iterable[Mapping[str, Any]]) -> None:
+        """Goes on from `to_json` and `untold`: what was not taken is told in this training."""
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state.items()}
+        for fields in untold if self._tells_a_rank else ():
+            report = EpochReport(**{name: _plain(value) for name, value in fields.items()})
+            whole_number(report.epoch, "epoch")
+            self._due[report.epoch] = replace(report, attempt=self._attempt)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

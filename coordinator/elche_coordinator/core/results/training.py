@@ -357,8 +357,8 @@ class Training:
         for rank in there:
             written = checkpoint if rank == writer else None
             self._send_outcome(rank, evaluate=parts.get(rank), checkpoint=written, save_final=rank == self._saver)
-        if closed and not parts:
-            self._tell_epochs(through=closed[-1])
+        if not parts and not self.settings.has_evaluation:
+            self._tell_epochs(through=self.ledger.num_epochs)
 
     def _send_outcome(
         self,
@@ -482,6 +482,7 @@ class Training:
             "policy": policy,
             "devices": self._devices if policy.get("el_che") else self._devices_then,
             "tallies": self.epochs.to_json(),
+            "untold": self.epochs.untold(),
             "evaluations": self.evaluations.to_json(),
             "best_checkpoint": asdict(best) if (best := self.checkpoints.of(self.evaluations.best_version)) else None,
             "divergences": self._guard.to_json(),
@@ -512,4 +513,4 @@ class Training:
         self.evaluations.restore(state["evaluations"])
         self.checkpoints.restore_best(state.get("best_checkpoint"))
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
-        self.epochs.restore(state["tallies"])
+        self.epochs.restore(state["tallies"], state.get("untold", ()))  # older checkpoints have none
