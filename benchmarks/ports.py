@@ -43,7 +43,7 @@ LOOPS = ("contrastive", "dqn", "lstm", "nanogpt", "pinn", "reinforce")
 
 
 def metric_of(name: str, seed: int, *ranks: str) -> float:
-    """The last metric of one training."""
+    """The metric of the model that one training has saved: the best, where it is monitored, else the last."""
     options = ["--", "--seed", str(seed)] if name in LOOPS else ["--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -56,7 +56,9 @@ def metric_of(name: str, seed: int, *ranks: str) -> float:
         )
     if done.returncode:
         raise SystemExit(f"{name}, seed {seed}: {done.stderr}")
-    return float(json.loads(done.stdout.splitlines()[-1])["metrics"][METRICS[name]])
+    result = json.loads(done.stdout.splitlines()[-1])
+    saved = result["best_metrics"] if result.get("model_is", "").startswith("best") else result["metrics"]
+    return float(saved[METRICS[name]])
 
 
 def main() -> None:

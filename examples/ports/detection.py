@@ -1,6 +1,6 @@
 """Like torchvision's references/detection/train.py: images with any number of boxes, batches that its `collate_fn`
-makes as lists, and a model that returns a dict of losses. The loop is gone; the detector is a small CenterNet, and
-images of bright rectangles, drawn from their number, stand for COCO.
+makes as lists, and a model that returns a dict of losses. The loop is gone, and its `MultiStepLR` is `schedule`; the
+detector is a small CenterNet, and images of bright rectangles, drawn from their number, stand for COCO.
 """
 
 import torch
@@ -112,6 +112,7 @@ job = TrainingJob(
     eval_step=eval_step,
     eval_metrics=eval_metrics,
     collate_fn=collate_fn,
+    schedule=lambda progress: 0.1 ** sum(progress.fraction >= epoch / 26 for epoch in (16, 22)),
     monitor="f1",
     mode="max",
     batch_size=16,
