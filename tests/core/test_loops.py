@@ -400,11 +400,16 @@ def test_an_epoch_is_told_when_all_that_are_left_have_ended_it() -> None:
 
 def test_a_rank_that_ends_its_loop_while_others_wait_for_it_fails_the_job() -> None:
     loop = Attached(3, can_regroup=True)
+    loop.batches(0, 7, 70)
     loop.handle(LoopLeft(**loop.of(0)))
     loop.abandoned(1, 0, "closed by peer")
     assert loop.core.jobs[JOB].is_open
     loop.abandoned(2, 0, "closed by peer")
-    assert loop.core.jobs[JOB].reason.startswith("rank 0 has come to the end of its loop, and others wait for it")
+    reason = loop.core.jobs[JOB].reason
+    assert reason.startswith(
+        "rank 0 has come to the end of its loop after 7 batches, and others wait for it: every rank"
+    )
+    assert "trainer.mean(" in reason
 
 
 def test_a_rank_dies_in_the_last_step_which_another_has_ended() -> None:

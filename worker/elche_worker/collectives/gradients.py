@@ -202,9 +202,9 @@ class Gradients:
             if bucket.num_expected < 0:
                 raise Misuse(
                     f"the gradient of {self._trained[index]!r} was added to {self._num_fired[index]} times in this "
-                    "step, and it was sent after fewer, as many as in the steps before. Where steps have different "
-                    "numbers of backward passes, or another model's loss goes through this one, set "
-                    "TrainerConfig(overlap=False)"
+                    "step, and it was sent after fewer, as many as in the steps before. If this rank has left out a "
+                    "step(), leave it out on all ranks, and clear the gradients. Where steps have different numbers of "
+                    "backward passes, or another model's loss goes through this one, set TrainerConfig(overlap=False)"
                 )
             while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_expected:
                 bucket = self._buckets[self._num_sent]

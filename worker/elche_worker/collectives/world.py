@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse, PeerLost
+from elche_worker.collectives.calls import Calls, Parted
+from elche_worker.collectives.meeting import Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
 from elche_worker.device.kinds import NAMES, kind_of
@@ -26,6 +29,8 @@ OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which ends all processes when one has ended."""
 BUILD_TIMEOUT = timedelta(seconds=30)
 """Of a new group whose members are all there."""
+_calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
+"""Of each process group: several loops may share one."""
 
 
 class World:
@@ -34,7 +39,8 @@ class World:
     Numbers and texts are exchanged on the host, over gloo; no pickle is sent.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, *, is_own: bool = False) -> None:
+    def __init__(self, group: ProcessGroup | None, device: torch.device, meeting: Meeting | None = None) -> None:
+        """`meeting`: where the group was formed, if that was here."""
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -47,7 +53,10 @@ class World:
         """How many groups there were before this one."""
         self._given_up = -1
         """The newest group that nobody waits in any more."""
-        self._is_own = is_own
+        self._meeting = meeting
+        self._met = meeting.members if meeting is not None else ()
+        """The numbers, in the script, of the processes that formed the group."""
+        self._is_own = meeting is not None
         self._own: set[Address] = set()
         """Where gloo accepts connections of this process's groups."""
         self._others: set[Address] = set()
@@ -56,6 +65,38 @@ class World:
         if group is not None and self.size > 1:
             has_gloo = "gloo" in str(dist.get_backend_config(group))
             self._host_group = group if has_gloo else self._new_group("gloo")
+        known = _calls_of.get(group) if group is not None else None
+        self.calls = known or Calls(self.number)
+        if known is None:
+            self._follow_calls()
+        self.calls.open()
+
+    def _follow_calls(self) -> None:
+        """The calls of the present group's ranks are compared from now on."""
+        self.calls.follow(_store_of(self.group), self.members)
+        own = ref(self)  # several loops may have the same group and calls, and none is to keep the other
+        self.calls.end_call = lambda: world.give_up(world.generation) if (world := own()) is not None else None
+        if self.group is not None:
+            _calls_of[self.group] = self.calls
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Around what all ranks do together. Raises `Parted` where others do something else."""
+        self.calls.begin(call)
+        try:
+            yield
+        except PeerLost:
+            self.calls.end()
+            self.check_calls()
+            raise
+        finally:
+            self.calls.end()
+
+    def check_calls(self) -> None:
+        """Another rank was lost: raises `Parted` if the ranks' calls differ, as far as they have told."""
+        is_told = self._meeting is None or self.generation > 0 or self._meeting.is_there
+        if found := self.calls.parted or (self.calls.look() if is_told else ""):
+            raise Parted(found)
 
     @classmethod
     def join(cls, process_group: ProcessGroup | None = None, device: str = "auto") -> Self:
@@ -76,10 +117,14 @@ class World:
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the environment lacks {', '.join(missing)}; "
                 "start the script with torchrun or `elche run`"
             )
+        meeting = Meeting.of_environment()
+        if len(meeting.members) == 1:  # the others have died
+            return cls(None, own_device)
         backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        store, members = meeting.next(), meeting.members
         before = listening()
-        dist.init_process_group(backend)
-        world = cls(dist.group.WORLD, own_device, is_own=True)
+        dist.init_process_group(backend, store=store, rank=members.index(meeting.number), world_size=len(members))
+        world = cls(dist.group.WORLD, own_device, meeting)
         world._tell_addresses(before)
         return world
 
@@ -133,7 +178,7 @@ class World:
         self.rank, self.size, self.generation = position, size, generation
         self._own, self._others = set(), set()
         if size == 1:
-            self.members = (self.number,)
+            self._keep((self.number,))
             return
         before = listening()
         with lost_peers_named():
@@ -142,11 +187,18 @@ class World:
             self.group = self._host_group = dist.group.WORLD
             _set_timeout(self.group)
         self._tell_addresses(before)
-        self.members = tuple(int(number) for (number,) in self.gather_numbers([self.number]))
+        self._keep(tuple(int(number) for (number,) in self.gather_numbers([self.number])))
+
+    def _keep(self, members: tuple[int, ...]) -> None:
+        """These are left of those who began."""
+        self.members = members
+        if self._meeting is not None:
+            self._meeting.members = tuple(self._met[number] for number in members)
+        self._follow_calls()
 
     def _tell_addresses(self, before: set[Address]) -> None:
         """Exchanges where gloo listens since then, by which `give_up` finds its connections."""
-        if not self.can_regroup:
+        if not self._is_own or self.device.type != "cpu":
             return
         new = listening() - before
         self._own |= new
@@ -158,6 +210,9 @@ class World:
 
     def close(self) -> None:
         """Destroys the process group if it was made here."""
+        self.calls.close()
+        if self.calls.is_open:  # the next loop has begun
+            return
         if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
         self._is_own = False
@@ -331,6 +386,12 @@ def _cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def _store_of(group: ProcessGroup | None) -> Store | None:
+    """The store at which a group was formed; None where torch does not tell it."""
+    known: Any = dist.distributed_c10d._world.pg_map if group is not None else {}
+    return known[group][1] if group in known else None
 
 
 def _timeout_of(group: ProcessGroup) -> Any:

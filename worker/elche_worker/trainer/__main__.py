@@ -4,7 +4,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from elche.errors import PeerLost
 from elche.output import take_any_text
+from elche_worker.collectives.calls import Parted
 from elche_worker.process.parent import end_with_parent
 
 
@@ -17,6 +19,10 @@ def main() -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
+    except (Parted, PeerLost) as error:  # the script is not to blame in the line where it waits
+        sys.last_value = error
+        print(f"elche: {error}", file=sys.stderr)
+        sys.exit(1)
     except SystemExit as error:
         if error.code:
             sys.last_value = error  # as Python does with other exceptions: open trainers report it

@@ -25,6 +25,7 @@ from elche.status import calling
 from elche.tls import named_folder
 from elche.token import read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.collectives.calls import Parted
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.session import Session, sendable
@@ -165,8 +166,9 @@ class CoordinatorAttachment:
         if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         else:
-            text = "".join(traceback.format_exception(error))
-            what = f"{type(error).__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
+            text = "" if isinstance(error, Parted) else "".join(traceback.format_exception(error))
+            kind = Misuse if isinstance(error, Misuse) else type(error)
+            what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         if not self._session.is_connected and not self._is_lost:

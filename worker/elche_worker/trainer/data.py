@@ -126,7 +126,7 @@ class Data:
             check_same_loader(data.facts, world)
             return world.gather_texts(str(world.device))
 
-        devices = together.run(agree)
+        devices = together.run(agree, "calls set_data_loader()")
         assert data is not None
         depth = loader.num_workers * (loader.prefetch_factor or 0)
         is_ahead = any(device.startswith("cuda") for device in devices)
@@ -181,7 +181,7 @@ class Data:
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        self._order = self._shared_order(order)
+        self._order = self._shared_order(order, epoch)
         self._generator.manual_seed(int(self._order[0]) % 2**62)
         next_start: int | None = start
         while next_start is not None and next_start < self.num_samples:
@@ -189,7 +189,7 @@ class Data:
             yield from self._planned(next_start)
             next_start = self._next_start
 
-    def _shared_order(self, order: torch.Tensor | None) -> torch.Tensor:
+    def _shared_order(self, order: torch.Tensor | None, epoch: int) -> torch.Tensor:
         """A seed and an order of the samples: those given to rank 0, or what its sampler decides, so that any sampler
         works and any number of ranks train the same batches.
         """
@@ -203,7 +203,7 @@ class Data:
                 order = torch.tensor([int(seed), *self._loader.sampler], dtype=torch.int64)
             return self._world.share_whole_numbers(seed if order is None else order)
 
-        return self._together.run(shared)
+        return self._together.run(shared, f"begins epoch({epoch})")
 
     def _planned(self, start: int) -> Iterator[tuple[Batch, Step]]:
         """Yields the steps of the present order from a sample on, until they are planned anew."""

@@ -85,10 +85,10 @@ class Iterations:
         self._hooks: list[RemovableHandle] = []
 
     def take_requests(self) -> Sequence[float]:
-        """What this rank asks all ranks to do: cancel, save, pause; empty, on all ranks, where nobody can ask."""
+        """What this rank asks all ranks to do: cancel, save, pause."""
         attachment = self._progress.attachment
         if not attachment.is_attached and not self._checkpoints.has_interval:
-            return ()
+            return [0.0] * RequestConsensus.NUM_REQUESTS
         cancel, checkpoint, pause = attachment.operator.take_requests()
         return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
 
@@ -96,6 +96,8 @@ class Iterations:
         """These optimizers were stepped. Takes in what all ranks have agreed to do after this step."""
         self._order.add(keys)
         asked = self.consensus.take()
+        if asked.parted:
+            self._together.check_calls()
         self._due = Requests(cancel=self._due.cancel or asked.cancel, pause=self._due.pause or asked.pause)
         if self._at_step is not None:
             self._at_step, self._num_waited = self._checkpoints.at_step(), self._num_waited + 1

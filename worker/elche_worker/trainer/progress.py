@@ -41,6 +41,11 @@ class ProgressTracker:
         """Where the loop is: the end of an epoch is the beginning of the next one."""
         return Position(self.num_steps, self.epoch, self.done, self.epoch_steps)
 
+    def where(self, num_batches: int) -> str:
+        """Where the loop is, in words; so many batches were given out to each rank."""
+        batches = f" and {num_batches} batches" if num_batches else ""
+        return f"after {self.num_steps} steps{batches} (epoch {self.evaluated_epoch})"
+
     def restore(self, position: Position) -> None:
         """Continues from a checkpoint's position."""
         self.num_steps, self.epoch = position.num_steps, position.epoch

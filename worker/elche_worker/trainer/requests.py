@@ -4,11 +4,15 @@ They reach ranks at different moments. Each rank adds its own to the last bucket
 the device, all ranks read the same ones and act after the same step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+NUM_MARKS = 4
+"""Numbers that travel behind the requests: a one in the place that follows from the rank's batches and optimizer. Ranks
+that have parted have ones in several places, in any dtype and whatever their number."""
 REQUEST_DELAY_STEPS = 2
 """Steps between a request and what all ranks do about it: by then it has left the device without a synchronisation."""
 
@@ -20,6 +24,8 @@ class Requests:
     cancel: bool = False
     checkpoint: bool = False
     pause: bool = False
+    parted: bool = False
+    """Whether ranks have taken another number of batches than others, or stepped another optimizer."""
 
 
 class RequestConsensus:
@@ -49,7 +55,20 @@ class RequestConsensus:
         sums, event = self._coming.pop(0)
         if event is not None:
             event.synchronize()
-        return Requests(*(bool(one) for one in sums.tolist()))
+        told = sums.tolist()
+        cancel, checkpoint, pause = (bool(one) for one in told[: self.NUM_REQUESTS])
+        return Requests(cancel=cancel, checkpoint=checkpoint, pause=pause, parted=have_parted(told))
+
+
+def mark(num_batches: int, optimizer: int) -> list[float]:
+    """This rank's place, by the batches that it has taken and the number of the optimizer that it steps."""
+    place = (num_batches + 2 * optimizer) % NUM_MARKS
+    return [float(place == one) for one in range(NUM_MARKS)]
+
+
+def have_parted(sums: Sequence[float]) -> bool:
+    """Whether sums of requests and marks are of ranks that have parted."""
+    return sum(bool(one) for one in sums[RequestConsensus.NUM_REQUESTS :]) > 1
 
 
 class Cancelled(SystemExit):

@@ -21,7 +21,7 @@ from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.plans import Balance, Cadence, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
-from elche_worker.trainer.requests import RequestConsensus
+from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
 
@@ -73,6 +73,8 @@ class Stepper:
         """The plan of the checkpoint that was loaded."""
         self._expects_given = False
         """Whether there is a loader whose batches elche is to give out."""
+        self.num_given = 0
+        """Batches that elche has given out, to this rank as to the others."""
         self._takes_own: bool | None = None
         """Whether the latest step was of batches that the loop has taken itself; None before the first."""
         self._has_gradients = True
@@ -100,7 +102,7 @@ class Stepper:
         """Prepares steps of several processes."""
         if has_el_che:
             self.planner = Cadence(self._world.size, self._config)
-        self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS)
+        self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS + NUM_MARKS)
 
     # Batches
 
@@ -139,6 +141,7 @@ class Stepper:
     def begin_batch(self, num_samples: int, step: Step) -> None:
         """Records a batch that is given out, of which this rank's part of `step` has so many samples that count."""
         is_first, self._takes_own = self.share.plan is None, False
+        self.num_given += 1
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.among(self._world.members).samples
@@ -170,11 +173,22 @@ class Stepper:
         self._batch_ms = self._take_times()
         measured, requests = self._measure(), take_requests()
         self._is_normalised = False
-        averaged = self._together.run(lambda: self._average(measured, requests), give=self._give, take=self._take)
+        requests = [*requests, *mark(self.num_given, self._place_of(keys))]
+        averaged = self._together.run(
+            lambda: self._average(measured, requests), self._call(keys), give=self._give, take=self._take
+        )
         self.share.settle()
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
         return averaged.requests
+
+    def _place_of(self, keys: list[Key]) -> int:
+        """A number of these optimizers."""
+        return 0 if len(keys) > 1 else list(self._optimizers.by_key).index(keys[0])
+
+    def _call(self, keys: list[Key]) -> str:
+        """What this step is called, alike on every rank."""
+        return f"calls step({f'optimizer={keys[0]!r}' if len(keys) < len(self._optimizers.by_key) else ''})"
 
     def _average(self, measured: list[float] | None, requests: Sequence[float]) -> Averaged:
         """Averages with those that are there; may be repeated with fewer, until it succeeds."""
@@ -191,6 +205,8 @@ class Stepper:
         started_s = time.perf_counter()
         self._normalise()
         summed = self.averager.average(fraction, requests)
+        if summed is not None and summed.device.type == "cpu" and have_parted(summed.tolist()):  # else told later
+            self._together.check_calls()
         broadcast(list(self._model.buffers()), self._world)
         self.averager.replace()  # all is done that may fail and be repeated
         self._sync_ms = (time.perf_counter() - started_s) * 1000

@@ -6,10 +6,12 @@ needs all of them. Those behind get what came of it from one that has it.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 from elche.errors import PeerLost
+from elche_worker.collectives.calls import Parted, differ, difference
 from elche_worker.collectives.world import World
 from elche_worker.trainer.attachment import Attachment, NoAttachment
 
@@ -27,8 +29,11 @@ class Together:
     def __init__(self, world: World) -> None:
         self._world = world
         self.attachment: Attachment = NoAttachment()
+        self.where: Callable[[], str] = lambda: ""
+        """Where the loop is, alike on every rank."""
         self.on_regrouped: Callable[[], None] = lambda: None
         """Called on every rank when the world has another group; may be collective."""
+        world.calls.on_stuck = WeakMethod(self._end_stuck)
         self._num_done = 0
         self._give: Callable[[], Any] | None = None
         """What came of the last operation, for ranks that have not ended it; None if that cannot be had."""
@@ -36,35 +41,54 @@ class Together:
     def run(
         self,
         operation: Callable[[], Outcome],
+        call: str,
         *,
         give: Callable[[Any], Any] | None = _as_it_is,
         take: Callable[[Any], Any] = _as_it_is,
     ) -> Outcome:
-        """The outcome of a collective operation, which may be begun again.
+        """The outcome of a collective operation, which may be begun again. `call` says what the
+        rank does, alike on every rank.
 
         `give` makes of the outcome what another rank's `take` makes the outcome of: plain values and tensors. Raises
-        `PeerLost` where the loop cannot go on without the rank that has died.
+        `PeerLost` where the loop cannot go on without the rank that has died, and `Parted` where others make
+        another call.
         """
+        calls = self._world.calls
+        calls.begin(f"{call} {self.where()}")
+        try:
+            outcome = self._repeated(operation, take)
+        finally:
+            calls.end()
+        self._num_done += 1
+        self._give = None if give is None else lambda: give(outcome)
+        return outcome
+
+    def _repeated(self, operation: Callable[[], Outcome], take: Callable[[Any], Any]) -> Outcome:
+        """The outcome of an operation, or what others that have it give."""
         while True:
             try:
                 if self._world.is_given_up:
                     raise PeerLost("another rank of this loop has ended")
-                outcome = operation()
-                break
+                return operation()
             except PeerLost as error:
                 given = self._regroup(error)
             if given is not None:
-                outcome = take(given[0])
-                break
-        self._num_done += 1
-        self._give = None if give is None else lambda: give(outcome)
-        return outcome
+                outcome: Outcome = take(given[0])
+                return outcome
+
+    def _end_stuck(self, parted: str) -> None:
+        """Tells the coordinator why this process is ended."""
+        self.attachment.leave(Parted(parted))
+
+    def end(self) -> None:
+        """The loop has come to its end, which waits for nobody."""
+        self._world.calls.leave(f"ends its loop {self.where()}")
 
     def wait_while_paused(self) -> None:
         """Returns when no rank is paused any more, or one is to end. Every rank calls it after the same step."""
         # Ranks hear of a pause at different moments, and a collective that waits for the others would time out: so they
         # poll each other.
-        while self.run(self._is_paused):
+        while self.run(self._is_paused, "pauses"):
             time.sleep(PAUSE_POLL_S)
 
     def _is_paused(self) -> bool:
@@ -78,10 +102,11 @@ class Together:
         Raises the error where that cannot be.
         """
         world = self._world
+        world.check_calls()
         while True:
             group = self.attachment.next_group(world.generation, str(error)) if world.can_regroup else None
             if group is None:
-                raise error
+                raise self._last_word(error)
             num_before = world.size
             try:
                 world.regroup(group.store, generation=group.generation, position=group.position, size=group.world_size)
@@ -94,9 +119,15 @@ class Together:
                 print(f"elche: {world.size} of {num_before} ranks go on", file=sys.stderr, flush=True)
             return given
 
+    def _last_word(self, error: PeerLost) -> PeerLost:
+        """The error, or why the coordinator has ended the loop."""
+        reason = self.attachment.operator.cancelled
+        return PeerLost(f"the loop is ended: {reason}") if reason else error
+
     def _catch_up(self, error: PeerLost) -> tuple[Any] | None:
         """Gives ranks that are one operation behind what came of it."""
         counts = [int(count) for (count,) in self._world.gather_numbers([self._num_done])]
+        self.check_calls(counts)
         most = max(counts)
         if min(counts) == most:
             return None
@@ -109,3 +140,12 @@ class Together:
         is_source = self._world.rank == source
         state = self._world.share_state(self._give() if is_source and self._give is not None else None, source)
         return (state,) if self._num_done < most else None
+
+    def check_calls(self, counts: Sequence[int] = ()) -> None:
+        """Raises `Parted` where ranks that have done as much together (`counts`, by rank) are in different calls."""
+        calls = self._world.gather_texts(self._world.calls.call)
+        counts = counts or [0] * len(calls)
+        for count in set(counts):
+            made = {rank: calls[rank] for rank in range(len(calls)) if counts[rank] == count}
+            if differ(made.values()):
+                raise Parted(difference(range(len(calls)), made))

@@ -58,6 +58,7 @@ class Trainer:
         self._progress = ProgressTracker()
         self._forward = Forward(model, self._progress.add_loss)
         self._together = Together(world)
+        self._together.where = lambda: self._progress.where(self._stepper.num_given)
         self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress, self._together)
         self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._iterations = Iterations(
@@ -91,24 +92,25 @@ class Trainer:
         """
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
-        world.agree(problem_of(model, optimizer))
-        take_form(model)
-        model.to(world.device)
-        optimizers = Optimizers(optimizer)
-        optimizers.follow_parameters()
-        check_alike(model, world)
-        check_same_config(chosen, world)
-        begin_as_rank_0(model, world)
-        trainer = cls(model, optimizers, chosen, world)
-        if world.size > 1:
-            trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
-        model.train()
-        if world.rank == 0:
-            print(trainer._fleet.introduction, file=sys.stderr)
-        resumed = os.environ.get("ELCHE_RESUME", "")
-        if resumed:
-            trainer.load(resumed)
-        trainer._attach_coordinator(resumed)
+        with world.calling("calls Trainer.setup()"):
+            world.agree(problem_of(model, optimizer))
+            take_form(model)
+            model.to(world.device)
+            optimizers = Optimizers(optimizer)
+            optimizers.follow_parameters()
+            check_alike(model, world)
+            check_same_config(chosen, world)
+            begin_as_rank_0(model, world)
+            trainer = cls(model, optimizers, chosen, world)
+            if world.size > 1:
+                trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
+            model.train()
+            if world.rank == 0:
+                print(trainer._fleet.introduction, file=sys.stderr)
+            resumed = os.environ.get("ELCHE_RESUME", "")
+            if resumed:
+                trainer.load(resumed)
+            trainer._attach_coordinator(resumed)
         atexit.register(trainer._close_at_exit, os.getpid())
         return trainer
 
@@ -236,7 +238,9 @@ class Trainer:
         if self._stepper.share.plan is not None and torch.is_grad_enabled():
             raise Misuse("batches of epoch() are this rank's part already: forward_batch(batch) is for them")
         output, self._stepper.last_sizes = self._together.run(
-            lambda: scattered(self._world, self._model, inputs, named, self._stepper.ratios), give=None
+            lambda: scattered(self._world, self._model, inputs, named, self._stepper.ratios),
+            "calls forward_scattered()",
+            give=None,
         )
         return output
 
@@ -308,7 +312,7 @@ class Trainer:
         self._check_open()
         if self._data is not None:
             raise Misuse("shares() is for batches of your own, and set_data_loader has given a loader: use epoch()")
-        self._together.run(lambda: check_shares(batch_size, num_steps, LEAST_SHARE, self._world))
+        self._together.run(lambda: check_shares(batch_size, num_steps, LEAST_SHARE, self._world), "calls shares()")
         yield from self._epochs.shares(self._world, batch_size, num_steps)
 
     def forward_batch(self, batch: Batch) -> Any:
@@ -359,7 +363,7 @@ class Trainer:
         """
         self._check_open()
         numbers = checked_metrics(metrics)
-        return self._together.run(lambda: weighted_mean(self._world, numbers, weight))
+        return self._together.run(lambda: weighted_mean(self._world, numbers, weight), "calls mean()")
 
     def gather(self) -> Gathered:
         """Outputs, targets, tags and traces of all that `forward_batch` has seen on all ranks since the last step.
@@ -368,7 +372,7 @@ class Trainer:
         sample per row; other targets stay behind.
         """
         self._check_open()
-        return self._together.run(lambda: self._forward.gather(self._world), give=None)
+        return self._together.run(lambda: self._forward.gather(self._world), "calls gather()", give=None)
 
     # Steps
 
@@ -468,7 +472,7 @@ class Trainer:
         Raises `Misuse` on every rank for a checkpoint that is incomplete or of another model.
         """
         self._check_open()
-        loaded = self._together.run(lambda: self._checkpoints.load(path), give=None)
+        loaded = self._together.run(lambda: self._checkpoints.load(path), "calls load()", give=None)
         if loaded is not None:
             position, plan = loaded
             self._progress.restore(position)
@@ -482,6 +486,8 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        if error is None:
+            self._together.end()
         self._iterations.close(error)
         self._checkpoints.close()
         if error is None:

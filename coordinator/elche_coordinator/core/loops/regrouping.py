@@ -74,9 +74,11 @@ class Regrouping:
         if self._answered is None or not members or any(one.rank not in self._answered for one in members):
             return None
         if self._left is not None and not self._has_lost:
+            num_batches = self._ranks[self._left].local_step
             return Failure(
-                f"rank {self._left} has come to the end of its loop, and others wait for it: all ranks must make "
-                "equally many steps"
+                f"rank {self._left} has come to the end of its loop after {num_batches} batches, "
+                "and others wait for it: every rank has to make the same calls, as often as the others; decide "
+                "`continue`, `break` and `return` alike on all ranks, as by trainer.mean({'stop': float(stop)})"
             )
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS:

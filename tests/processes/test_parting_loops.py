@@ -1,0 +1,98 @@
+"""Loops whose ranks do not make the same calls, or set up several trainers in turn: nothing waits for ever."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elche_client.events import JobResult, JobState
+from support import own_launchers
+from support.real_processes import Cluster, Mark
+
+pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes")
+
+JOBS = Path(__file__).parent / "jobs"
+PARTING = JOBS / "parting_loop.py"
+FOLDS = JOBS / "folds.py"
+WHAT_TO_DO = "every rank has to make the same calls"
+
+
+def run_of(mark: Mark, folder: Path, script: Path, **env: str) -> tuple[int, str]:
+    """The exit code and all that was said. Nobody but the ranks themselves ends them, unless they hang."""
+    environment = mark.environment({"OMP_NUM_THREADS": "1", **env})
+    done = subprocess.run(
+        [sys.executable, own_launchers.__file__, "2", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("does", "is_given", "told"),
+    [
+        (
+            "break",
+            "1",
+            "rank 0 calls step() after 3 steps and 4 batches (epoch 0), rank 1 begins epoch(1) after 3 steps",
+        ),
+        (
+            "step",
+            "1",
+            "rank 0 calls step() after 3 steps and 4 batches (epoch 0), rank 1 calls step() after 3 steps and 3",
+        ),
+        ("mean", "0", "rank 0 calls step() after 3 steps (epoch 0), rank 1 calls mean() after 3 steps (epoch 0)"),
+        ("break in a group of its own", "1", "rank 1 begins epoch(1) after 3 steps"),
+    ],
+)
+def test_ranks_that_part_are_told_with_their_steps(
+    mark: Mark, tmp_path: Path, does: str, is_given: str, told: str
+) -> None:
+    code, text = run_of(mark, tmp_path, PARTING, LOOP_DOES=does, LOOP_IS_GIVEN=is_given)
+    assert code == 1, text
+    assert text.count(told) >= 1, text
+    assert WHAT_TO_DO in text
+
+
+@pytest.mark.parametrize(
+    ("does", "is_given", "told"),
+    [
+        ("exit", "0", ("rank 0", "3 steps", "rank 1", "its loop")),
+        ("one more epoch", "1", ("rank 0", "after 8 ", "its loop")),
+        ("break", "0", ("rank 0", "6 steps", "rank 1", "its loop")),
+    ],
+)
+def test_a_rank_that_ends_before_others_fails_the_job_by_name(
+    mark: Mark, cluster: Cluster, tmp_path: Path, does: str, is_given: str, told: tuple[str, ...]
+) -> None:
+    before = {job.job_id for job in cluster.client.jobs()}
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_DOES": does, "LOOP_IS_GIVEN": is_given}
+    _, text = run_of(mark, tmp_path, PARTING, **env)
+    (job,) = (one for one in cluster.client.jobs() if one.job_id not in before)
+    *_, result = cluster.client.job(job.job_id).watch()
+    assert isinstance(result, JobResult)
+    assert result.state is JobState.FAILED, text
+    assert not [word for word in (*told, WHAT_TO_DO) if word not in result.error], result.error
+
+
+@pytest.mark.parametrize("fails", ["-1", "1"])
+def test_trainers_are_set_up_in_turn(mark: Mark, tmp_path: Path, fails: str) -> None:
+    code, text = run_of(mark, tmp_path, FOLDS, LOOP_FAILS=fails)
+    assert code == 0, text
+    for fold in range(3):
+        what = "this fold has failed" if str(fold) == fails else "8 steps"
+        assert text.count(f"fold {fold}: {what}") == 2, text
+
+
+def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_path: Path) -> None:
+    code, text = run_of(mark, tmp_path, FOLDS, LOOP_MORE="1")
+    assert code == 1, text
+    assert text.count("fold 2: 8 steps") == 2
+    assert "Trainer.setup, number 4 in this script" in text
+    assert "as many trainers as the others" in text

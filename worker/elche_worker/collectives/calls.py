@@ -1,0 +1,212 @@
+"""The calls that ranks make together, by number: where ranks differ in one, they wait for each other for ever.
+
+Each rank numbers its calls. One that has waited in a call for a while tells the others, over the store at which their
+group was formed, which its latest calls are, and reads theirs. The same number with another call is certain to be the
+script's fault, however slow a rank is: nothing is judged by time.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from elche.errors import Misuse
+
+LOOK_EVERY_S = 1.0
+"""How often a rank that waits looks at the calls of others."""
+NUM_TOLD = 64
+"""The latest calls that a rank tells."""
+NUM_READ = 32
+"""Ranks that are read at each look, beside the first one: of many, others each time."""
+NUM_WAITS = 3
+"""Looks that the others get to find out, too, before connections are shut."""
+STUCK_S = 5.0
+"""How long a call may take to end then. Over NCCL, and in a group that the script has made, nothing can end it."""
+
+WHAT_TO_DO = (
+    "every rank has to make the same calls, as often as the others: decide `continue`, `break` and `return` alike on "
+    "all ranks, as by trainer.mean({'stop': float(stop)})"
+)
+
+
+class Parted(Misuse):
+    """Ranks do not make the same calls."""
+
+
+class Calls:
+    """This rank's calls, and those of the ranks in its group."""
+
+    def __init__(self, number: int) -> None:
+        self.parted = ""
+        """How the ranks' calls differ, once that is known."""
+        self.end_call: Callable[[], None] = lambda: None
+        """Ends a call that waits, as far as that is possible. From any thread."""
+        self.on_stuck: Callable[[], Callable[[str], None] | None] = lambda: None
+        """What to call before the process is ended, because its call cannot be."""
+        self._number = number
+        self._members: tuple[int, ...] = ()
+        self._store: Store | None = None
+        self._calls: deque[str] = deque(maxlen=NUM_TOLD)
+        self._num_calls = 0
+        self._is_waiting = False
+        self._num_users = 0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._num_looks = 0
+        self._has_left = False
+
+    def follow(self, store: Store | None, members: Sequence[int]) -> None:
+        """The ranks with these numbers are a group now, which was formed at this store."""
+        self._members = tuple(members)
+        self._store = PrefixStore("calls", store) if store is not None and len(members) > 1 else None
+
+    def open(self) -> None:
+        """One more loop uses it."""
+        self._num_users += 1
+        if self._num_users == 1 and self._store is not None:
+            self._stopped = threading.Event()
+            arguments = (ref(self), self._stopped)
+            self._thread = threading.Thread(target=_watch, args=arguments, name="calls", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop uses it."""
+        return self._num_users > 0
+
+    def close(self) -> None:
+        """A loop is over."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._stopped.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(STUCK_S)  # a process that ends while it asks the store is aborted
+
+    @property
+    def call(self) -> str:
+        """The latest call."""
+        return self._calls[-1] if self._calls else ""
+
+    def begin(self, call: str) -> None:
+        """This rank makes a call, in which it may wait for others."""
+        self._calls.append(call)
+        self._has_left = False
+        self._num_calls += 1
+        self._is_waiting = True
+
+    def end(self) -> None:
+        """The call is over."""
+        self._is_waiting = False
+
+    def leave(self, call: str) -> None:
+        """This rank does what waits for nobody, and tells it, since it may make no further call."""
+        self.begin(call)
+        self.end()
+        self._has_left = True
+        with suppress(RuntimeError):
+            self._tell()
+
+    def look(self) -> str:
+        """How the ranks' calls differ, as far as they have told; "" if they do not."""
+        if self._store is None:
+            return ""
+        with suppress(RuntimeError, ValueError):
+            self._tell()
+            told = {self._number: self._told(), **self._read()}
+            self.parted = self.parted or self._difference(told)
+        return self.parted
+
+    def _told(self) -> dict[str, Any]:
+        return {"num_calls": self._num_calls, "calls": list(self._calls), "knows": bool(self.parted) or self._has_left}
+
+    def _tell(self) -> None:
+        if self._store is not None:
+            self._store.set(str(self._number), json.dumps(self._told()))
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """What other ranks have told, by number."""
+        store = self._store
+        assert store is not None
+        others = [number for number in self._members if number != self._number]
+        start = self._num_looks * NUM_READ % len(others)
+        self._num_looks += 1
+        chosen = dict.fromkeys([others[0], *(others[start:] + others[:start])[:NUM_READ]])
+        return {number: json.loads(store.get(str(number))) for number in chosen if store.check([str(number)])}
+
+    def _difference(self, told: dict[int, dict[str, Any]]) -> str:
+        """The first call in which ranks differ, of those that this one and others have told."""
+        calls = {number: _numbered(one) for number, one in told.items()}
+        for at in sorted(calls[self._number]):
+            made = {number: one[at] for number, one in sorted(calls.items()) if at in one}
+            if differ(made.values()):
+                return difference(self._members, made)
+        return ""
+
+    def watch(self, last: int, stopped: threading.Event) -> int:
+        """Looks at the others' calls if this rank has been waiting in the same call, number `last`, before. Returns the
+        number of the call that it waits in now, or -1.
+        """
+        now, is_waiting = self._num_calls, self._is_waiting
+        if is_waiting and now == last and self.look():
+            self._wait_for_others(stopped)
+            self.end_call()
+            if not stopped.wait(STUCK_S) and self._is_waiting and self._num_calls == now:
+                self._end_process()
+        return now if is_waiting else -1
+
+    def _wait_for_others(self, stopped: threading.Event) -> None:
+        """They are to find out by themselves, and the store may end with this process."""
+        for _ in range(NUM_WAITS):
+            with suppress(RuntimeError, ValueError):
+                self._tell()
+                if all(one["knows"] for one in self._read().values()):
+                    return
+            stopped.wait(LOOK_EVERY_S)
+
+    def _end_process(self) -> None:
+        print(f"elche: {self.parted}", file=sys.stderr, flush=True)
+        if (tell := self.on_stuck()) is not None:
+            tell(self.parted)
+        os._exit(1)
+
+
+def _watch(watched: "ref[Calls]", stopped: threading.Event) -> None:
+    last = -1
+    while not stopped.wait(LOOK_EVERY_S):
+        calls = watched()
+        if calls is None:
+            return
+        last = calls.watch(last, stopped)
+        del calls
+
+
+def differ(calls: Iterable[str]) -> bool:
+    """Whether calls differ in more than the epoch: of loops over loaders of their own, ranks may be in several."""
+    return len({call.partition(" (epoch")[0] for call in calls}) > 1
+
+
+def difference(members: Sequence[int], made: dict[int, str]) -> str:
+    """What to say of calls that differ, each by the number of its rank; those of most ranks come first."""
+    by_call: dict[str, list[int]] = {}
+    for number, call in made.items():
+        by_call.setdefault(call, []).append(members.index(number))
+    most_first = sorted(by_call.items(), key=lambda item: -len(item[1]))[:3]
+    texts = [f"{_ranks(ranks)} {call}" for call, ranks in most_first]
+    return f"the ranks have parted: {', '.join(texts)}; {WHAT_TO_DO}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"each of ranks {shown}"
+
+
+def _numbered(told: dict[str, Any]) -> dict[int, str]:
+    calls = told["calls"]
+    return dict(enumerate(calls, told["num_calls"] - len(calls)))
