@@ -9,7 +9,7 @@ Source: rows T7, G3, G4.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elche.errors import Misuse
+from elche_worker.collectives.sparse import summed
 from elche_worker.collectives.world import World, lost_peers_named
 
 BUCKET_BYTES = 25 << 20
@@ -28,11 +29,13 @@ FIRST_BUCKET_BYTES = 1 << 20
 class Bucket:
     """Gradients of one dtype, end to end in one tensor, in the order in which backward makes them."""
 
-    def __init__(self, indices: list[int], parameters: Sequence[nn.Parameter], num_notes: int) -> None:
+    def __init__(
+        self, indices: list[int], parameters: Sequence[nn.Parameter], num_notes: int, device: torch.device
+    ) -> None:
         self.indices = indices
-        first = parameters[indices[0]]
+        dtype = parameters[indices[0]].dtype if indices else torch.float32
         sizes = [parameters[index].numel() for index in indices]
-        self.flat = torch.zeros(sum(sizes) + num_notes, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes) + num_notes, dtype=dtype, device=device)
         *parts, self.notes = torch.split(self.flat, [*sizes, num_notes])
         self.views = [_laid_out_as(parameters[index], part) for index, part in zip(indices, parts, strict=True)]
         self.num_expected = 0
@@ -46,11 +49,17 @@ class Gradients:
     """The gradients of parameters, by name, averaged over a world of at least two ranks.
 
     With `overlaps`, buckets leave during backward, as soon as a step has shown how many times a gradient is added to.
-    `num_requests` numbers of each rank travel along.
+    `num_requests` numbers of each rank travel along. Those named in `sparse` are in no bucket: ranks send their rows.
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], world: World, *, overlaps: bool, num_requests: int = 0
+        self,
+        named: Mapping[str, nn.Parameter],
+        world: World,
+        *,
+        overlaps: bool,
+        num_requests: int = 0,
+        sparse: Collection[str] = (),
     ) -> None:
         self._world = world
         self._overlaps = overlaps
@@ -59,6 +68,8 @@ class Gradients:
         self._group = world.another_group() if overlaps else world.group
         self._num_requests = num_requests
         self._named = dict(named)
+        self._sparse = {name: one for name, one in named.items() if name in sparse}
+        self._sparse_sums: dict[str, torch.Tensor | None] = {}
         self._trained: list[str] = []
         self._hooks: list[Any] = []
         self._fraction = 0.0
@@ -137,6 +148,8 @@ class Gradients:
             for bucket in self._buckets:
                 bucket.work.wait()
         self._own = own
+        trained = {name: one for name, one in self._sparse.items() if one.requires_grad}
+        self._sparse_sums = summed(trained, fraction, self._world) if trained else {}
         sums: torch.Tensor = last.notes[len(own) :].clone()  # the bucket is filled again in the next step
         return sums
 
@@ -148,6 +161,8 @@ class Gradients:
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._parameters[index].grad = view if anywhere[index] else None
+        for name, total in self._sparse_sums.items():
+            self._sparse[name].grad = total
         if self._has_counted:
             self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
             self._is_known = True
@@ -180,10 +195,15 @@ class Gradients:
         if len(set(self._world.gather_texts(hashlib.sha256("\n".join(trained).encode()).hexdigest()[:32]))) > 1:
             raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
         self._trained = list(trained)
-        self._parameters = list(trained.values())
+        self._dense = [name for name in trained if name not in self._sparse]
+        self._parameters = [trained[name] for name in self._dense]
+        device = next(iter(trained.values())).device
         num_notes = len(self._parameters) + self._num_requests
         groups = list(_groups(self._parameters))
-        self._buckets = [Bucket(group, self._parameters, num_notes if group is groups[-1] else 0) for group in groups]
+        last = len(groups) - 1
+        self._buckets = [
+            Bucket(group, self._parameters, num_notes if at == last else 0, device) for at, group in enumerate(groups)
+        ]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._most_fired = [1] * len(self._parameters)
         self._is_known = False
@@ -201,7 +221,7 @@ class Gradients:
             bucket.num_expected -= 1
             if bucket.num_expected < 0:
                 raise Misuse(
-                    f"the gradient of {self._trained[index]!r} was added to {self._num_fired[index]} times in this "
+                    f"the gradient of {self._dense[index]!r} was added to {self._num_fired[index]} times in this "
                     "step, and it was sent after fewer, as many as in the steps before. If this rank has left out a "
                     "step(), leave it out on all ranks, and clear the gradients. Where steps have different numbers of "
                     "backward passes, or another model's loss goes through this one, set TrainerConfig(overlap=False)"
@@ -225,7 +245,7 @@ class Gradients:
                 now = self._parameters[index].grad
                 if now is not gradient or (now is not None and now._version != version):
                     raise Misuse(
-                        f"the gradient of {self._trained[index]!r} was changed after backward, when it had been sent: "
+                        f"the gradient of {self._dense[index]!r} was changed after backward, when it had been sent: "
                         "call trainer.average_gradients() first, then clip or unscale what it has made, then step()"
                     )
             bucket.sent = []
@@ -234,8 +254,8 @@ class Gradients:
     def _send(self, bucket: Bucket) -> None:
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             gradient = self._parameters[index].grad
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise Misuse(f"the gradient of {self._trained[index]!r} is sparse: make its layer with sparse=False")
+            if gradient is not None and gradient.layout is not torch.strided:  # of a layer that does not say so
+                gradient = gradient.to_dense()
             if gradient is None or not self._fraction:
                 view.zero_()
             else:
@@ -254,7 +274,9 @@ def _problem(trained: dict[str, nn.Parameter]) -> str:
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices of parameters that share a bucket: the last parameters first, in backward's order."""
+    """Indices of parameters that share a bucket: the last parameters first, in backward's order. One without any where
+    there are no parameters: requests travel in it.
+    """
     group: list[int] = []
     num_bytes, limit = 0, FIRST_BUCKET_BYTES
     for index in reversed(range(len(parameters))):

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elche.errors import Misuse
 from elche_worker.collectives.gradients import Gradients
+from elche_worker.collectives.sparse import sparse_names
 from elche_worker.collectives.world import World
 from elche_worker.trainer.optimizers import Key, Optimizers
 
@@ -39,6 +40,7 @@ class GradientAverager:
                 # backward does not say which of several optimizers will be stepped
                 overlaps=overlaps and not self._optimizers.are_several,
                 num_requests=num_requests,
+                sparse=sparse_names(self._model, self._optimizers),
             )
             self._hooks += [
                 one.register_step_pre_hook(self._check_before),

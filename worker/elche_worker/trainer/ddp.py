@@ -9,6 +9,7 @@ from torch import nn
 from elche.errors import Misuse
 from elche_worker.collectives.consistency import begin_as_rank_0, broadcast, check_alike
 from elche_worker.collectives.gradients import Gradients
+from elche_worker.collectives.sparse import sparse_names
 from elche_worker.collectives.world import World
 
 
@@ -24,7 +25,10 @@ class Ddp:
         self._model = model
         self._world = world
         self._devices = world.gather_texts(str(next(model.parameters()).device))
-        self._gradients = Gradients(dict(model.named_parameters()), world, overlaps=False) if world.size > 1 else None
+        self._gradients: Gradients | None = None
+        if world.size > 1:
+            named, sparse = dict(model.named_parameters()), sparse_names(model)
+            self._gradients = Gradients(named, world, overlaps=False, sparse=sparse)
 
     @classmethod
     def wrap(cls, model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Self:

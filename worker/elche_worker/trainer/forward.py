@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from elche.errors import Misuse
+from elche_worker.collectives.sparse import scale
 from elche_worker.collectives.world import World
 from elche_worker.trainer.capture import Capture, Caught, detached, joined
 from elche_worker.trainer.data import Batch, Fields, Wiring
@@ -94,7 +95,7 @@ class Forward:
         """Turns the gradients that the loss function has accumulated into their mean over batches."""
         if self._count and self._count != 1.0:
             gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self._count)
+            scale(gradients, 1 / self._count)
 
     def set_capture(self, tags: Sequence[str], traces: Sequence[str]) -> None:
         """Replaces what is captured. Raises `Misuse` for a name that the model does not have."""

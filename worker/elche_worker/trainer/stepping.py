@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elche import timeline
 from elche.errors import Misuse
 from elche_worker.collectives.consistency import broadcast
+from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
 from elche_worker.trainer.clock import StepClock
@@ -233,7 +234,7 @@ class Stepper:
             given["optimizers"] = self._optimizers.moments()
         else:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
-            given["gradients"] = [parameter.grad for parameter in stepped]
+            given["gradients"] = [packed(parameter.grad) for parameter in stepped]
         return given
 
     def _take(self, given: dict[str, Any]) -> Averaged:
@@ -246,7 +247,7 @@ class Stepper:
                     parameter.grad.zero_()
         else:
             for parameter, gradient in zip(stepped, given["gradients"], strict=True):
-                parameter.grad = gradient
+                parameter.grad = unpacked(gradient)
         self._learn(given["told"])
         requests = torch.tensor(given["requests"]) if given["requests"] is not None else None
         return Averaged(requests, given["has_gradients"], given["told"])
@@ -268,7 +269,7 @@ class Stepper:
             return
         if self._config.max_grad_norm is not None and not self._has_cadence:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
-            nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
+            clip_norm(stepped, self._config.max_grad_norm)
         for key in self.averager.averaged:
             make_step(self._optimizers.by_key[key])
 
@@ -339,5 +340,5 @@ class Stepper:
         self._is_normalised = True
         if self._has_cadence and self._config.max_grad_norm is not None:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
-            nn.utils.clip_grad_norm_(stepped, self._config.max_grad_norm)
+            clip_norm(stepped, self._config.max_grad_norm)
         self._forward.divide_gradients()
