@@ -43,7 +43,8 @@ class Reporter:
         match event:
             case JobView() if event.num_epochs and event.dataset_size:
                 done = event.epoch * event.dataset_size + event.epoch_processed
-                changes: dict[str, Any] = {"progressPercentage": 100 * done // (event.num_epochs * event.dataset_size)}
+                percentage = min(100, 100 * done // (event.num_epochs * event.dataset_size))
+                changes: dict[str, Any] = {"progressPercentage": percentage}
                 if event.eta_s is not None:
                     changes["estimatedRemainingSeconds"] = max(0, round(event.eta_s))
             case EpochReport():

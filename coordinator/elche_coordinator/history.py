@@ -224,7 +224,7 @@ def _view(job_id: str, record: Record) -> JobView:
         name=str(spec["name"]),
         state=result.outcome,
         reason=str(record["reason"]),
-        epoch=max(0, min(result.epochs, len(result.committed_samples) - 1)),
+        epoch=result.epochs,
         num_epochs=len(result.committed_samples),
         dataset_size=result.dataset_size or int(training.get("dataset_size", 0)),
         samples_per_s=result.samples_per_s,

@@ -69,7 +69,7 @@ class JobView:
     reason: str = ""
     """Why it is there, in words for people."""
     epoch: int = 0
-    """The epoch in progress, from 0."""
+    """The epoch in progress, from 0; of a job that has ended, how many are complete."""
     num_epochs: int = 0
     dataset_size: int = 0
     epoch_committed: int = 0

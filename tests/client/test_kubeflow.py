@@ -71,6 +71,16 @@ def view(epoch: int, processed: int) -> JobView:
     )
 
 
+def test_a_job_whose_epochs_are_complete_is_told_as_whole(tmp_path: Path) -> None:
+    """Its last epoch is counted among the complete ones, and its samples are those of the view."""
+    with receiver(tmp_path) as (environment, taken):
+        reporter = Reporter(environment, every_s=0.05)
+        reporter.note(view(4, 100))
+        (only,) = eventually(lambda: list(taken), "it is told")
+        reporter.close()
+    assert only["progressPercentage"] == 100
+
+
 def test_progress_metrics_and_the_end(tmp_path: Path) -> None:
     with receiver(tmp_path) as (environment, taken):
         reporter = Reporter(environment, every_s=0.05)

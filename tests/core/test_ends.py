@@ -30,6 +30,20 @@ def test_a_job_can_be_cancelled_in_every_phase(simulate, phase):
     assert simulation.clock.now_s < STOP_GRACE_S
 
 
+def test_the_view_of_an_ended_job_says_how_many_epochs_are_complete(simulate):
+    """Of a job that had made its three epochs `elche jobs` said 2/3."""
+    simulation = simulate(ranks(5, 11.5), dataset_size=300, epochs=3)
+    simulation.run_until(lambda: len(simulation.epochs) == 3)
+    assert simulation.core.view(JobId("job"), simulation.clock.now_s).epoch == 2, "the last one, while it is there"
+    simulation.run()
+    assert simulation.core.view(JobId("job"), simulation.clock.now_s).epoch == 3
+    cancelled = simulate(ranks(5, 11.5), dataset_size=3000, epochs=3)
+    cancelled.run_until(lambda: len(cancelled.epochs) == 1)
+    cancelled.handle(JobCancelled(job_id=JobId("job")))
+    cancelled.run()
+    assert cancelled.core.view(JobId("job"), cancelled.clock.now_s).epoch == 1
+
+
 def test_a_rank_that_does_not_leave_is_stopped_after_the_grace(simulate):
     simulation = simulate(ranks(5, 5))
     in_mid_training(simulation, 2)

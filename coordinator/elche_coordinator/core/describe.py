@@ -146,7 +146,9 @@ def describe_training(job: TrainingJob, now_s: float) -> JobView:
         view = replace(view, backend=str(run.backend), backend_name=run.backend.backend)
     if run.training is not None:
         view = _add_training(view, run.training, run.generation, job.began_s.get(JobPhase.ENDED, now_s))
-    return view if job.result else _with_stalls(view)
+    if job.result is None:
+        return _with_stalls(view)
+    return view if run.training is None else replace(view, epoch=run.training.ledger.epoch)
 
 
 def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], now_s: float) -> JobView:

@@ -939,7 +939,7 @@ class JobView(_message.Message):
     reason: _builtins.str
     """Why it is in that state, as text for people."""
     epoch: _builtins.int
-    """Epoch in progress, from 0."""
+    """Epoch in progress, from 0; of a job that has ended, how many are complete."""
     num_epochs: _builtins.int
     """Number of epochs; 0 before the ranks have loaded the file."""
     dataset_size: _builtins.int
