@@ -2,7 +2,9 @@
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -14,8 +16,9 @@ from elche.requirements import inline_requirements
 from elche_client import contexts
 from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import Client, JobHandle
-from elche_client.events import JobState, JobView
+from elche_client.events import JobState, JobView, LogLine
 from elche_client.formatting import printable
+from elche_client.naming import of_job
 from elche_client.notifications import (
     Interrupted,
     NotificationQueue,
@@ -94,7 +97,7 @@ def _say_what_follows(handle: JobHandle) -> None:
 
 def watch(job_id: str, address: str, *, as_json: bool) -> int:
     with Client(address) as client:
-        return _watch(client.job(job_id), as_json=as_json)
+        return of_job(client, job_id, lambda known: _watch(client.job(known), as_json=as_json))[1]
 
 
 def jobs(address: str, *, as_json: bool) -> int:
@@ -134,7 +137,7 @@ def _say(text: str, document: dict[str, object], *, as_json: bool) -> None:
 
 def cancel(job_id: str, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
-        change = client.cancel(job_id)
+        job_id, change = of_job(client, job_id, client.cancel)
     if as_json:
         click.echo(to_json({"job_id": job_id, **asdict(change)}))
     elif change.before.has_ended:
@@ -150,7 +153,7 @@ def logs(
     """Prints the ranks' logs: each line with its rank, or those of one rank unchanged. Exit code 2 without any log."""
     code = 2
     with Client(address) as client:
-        for line in client.logs(job_id, rank=rank, follow=follow):
+        for line in _lines(client, job_id, rank, follow=follow):
             code = 2 if line.error and code else 0
             if as_json:
                 click.echo(to_json(asdict(line)))
@@ -164,10 +167,21 @@ def logs(
     return code
 
 
+def _lines(client: Client, job_id: str, rank: int | None, *, follow: bool) -> Iterator[LogLine]:
+    """The lines of the job that is meant."""
+
+    def ask(known: str) -> Iterator[LogLine]:
+        lines = client.logs(known, rank=rank, follow=follow)
+        first = next(lines, None)  # by which it is known whether there is such a job
+        return chain([] if first is None else [first], lines)
+
+    return of_job(client, job_id, ask)[1]
+
+
 def fetch(job_id: str, file: Path, address: str, *, best: bool = False, as_json: bool = False) -> int:
     try:
         with Client(address) as client:
-            client.download(job_id, file, best=best)
+            job_id, _ = of_job(client, job_id, lambda known: client.download(known, file, best=best))
     except OSError as error:
         raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
     size = file.stat().st_size
@@ -177,14 +191,14 @@ def fetch(job_id: str, file: Path, address: str, *, best: bool = False, as_json:
 
 def checkpoint(job_id: str, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
-        client.checkpoint(job_id)
+        job_id, _ = of_job(client, job_id, client.checkpoint)
     _say(f"job {job_id} writes a checkpoint with its next round", {"job_id": job_id}, as_json=as_json)
     return 0
 
 
 def scale(job_id: str, num_ranks: int, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
-        before = client.scale(job_id, num_ranks)
+        job_id, before = of_job(client, job_id, lambda known: client.scale(known, num_ranks))
     how = {
         -1: "others join when there are slots for them",
         0: "as before",
@@ -207,7 +221,7 @@ def drain(host: str, address: str, *, is_drained: bool, as_json: bool = False) -
 
 def pause(job_id: str, address: str, *, is_paused: bool, as_json: bool = False) -> int:
     with Client(address) as client:
-        change = client.pause(job_id, is_paused=is_paused)
+        job_id, change = of_job(client, job_id, lambda known: client.pause(known, is_paused=is_paused))
         stalled = _stalled_ranks(client, job_id) if change.is_made and is_paused else []
     if as_json:
         click.echo(to_json({"job_id": job_id, **asdict(change), "stalled_ranks": stalled}))
@@ -253,7 +267,7 @@ def _timeline_lines(job: str, address: str) -> list[str]:
     """The timeline in a run's folder, or of a job at a coordinator. Raises `InvalidJob` when there is none."""
     if not Path(job).is_dir():
         with Client(address) as client:
-            return client.timeline(job).splitlines()
+            return of_job(client, job, client.timeline)[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "timelines").glob("*.jsonl"))
     if not files:
         raise InvalidJob(f"{job} has no timeline: run it with --timeline true")

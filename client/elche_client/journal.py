@@ -12,6 +12,7 @@ import click
 from elche.errors import InvalidJob
 from elche_client.client import Client
 from elche_client.formatting import printable
+from elche_client.naming import of_job
 from elche_client.output import print_notice
 
 MAX_FIELD = 60
@@ -40,7 +41,7 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
     """The journal's lines: one about the journal, then one for each event."""
     if not Path(job).is_dir():
         with Client(address) as client:
-            return client.journal(job, num_events=num_events).splitlines()
+            return of_job(client, job, lambda known: client.journal(known, num_events=num_events))[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "journals").glob("*.jsonl.gz"))
     if not files:
         raise InvalidJob(f"{job} has no journal: of a run that has ended, only one that did not succeed has")

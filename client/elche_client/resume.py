@@ -15,6 +15,7 @@ from elche_client.client import Client
 from elche_client.commands import watch
 from elche_client.events import Checkpoint
 from elche_client.local_run import CADENCE, COMMAND, LocalRun
+from elche_client.naming import find, of_job
 from elche_client.options import JobOptions
 from elche_client.output import PIPE_WIDTH, print_notice
 from elche_client.record import to_json
@@ -36,7 +37,7 @@ def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool)
         )
     try:
         with Client(address) as client:
-            handle = client.resume(job_id, **options.settings)
+            _, handle = of_job(client, job_id, lambda known: client.resume(known, **options.settings))
     except UnknownJob:
         raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}") from None
     except Unreachable as error:
@@ -206,6 +207,8 @@ def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]
 def _of_job(job_id: str, address: str) -> list[Checkpoint]:
     with Client(address) as client:
         views = {view.job_id: view for view in client.jobs()}
-    if job_id not in views:
-        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}")
-    return list(views[job_id].checkpoints)
+    try:
+        known = job_id if job_id in views else find(job_id, list(views.values()))
+    except UnknownJob:
+        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}") from None
+    return list(views[known].checkpoints)

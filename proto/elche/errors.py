@@ -1,5 +1,7 @@
 """The errors that users see; `status` maps each class to its gRPC status code and back."""
 
+from collections.abc import Sequence
+
 
 class ElcheError(Exception):
     """An error that a user can understand and fix. The message says what happened, where, and what to do."""
@@ -24,8 +26,10 @@ class PeerLost(ElcheError):
 class UnknownJob(ElcheError):
     """No job has this id."""
 
-    def __init__(self, job_id: str) -> None:
-        super().__init__(f"no job has the id {job_id!r}; `elche jobs` lists them")
+    def __init__(self, job_id: str, similar: Sequence[str] = ()) -> None:
+        """`similar`: ids or names that may be meant."""
+        hint = f"did you mean {' or '.join(similar)}?" if similar else "`elche jobs` lists them"
+        super().__init__(f"no job has the id {job_id!r}; {hint}")
         self.job_id = job_id
 
 

@@ -1,0 +1,42 @@
+"""Which job a person means: by its id, by the beginning of one, or by a name."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from elche.errors import InvalidJob, UnknownJob
+from elche_client.client import Client
+from elche_client.events import JobView
+from elche_client.suggestions import similar
+
+MAX_SHOWN = 4
+Answer = TypeVar("Answer")
+
+
+def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[str, Answer]:
+    """The id of the job that is meant, and what `ask` answers for it: first for the text itself, so that an id costs no
+    further call. Raises what `ask` raises, `UnknownJob`, and `InvalidJob` where several jobs may be meant.
+    """
+    try:
+        return meant, ask(meant)
+    except UnknownJob as error:
+        if error.job_id != meant or not meant:
+            raise
+        job_id = find(meant, client.jobs())
+        return job_id, ask(job_id)
+
+
+def find(meant: str, views: Sequence[JobView]) -> str:
+    """The id of the job with this name, of several the one that has not ended, else the newest; or the only one whose
+    id begins so. Raises `UnknownJob`, and `InvalidJob` where several may be meant.
+    """
+    named = [view for view in views if view.name == meant]
+    going = [view.job_id for view in named if not view.state.has_ended]
+    found = going or [view.job_id for view in named[-1:]]
+    found = found or [view.job_id for view in views if view.job_id.startswith(meant)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        names = dict.fromkeys(text for view in reversed(views) for text in (view.job_id, view.name) if text)
+        raise UnknownJob(meant, similar(meant, list(names)))
+    shown = ", ".join(found[:MAX_SHOWN]) + (f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else "")
+    raise InvalidJob(f"{meant!r} may be one of {len(found)} jobs, {shown}: give more of the id")
