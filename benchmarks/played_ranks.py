@@ -29,7 +29,8 @@ Converse = Callable[[str, AsyncIterator[bytes]], AsyncIterator[rank_pb2.Converse
 CONVERSE = "/elche.v1.RankService/Converse"
 ACK_TAG = b"\x2a"
 """Of `sync_ack` in a `ConverseRequest`: field 5, with a length."""
-REPORT_EVERY_S = 0.05
+REPORT_EVERY_S, PER_RANK_S, MAX_BATCHES = 0.05, 0.001, 4
+"""Between two progress reports, as of `elche_worker.session.report_times`, which needs no torch here."""
 WARM_ROUNDS = 3
 CONNECTING = 50
 """Ranks that connect at once."""
@@ -295,7 +296,8 @@ class PlayedRank:
         self.figures.trained_s += now_s - began_s
         self.figures.batches += 1
         self._unreported.append((now_s - began_s) * 1000)
-        if now_s - self._reported_s >= REPORT_EVERY_S:
+        since_s, every_s = now_s - self._reported_s, PER_RANK_S * self._world.num_ranks
+        if since_s >= REPORT_EVERY_S and (since_s >= every_s or len(self._unreported) >= MAX_BATCHES):
             self._report()
         self._go_on()
 

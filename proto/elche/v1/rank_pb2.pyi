@@ -532,7 +532,8 @@ Global___EpochWork: _TypeAlias = EpochWork  # noqa: Y015
 
 @_typing.final
 class BatchesTrained(_message.Message):
-    """Progress between rounds, at most 20 messages per second and rank. Counters are cumulative, so that lost or repeated
+    """Progress between rounds, at most 20 messages per second and rank, and in a job of more than 50 ranks at most one in as many
+    ms, or for each fourth batch. Counters are cumulative, so that lost or repeated
     messages do no harm.
     """
 

@@ -35,15 +35,13 @@ from elche_worker.rank.headers import Headers
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.launch import Launch
+from elche_worker.session.report_times import ReportTimes
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
 from elche_worker.user.schedule import Progress
-
-REPORT_EVERY_S = 0.05
-"""Least time between two progress reports."""
 
 LOGGERS_GRACE_S = 2.0
 """How long a rank that leaves waits for the job's loggers to finish."""
@@ -99,7 +97,7 @@ class RankLoop:
         """Time that the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
         self._headers = Headers()
-        self._reported_s = 0.0
+        self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
 
     @property
@@ -244,6 +242,7 @@ class RankLoop:
 
     def _join(self, command: rank_pb2.FormGroup) -> None:
         self._headers.learn(command)
+        self._report_times.learn(command.world_size)
         act = JoinGeneration(command.attempt, command.generation, command.position, command.world_size, command.backend)
         self._group.send(act)
         self._replica.join_generation(act)
@@ -281,7 +280,7 @@ class RankLoop:
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
             if self._meter.has_unreported:  # a round may wait for this report; still at most once per interval
-                due_s = self._reported_s + REPORT_EVERY_S - started_s
+                due_s = self._report_times.allowed_s - started_s
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
                     self._report()
             self._control.wake.wait_for(self._has_something_to_do)
@@ -330,11 +329,11 @@ class RankLoop:
         if self._timeline is not None and self._replica.epoch != epoch:
             self._timeline.add(timeline.EPOCH, started_s, started_s, self._replica.epoch)
         self._note_batches()
-        if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+        if self._report_times.is_due(time.perf_counter(), self.local_step):
             self._report()
 
     def _report(self) -> None:
-        self._reported_s = time.perf_counter()
+        self._report_times.note(time.perf_counter(), self.local_step)
         report = self._meter.take_report()
         if (gauges := self._gauges.take()) is not None:
             if self._replica.device.type == "cpu":
@@ -363,7 +362,7 @@ class RankLoop:
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
         self._read_grad_norm()
-        if time.perf_counter() - self._reported_s >= REPORT_EVERY_S:
+        if self._report_times.is_allowed(time.perf_counter()):
             self._report()
         generation = self._rounds.targets[round_id].generation
         may_be_checkpoint = self._rounds.enter(round_id, self.local_step)
