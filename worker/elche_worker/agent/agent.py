@@ -195,7 +195,7 @@ class Agent:
         stub = agent_pb2_grpc.AgentServiceStub(channel)
         self._call = call = stub.Attend(self._requests(outgoing), metadata=self._metadata)
         if self._stopped.is_set():  # since before there was a call to cancel
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]
         try:
             for response in call:
                 if response.HasField("welcome"):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import IO, NoReturn
 
 from elche.errors import InvalidJob
@@ -64,7 +65,7 @@ def _try_all(wanted: str, limit_s: float, told: IO[str]) -> None:
     if not text:
         sys.exit(f"the process that looked for them {_ended(code, output)}")
     names: list[str] = json.loads(text)
-    running = {name: _Forked(lambda told, name=name: _try_one(name, told)) for name in names}
+    running = {name: _Forked(partial(_try_one, name)) for name in names}
     deadline_s = time.monotonic() + limit_s
     tried = {name: _outcome(name, one, deadline_s, limit_s) for name, one in running.items()}
     told.write(json.dumps({"names": names, "tried": tried}))

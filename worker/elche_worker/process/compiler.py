@@ -28,7 +28,7 @@ def put_off() -> bool:
     They are left as they are then.
     """
     steps = [step for step in map(_step_of, _optimizers(torch.optim.Optimizer)) if step is not None]
-    decorated = [getattr(torch.optim.Optimizer, name, None) for name in DECORATED]
+    decorated: list[Any] = [getattr(torch.optim.Optimizer, name, None) for name in DECORATED]
     inner = [function.__wrapped__ for function in decorated if _is_decorated(function)]
     if COMPILER in sys.modules or not steps or len(inner) < len(DECORATED):
         return False
@@ -58,7 +58,8 @@ class _Restorer(MetaPathFinder):
 
 
 def _optimizers(kind: type) -> Iterator[type]:
-    for one in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for one in subclasses:
         yield one
         yield from _optimizers(one)
 
