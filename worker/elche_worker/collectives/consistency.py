@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
@@ -68,7 +70,33 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
             dist.broadcast(flat, group=world.group, group_src=0)
         if world.rank:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+                # What does not change is not written: a graph may need it, and autograd takes any write for a change.
+                if part.is_cuda or not torch.equal(part, _bytes(tensor)):
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def buffers_beside(
+    model: nn.Module, stepped: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
+) -> list[torch.Tensor]:
+    """The buffers that may be written when an optimizer has stepped these parameters, and `others` are of optimizers
+    whose graphs may be alive: those of modules with parameters that were stepped. A module without any is as the one
+    around it.
+
+    Statistics of normalisation are aliases, by which autograd does not see a write: no backward pass needs them.
+    """
+    now, trained = {id(one) for one in stepped}, {id(one) for one in others}
+    found: dict[int, torch.Tensor] = {}
+
+    def visit(module: nn.Module, around: bool) -> None:
+        own = {id(one) for one in module.parameters()} & (now | trained)
+        is_free = bool(own & now) if own else around
+        for one in module.buffers(recurse=False) if is_free else ():
+            found[id(one)] = one.data if isinstance(module, _NormBase) else one
+        for child in module.children():
+            visit(child, is_free)
+
+    visit(model, True)
+    return list(found.values())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

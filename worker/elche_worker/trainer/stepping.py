@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
-from elche_worker.collectives.consistency import broadcast
+from elche_worker.collectives.consistency import broadcast, buffers_beside
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
@@ -208,12 +208,19 @@ class Stepper:
         summed = self.averager.average(fraction, requests)
         if summed is not None and summed.device.type == "cpu" and have_parted(summed.tolist()):  # else told later
             self._together.check_calls()
-        broadcast(list(self._model.buffers()), self._world)
+        broadcast(self._free_buffers(), self._world)
         self.averager.replace()  # all is done that may fail and be repeated
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
         self._learn(told)
         return Averaged(summed, has_gradients=True, told=told)
+
+    def _free_buffers(self) -> list[torch.Tensor]:
+        """The buffers that no graph needs when the present optimizers are stepped."""
+        keys = self.averager.averaged
+        others = [key for key in self._optimizers.by_key if key not in keys]
+        parameters_of = self._optimizers.parameters_of
+        return buffers_beside(self._model, parameters_of(keys), parameters_of(others))
 
     def _learn(self, told: list[list[float]] | None) -> None:
         if told is not None and self.share.plan is not None:

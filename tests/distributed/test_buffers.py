@@ -1,0 +1,94 @@
+"""Buffers of loops: equal on all ranks after the steps, and never written while a graph needs them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elche_worker.collectives.consistency import buffers_beside
+from elche_worker.trainer import Trainer
+from support.worlds import Worlds
+
+
+class Scale(nn.Module):
+    """A running scale, which backward needs, without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale = 0.9 * self.scale + 0.1 * x.abs().mean()
+        return x * self.scale
+
+
+class Mask(nn.Module):
+    """A constant that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.mask
+
+
+def new_nets(kind: str) -> nn.ModuleDict:
+    layer = {"batch": nn.BatchNorm1d, "plain batch": nn.BatchNorm1d, "scale": Scale, "mask": Mask}[kind]
+
+    def new(*sizes: int) -> nn.Sequential:
+        own = layer(4, affine=kind != "plain batch") if layer is nn.BatchNorm1d else layer()
+        return nn.Sequential(nn.Linear(sizes[0], 4), own, nn.Tanh(), nn.Linear(4, sizes[1]))
+
+    nets = nn.ModuleDict({"g": new(2, 3), "d": new(3, 1)})
+    if kind in ("plain batch", "mask"):
+        nets["around"] = nn.BatchNorm1d(3, affine=False) if kind == "plain batch" else Mask()
+    return nets
+
+
+def train_gan(kind: str) -> list[Any]:
+    """As in the well-known example: one fake batch serves both steps."""
+    nets = new_nets(kind)
+    g, d = nets["g"], nets["d"]
+    optimizers = {name: torch.optim.SGD(nets[name].parameters(), lr=0.1) for name in ("g", "d")}
+    trainer = Trainer.setup(nets, optimizers)
+    torch.manual_seed(trainer.rank)
+    told = []
+    for _ in range(4):
+        fake = g(torch.randn(8, 2))
+        if kind == "plain batch":
+            fake = nets["around"](fake)
+        elif kind == "mask":
+            fake = fake * nets["around"](torch.ones(8, 4))[:, :3]
+        (d(torch.randn(8, 3)).mean() - d(fake.detach()).mean()).backward()
+        trainer.step(optimizer="d")
+        told.append([one.clone() for one in d.buffers()])
+        d(fake).mean().backward()
+        trainer.step(optimizer="g")
+        optimizers["d"].zero_grad()
+        told.append([one.clone() for one in g.buffers()])
+    return [one for some in told for one in some]
+
+
+@pytest.mark.parametrize("kind", ["batch", "plain batch", "scale", "mask"])
+def test_one_fake_batch_serves_both_steps(worlds: Worlds, kind: str) -> None:
+    first, second = worlds.run(2, train_gan, kind)
+    assert first
+    assert all(map(torch.equal, first, second))
+
+
+def test_buffers_belong_to_the_optimizer_of_their_module_or_the_one_around_it() -> None:
+    nets = new_nets("plain batch")
+    nets["frozen"] = nn.BatchNorm1d(3)
+    g, d = (list(nets[name].parameters()) for name in ("g", "d"))
+
+    def names(stepped: list[nn.Parameter], others: list[nn.Parameter]) -> set[str]:
+        pointers = {one.data_ptr() for one in buffers_beside(nets, stepped, others)}
+        return {name.partition(".")[0] for name, one in nets.named_buffers() if one.data_ptr() in pointers}
+
+    assert names(d, g) == {"d", "around", "frozen"}
+    assert names(g, d) == {"g", "around", "frozen"}
+    assert names([*g, *d], []) == {"g", "d", "around", "frozen"}
+    assert len(buffers_beside(nets, [*g, *d], [])) == len(list(nets.buffers()))
