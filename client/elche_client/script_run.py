@@ -41,6 +41,8 @@ class ScriptRun(LocalRun):
     """The first one that exited with an error."""
     _lost: ProcessExited | None = None
     """The first one that has ended badly while the job trained: whether the others go on is for the job to decide."""
+    _jobs: set[str] = field(default_factory=set)
+    """Jobs that were found: one for each trainer that the script has set up."""
     _is_training: bool = False
     """Whether the script is a job that has not ended."""
     _give_up_s: float = math.inf
@@ -106,27 +108,39 @@ class ScriptRun(LocalRun):
         result: JobResult | None = None
         try:
             while self._running or (handle is not None and result is None):
-                handle = handle or self._find_job(client)
+                handle, result = self._next_job(client, handle, result)
                 if time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
                     notification = next_notification(self.notifications, timeout_s=POLL_S)
                     if isinstance(notification, ProcessExited):
                         if notification.process in self._running:  # it may have attached itself since the last look
-                            handle = handle or self._find_job(client)
+                            handle, result = self._next_job(client, handle, result)
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
                         if isinstance(notification, JobResult):
                             result, self._is_training = notification, False
                             self._end_soon(is_over=result.state is not JobState.SUCCEEDED)
+                            if result.state is JobState.SUCCEEDED:
+                                handle = None  # the script may set up another trainer
         except Interrupted as interrupted:
             return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
         return self._judge(result)
 
+    def _next_job(
+        self, client: Client, handle: JobHandle | None, result: JobResult | None
+    ) -> tuple[JobHandle | None, JobResult | None]:
+        """The job that is watched, and its result; where none is, those of the next one, if there is one."""
+        if handle is None and (found := self._find_job(client)) is not None:
+            return found, None
+        return handle, result
+
     def _find_job(self, client: Client) -> JobHandle | None:
-        """The job as which the script has attached itself, which is watched from now on; None before that."""
-        for job in client.jobs():
+        """The newest job as which the script has attached itself, which is watched from now on; None without one."""
+        new = [job for job in client.jobs() if job.job_id not in self._jobs]
+        self._jobs |= {job.job_id for job in new}
+        for job in new[-1:]:
             self.record.job_id = job.job_id
             self._is_training = True
             handle = client.job(job.job_id)

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elche_client.events import JobResult, JobState
 from support import own_launchers
-from support.real_processes import Cluster, Mark
+from support.real_processes import Cluster, Command, Mark
 
 pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes")
 
@@ -96,3 +97,12 @@ def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_p
     assert text.count("fold 2: 8 steps") == 2
     assert "Trainer.setup, number 4 in this script" in text
     assert "as many trainers as the others" in text
+
+
+def test_elche_run_follows_one_trainer_after_the_other(elche: Callable[..., Command], tmp_path: Path) -> None:
+    done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env={"OMP_NUM_THREADS": "1"})
+    assert done.code == 0, done.err
+    assert done.err.count("succeeded") + done.out.count('"succeeded"') >= 3, done.err
+    more = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", env={"OMP_NUM_THREADS": "1", "LOOP_MORE": "1"})
+    assert more.code == 1
+    assert "as many trainers as the others" in more.err
