@@ -447,6 +447,9 @@ class AgreedSettings(SharedSettings):
     """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
     wants_metrics: bool = False
     """Whether rank 0 wants to hear of every finished epoch."""
+    keeps_state: bool = False
+    """Whether the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its
+    checkpoints."""
     shard_sizes: tuple[int, ...] = ()
     """Samples of each shard of the data set; empty if it has none."""
     is_drawn: bool = False

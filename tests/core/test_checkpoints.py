@@ -364,6 +364,23 @@ def test_a_training_that_goes_on_tells_of_the_epoch_that_nobody_had_heard_of_at_
     assert bool(told[0].metrics) == has_evaluation
 
 
+@every_way
+def test_checkpoints_of_a_job_that_keeps_a_state_are_of_the_rank_that_hears_of_epochs(simulate, policy, averaging):
+    """Whatever it is not: the fastest. So what the callback keeps is in them, also when another has that part."""
+    simulation = simulate(
+        ranks(15, 5, 9), epochs=4, dataset_size=900, policy=policy, averaging=averaging,
+        checkpoint_every_epochs=1, wants_metrics=True, keeps_state=True,
+    )  # fmt: skip
+    simulation.run_until(lambda: len(written(simulation)) == 2)
+    simulation.kill(Rank(0))
+    simulation.run()
+    orders = [(one.rank, one.checkpoint.name) for one in simulation.sent(SendOutcome) if one.checkpoint is not None]
+    hears = {one.rank for one in simulation.sent(SendEpochMetrics)}
+    assert len(orders) >= 4
+    assert {rank for rank, _ in orders} <= hears
+    assert [rank for rank, _ in orders[:2]] == [0, 0]
+
+
 def test_an_epoch_that_the_callback_has_had_is_not_told_again(simulate):
     options = {"epochs": 3, "dataset_size": 6000, "wants_metrics": True}
     first = simulate(ranks(5, 5), **options)

@@ -22,6 +22,12 @@ def lines(folder: Path) -> list[tuple[int, int, int, int]]:
     return [tuple(map(int, one)) for one in LINE.findall(text_of(folder))]  # type: ignore[misc]
 
 
+def heard(folder: Path) -> list[int]:
+    """Epochs of which `metrics_fn` has heard, with those before the resume."""
+    said = re.findall(r"heard of (\[.*\])", text_of(folder))
+    return list(json.loads(said[-1])) if said else []
+
+
 def rounds_in_mean(said: list[tuple[int, int, int, int]]) -> dict[int, int]:
     """By version, in order; all processes must have the same."""
     counts: dict[int, int] = {}
@@ -47,9 +53,11 @@ def test_a_rank_that_is_killed_and_a_training_that_is_resumed_go_on_with_it(mark
     resume = ["resume", str(tmp_path / "run"), "--device", "cpu", "--out", "rest", "--epochs", "401"]
     second = start(mark, tmp_path / "next", *resume)
     eventually(lambda: len({rank for _, rank, *_ in lines(tmp_path / "next")}) == 2, "both ranks have a round")
+    eventually(lambda: heard(tmp_path / "next"), "an epoch is over")
     second.send_signal(signal.SIGINT)
     assert second.wait(LIMIT_S) == 130, text_of(tmp_path / "next")
     after = lines(tmp_path / "next")
+    assert heard(tmp_path / "next") == list(range(len(heard(tmp_path / "next"))))
     counts = rounds_in_mean(before)
     assert list(counts.values()) == list(range(1, len(counts) + 1))
     again = rounds_in_mean(after)
@@ -61,7 +69,7 @@ def test_a_rank_that_is_killed_and_a_training_that_is_resumed_go_on_with_it(mark
 
 
 def test_after_ctrl_c_one_rank_goes_on_bit_for_bit(mark: Mark, elche: Callable[..., Command], tmp_path: Path) -> None:
-    """Weights, random numbers, the mean of the weights and the count of epochs."""
+    """Weights, random numbers, the mean of the weights, and what is kept of epochs."""
     options = ["run", str(JOB), "--ranks", "1", "--device", "cpu", "--policy", "sync"]
     whole = elche(*options, "--out", "whole", "--json")
     assert whole.code == 0, whole.err
@@ -74,6 +82,6 @@ def test_after_ctrl_c_one_rank_goes_on_bit_for_bit(mark: Mark, elche: Callable[.
     wanted, found = json.loads(whole.out), json.loads(rest.out)
     assert found["metrics"] == wanted["metrics"]
     assert found["metrics"]["averaged"] == 3 * 150
-    assert found["metrics"]["epochs"] == 3
+    assert (found["metrics"]["begun"], found["metrics"]["heard"]) == (3, 2)
     models = [load_file(one["model"]) for one in (wanted, found)]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])

@@ -277,7 +277,7 @@ def _settings(known: JobDetails) -> dict[str, str]:
             _cut(name, MAX_NAME): _cut(_option(name, text), MAX_NAME)
             for name, text in list(known.spec.settings.items())[:MAX_NAMES]
         }
-    left_out = ("layout_hash", "shard_sizes", "wants_metrics", "has_evaluation", "averaging_options")
+    left_out = ("layout_hash", "shard_sizes", "wants_metrics", "keeps_state", "has_evaluation", "averaging_options")
     values = {name: value for name, value in asdict(known.settings).items() if name not in left_out}
     return {name: _cut("none" if value is None else str(value), MAX_NAME) for name, value in values.items()}
 

@@ -27,6 +27,12 @@ def epoch_fn(rank, epoch: int) -> None:
     rank.state["begun"][epoch] = rank.state["begun"].get(epoch, 0) + 1
 
 
+def metrics_fn(metrics) -> None:
+    heard = this_rank().state["heard"]
+    heard[metrics.epoch] = metrics.loss
+    print(f"heard of {sorted(heard)}", flush=True)
+
+
 def after_round(model: nn.Module, version: int) -> None:
     rank = this_rank()
     rank.state["ema"].update_parameters(model)
@@ -37,8 +43,8 @@ def after_round(model: nn.Module, version: int) -> None:
 def evaluate(model: nn.Module) -> dict[str, float]:
     state = this_rank().state
     mean = torch.cat([one.reshape(-1) for one in state["ema"].module.parameters()])
-    begun = state["begun"]
-    return {"mean": float(mean.double().sum()), "averaged": float(state["ema"].n_averaged), "epochs": len(begun)}
+    counts = {"averaged": float(state["ema"].n_averaged), "begun": len(state["begun"]), "heard": len(state["heard"])}
+    return {"mean": float(mean.double().sum()), "losses": sum(state["heard"].values()), **counts}
 
 
 job = TrainingJob(
@@ -46,8 +52,9 @@ job = TrainingJob(
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     dataset=dataset,
     train_step=train_step,
-    state=lambda model: {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), "begun": {}},
+    state=lambda model: {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), "begun": {}, "heard": {}},
     epoch_fn=epoch_fn,
+    metrics_fn=metrics_fn,
     after_round=after_round,
     evaluate=evaluate,
     batch_size=4,

@@ -388,6 +388,7 @@ def _ready(
         has_evaluation=job.has_evaluation,
         eval_size=eval_size,
         wants_metrics=job.wants_metrics,
+        keeps_state=job.state is not None,
         shard_sizes=shard_sizes,
         is_drawn=is_drawn,
         layout_hash=layout.hash,

@@ -350,7 +350,7 @@ class Training:
         parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}
         there = present(self.members)
         is_foreseen = received.checkpoint_writer in there
-        writer = received.checkpoint_writer if received.checkpoint_writer in there else quickest
+        writer = received.checkpoint_writer if received.checkpoint_writer in there else self.choose_writer()
         assert writer is not None
         checkpoint = self._begin_checkpoint(writer, judged, now_s, is_foreseen=is_foreseen)
         self._saver = saver if self.is_complete else None
@@ -380,6 +380,14 @@ class Training:
                 save_final=save_final,
             )
         )
+
+    def choose_writer(self) -> Rank:
+        """Who is to write a checkpoint: the fastest rank; of a job that keeps a state, the lowest, which hears of
+        epochs and hands the state to those who join.
+        """
+        if not self.settings.keeps_state:
+            return fastest(self.members)
+        return min(present(self.members) or self.members)
 
     def _choose_saver(self, quickest: Rank) -> Rank:
         """Who writes the final state: the fastest rank, unless the best checkpoint so far is on another host."""

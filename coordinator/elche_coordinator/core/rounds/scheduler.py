@@ -8,7 +8,7 @@ from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
 from elche_coordinator.core.pacing.policy import Pace, Policy, Work
 from elche_coordinator.core.records.outbox import Outbox
-from elche_coordinator.core.records.ranks import RankRecord, RankRecords, fastest
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.arrivals import Arrivals
@@ -205,7 +205,7 @@ class RoundScheduler:
     ) -> None:
         """Opens `count` rounds, the first at `after_steps`, each other one a batch later, in one message."""
         first = self._training.next_round
-        writer, checkpoint_round = fastest(self._members), None
+        writer, checkpoint_round = self._training.choose_writer(), None
         for index in range(count):
             targets = {rank: step + index for rank, step in after_steps.items()}
             is_checkpoint = checkpoint_round is None and self.has_committed and self._is_checkpoint(targets, now_s)
