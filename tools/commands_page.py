@@ -31,6 +31,7 @@ def pages() -> Iterator[tuple[str, click.Command]]:
         else:
             yield f"elche {name}", command
     yield "elche-coordinator", coordinator
+    yield from ((f"elche-coordinator {name}", command) for name, command in sorted(coordinator.commands.items()))
     yield "elche-worker", worker
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -33,6 +33,7 @@ Examples:
   elche-coordinator --quota ada=4 --quota '*=2'
   ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
   elche-coordinator --listen 0.0.0.0:7717 --tls ca/gpu1 --client-certificates
+  elche-coordinator backup /backup/monday --data /var/lib/elche
 """
 
 
@@ -48,7 +49,7 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     return quotas
 
 
-@click.command(epilog=EXAMPLES)
+@click.group(epilog=EXAMPLES, invoke_without_command=True, subcommand_metavar="[COMMAND]")
 @click.option("--listen", default=DEFAULT_ADDRESS, show_default=True, help="HOST:PORT of the gRPC server.")
 @click.option(
     "--http", default="127.0.0.1:7718", show_default=True, help="HOST:PORT of the page and of /metrics, or 'off'."
@@ -109,7 +110,9 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     help="Seconds that jobs may take to make a checkpoint on SIGTERM, before it stops.",
 )
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
+@click.pass_context
 def main(
+    context: click.Context,
     listen: str,
     http: str,
     data: Path,
@@ -128,6 +131,8 @@ def main(
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
     to a file that contains it. Or it asks them for certificates.
     """
+    if context.invoked_subcommand is not None:
+        return
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     from elche_coordinator.config import Config
     from elche_coordinator.daemon import serve
@@ -151,6 +156,51 @@ def main(
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))
+    except ElcheError as error:
+        print(f"elche-coordinator: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+_data = click.option(
+    "--data",
+    default=Path(".elche"),
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder of the coordinator.",
+)
+
+
+@main.command("backup")
+@click.argument("folder", type=click.Path(path_type=Path))
+@_data
+def back_up_command(folder: Path, data: Path) -> None:
+    """Copies what a coordinator knows into a new FOLDER, also while it runs.
+
+    That is its database, with jobs and tokens, and the folders that jobs were sent with; checkpoints and models are
+    where jobs have written them. Of a database of PostgreSQL `pg_dump` makes backups.
+    """
+    from elche_coordinator.backup import back_up
+
+    _print(lambda: back_up(data, folder))
+
+
+@main.command("restore")
+@click.argument("folder", type=click.Path(path_type=Path))
+@_data
+def restore_command(folder: Path, data: Path) -> None:
+    """Puts the backup in FOLDER where no coordinator is, so that one can be started there.
+
+    What was done since the backup is not known to it: restart the workers, too, whose ranks it does not know.
+    """
+    from elche_coordinator.backup import restore
+
+    _print(lambda: restore(folder, data))
+
+
+def _print(work: Callable[[], str]) -> None:
+    os.umask(0o077)
+    try:
+        print(work())
     except ElcheError as error:
         print(f"elche-coordinator: {error}", file=sys.stderr)
         sys.exit(2)

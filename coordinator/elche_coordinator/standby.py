@@ -33,7 +33,7 @@ def open_store(config: Config) -> Store:
     try:
         data.mkdir(parents=True, exist_ok=True)
         keep_out(data)
-        _lock(data)
+        take_folder(data)
         if config.store:
             return SqlStore.at(config.store)
         store = SqlStore.in_file(data / DATABASE)
@@ -110,7 +110,7 @@ def _check_free(address: str) -> None:
         raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
 
 
-def _lock(data: Path) -> None:
+def take_folder(data: Path) -> None:
     """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
     lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -60,13 +60,16 @@ def is_local(words: str) -> bool:
     return RUN in words or words.split()[1] in LOCAL
 
 
-OF_DAEMONS = list(dict.fromkeys(words for _, words in commands() if not words.startswith("elche ")))
+OF_BACKUPS = list(dict.fromkeys(words for _, words in commands() if " /backup/" in words))
+OF_DAEMONS = list(
+    dict.fromkeys(words for _, words in commands() if not words.startswith("elche ") and words not in OF_BACKUPS)
+)
 LOCALLY = list(dict.fromkeys(words for _, words in commands() if words.startswith("elche ") and is_local(words)))
 BY_AN_ENGINE = list(dict.fromkeys(words for _, words in commands() if words.split()[1] in OF_ENGINES))
 AT_A_COORDINATOR = [
     words
     for words in dict.fromkeys(words for _, words in commands())
-    if words not in (*OF_DAEMONS, *LOCALLY, *BY_AN_ENGINE)
+    if words not in (*OF_BACKUPS, *OF_DAEMONS, *LOCALLY, *BY_AN_ENGINE)
 ]
 
 
@@ -168,7 +171,7 @@ def test_a_command_is_run_here_or_at_a_coordinator() -> None:
     verbs = {words.split()[1] for words in AT_A_COORDINATOR}
     assert verbs == {*ABOUT_JOBS, "submit", "sweep", "jobs", "top", "hosts", "doctor", "drain", "token", "context"}
     every = {words for _, words in commands()}
-    assert len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) + len(BY_AN_ENGINE) == len(every)
+    assert len(OF_BACKUPS) + len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) + len(BY_AN_ENGINE) == len(every)
 
 
 def test_what_is_said_of_a_job_that_trains(lab: Lab, steady: str) -> None:
@@ -257,6 +260,14 @@ def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     said += process.communicate(timeout=100)[0]
     assert process.returncode == 0, said
+
+
+def test_a_folder_is_backed_up_and_restored(lab: Lab, tmp_path: Path) -> None:
+    assert [words.split()[1] for words in OF_BACKUPS] == ["backup", "restore"]
+    for words, data in zip(OF_BACKUPS, (lab.coordinator.data, tmp_path / "data"), strict=True):
+        words = words.replace("/var/lib/elche", str(data)).replace("/backup", str(tmp_path))
+        done = command(lab.mark, "elche_coordinator", *shlex.split(words)[1:], cwd=lab.folder)
+        assert done.code == 0, f"{words}: {done.out}{done.err}"
 
 
 @pytest.mark.parametrize("words", BY_AN_ENGINE)

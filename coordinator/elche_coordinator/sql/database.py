@@ -222,7 +222,8 @@ class Database:
                 found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or ""
             if found > REVISION:
                 raise BadStore(
-                    f"its tables are those of a newer version ({found}; this one knows {REVISION}): start that"
+                    f"its tables are those of a newer version ({found}; this one knows {REVISION}): start that, or go "
+                    "on from a backup that was made before it (elche-coordinator restore)"
                 )
             if found != REVISION:
                 self._upgrade(connection, found)

@@ -1,0 +1,95 @@
+"""Copies of a coordinator's folder: made while it runs, and put back where none is.
+
+A copy has the database as it was at one moment, and the folders that were sent. What is shown of the past (charts,
+timelines, journals, the audit log) is not in it.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from elche.folders import keep_out
+from elche_coordinator.bundles import WHOLE
+from elche_coordinator.config import CannotStart
+from elche_coordinator.sql.database import REVISION
+from elche_coordinator.standby import DATABASE, take_folder
+
+ABOUT = "backup.json"
+BUNDLES = "bundles"
+
+
+def back_up(data: Path, to: Path) -> str:
+    """Copies a coordinator's folder into a new one, which is there when it is whole. A line that says what it has.
+    Raises `CannotStart`.
+    """
+    if not (data / DATABASE).is_file():
+        raise CannotStart(f"{data} has no database of a coordinator: name its folder with --data")
+    if to.exists():
+        raise CannotStart(f"{to} exists: name a folder that does not")
+    draft: Path | None = None
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+        with closing(sqlite3.connect(data / DATABASE)) as source, closing(sqlite3.connect(draft / DATABASE)) as copy:
+            source.backup(copy)  # in one step: page by page it would begin anew with each write
+        _copy_bundles(data / BUNDLES, draft / BUNDLES)
+        num_jobs, tables = _contents(draft / DATABASE)
+        about = {"made_at": datetime.now(UTC).isoformat(timespec="seconds"), "tables": tables, "jobs": num_jobs}
+        (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        draft.rename(to)
+    except (OSError, sqlite3.Error) as error:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise CannotStart(f"{data} cannot be backed up into {to}: {error}") from error
+    return f"{to} has {num_jobs} jobs as they are now, with tables {tables}"
+
+
+def restore(backup: Path, data: Path) -> str:
+    """Puts a copy where no coordinator is. A line that says what follows. Raises `CannotStart`."""
+    if not (backup / DATABASE).is_file():
+        raise CannotStart(f"{backup} is no backup: it has no {DATABASE}")
+    try:
+        num_jobs, tables = _contents(backup / DATABASE)
+        if tables > REVISION:
+            raise CannotStart(
+                f"{backup} is of a newer version (tables {tables}; this one knows {REVISION}): restore it with that"
+            )
+        data.mkdir(parents=True, exist_ok=True)
+        keep_out(data)
+        take_folder(data)
+        if (data / DATABASE).exists():
+            raise CannotStart(f"{data} has a database: move it away, or name another folder with --data")
+        _copy_bundles(backup / BUNDLES, data / BUNDLES)
+        draft = data / f"{DATABASE}.part"
+        shutil.copyfile(backup / DATABASE, draft)
+        draft.chmod(0o600)
+        draft.rename(data / DATABASE)
+    except (OSError, sqlite3.Error) as error:
+        raise CannotStart(f"{backup} cannot be restored into {data}: {error}") from error
+    return f"{data} has {num_jobs} jobs: start a coordinator on it; those that ran go on from their newest checkpoints"
+
+
+def _copy_bundles(source: Path, target: Path) -> None:
+    target.mkdir(mode=0o700, exist_ok=True)
+    for path in sorted(source.glob(f"*{WHOLE}")):
+        try:
+            shutil.copyfile(path, target / path.name)
+        except FileNotFoundError:  # no job needs it any more, and it was removed meanwhile
+            continue
+        os.utime(target / path.name)
+
+
+def _contents(path: Path) -> tuple[int, str]:
+    """How many jobs a database has, and the revision of its tables. Raises `CannotStart` for a damaged one."""
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise CannotStart(f"{path} is damaged: {found}")
+        (num_jobs,) = database.execute("SELECT count(*) FROM jobs").fetchone()
+        (tables,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    return num_jobs, tables
