@@ -56,6 +56,8 @@ AGENT = "elche_worker.agent.for_run"
 COORDINATOR = "elche_coordinator.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 CHECKED = "checked "
+NO_HOST = "no host offers"
+"""Is in the coordinator's reason where it knows of no slots."""
 LISTENING = "elche-coordinator listening on "
 OF_OTHERS = ("ELCHE_TLS", "ELCHE_CLIENT_CERTIFICATES", "ELCHE_STORE", "ELCHE_QUOTAS", "ELCHE_INTERFACE")
 """What the shell may have set for a coordinator of others; that of a run is its own."""
@@ -89,6 +91,8 @@ class LocalRun:
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     """A credential of this run alone: whoever can reach the coordinator can run code on this machine."""
     record: JobRecord = field(default_factory=JobRecord)
+    _was_queued: bool = False
+    """Whether the job was seen to wait for slots before."""
     _cadence: IO[bytes] | None = None
     """File of the rounds so far, for `elche replay`."""
     _log_tail: LogTail | None = None
@@ -121,6 +125,8 @@ class LocalRun:
         source = read_source(self.path)
         require_installed()
         agent, coordinator = self._begin_check(), self._begin_coordinator()
+        if sys.stderr.isatty():
+            print_notice(f"loading PyTorch and {self.path.name}, to check it before anything is started")
         from elche_client.client import Client  # takes a while, beside what the others import
 
         report = self._await_check()
@@ -195,7 +201,8 @@ class LocalRun:
         """On a second signal: kills all processes."""
         self.processes.kill()
         if hint := self._hint():
-            os.write(2, f"elche: {printable(hint)}\n".encode())  # this may interrupt what is being printed
+            begin = "\n" if os.isatty(2) else ""  # this may interrupt what is being printed, such as the panel
+            os.write(2, f"{begin}elche: {printable(hint)}\n".encode())
 
     def _record(self, event: Shown) -> None:
         if isinstance(event, RankOutput | ProcessRestarted):
@@ -306,9 +313,15 @@ class LocalRun:
         elif isinstance(event, RankOutput):
             progress.write(event)
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
-            progress.show(replace(event, state=JobState.STARTING, reason=""))  # it waits for this run's own agent
+            reason = self._why_queued(event.reason) if self._was_queued else ""  # at first for this run's own agent
+            self._was_queued = True
+            progress.show(replace(event, state=JobState.STARTING, reason=reason))
         else:
             progress.show(event)
+
+    def _why_queued(self, reason: str) -> str:
+        """What the job waits for, in words of a run, which has one host."""
+        return "its agent has not reached the coordinator yet" if NO_HOST in reason else reason
 
     def _save_and_cancel(
         self, handle: "JobHandle", show: Callable[[Shown], None], interrupted: Interrupted

@@ -4,6 +4,8 @@ Imports little, so that a notice is there at once: what a panel needs is importe
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -34,8 +36,25 @@ def print_error(message: str, *, traceback: str = "") -> None:
 
 
 def print_notice(message: str) -> None:
-    """Prints one line on stderr."""
-    click.echo(f"elche: {printable(message)}", err=True)
+    """Prints one line on stderr; above the live picture, where that is on the same terminal."""
+    line = f"elche: {printable(message)}"
+    if _above and sys.stderr.isatty():
+        _above[-1](line)
+    else:
+        click.echo(line, err=True)
+
+
+@contextmanager
+def notices_above(print_line: Callable[[str], None]) -> Iterator[None]:
+    """Has notices printed by this while a live picture is drawn, which would be drawn over others."""
+    _above.append(print_line)
+    try:
+        yield
+    finally:
+        _above.pop()
+
+
+_above: list[Callable[[str], None]] = []
 
 
 class UploadNotice:

@@ -27,9 +27,16 @@ from elche_client.events import (
 )
 from elche_client.formatting import figure, printable, quantity, si
 from elche_client.kubeflow import Reporter
+from elche_client.output import notices_above
 from elche_client.panel import job_panel
 from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
+
+ECHOED = len("^C^C")
+"""Columns beside the panel in which the terminal shows that Ctrl-C was pressed: on a line of their own they would move
+the panel, whose border would stay behind.
+"""
+MIN_WIDTH = 20
 
 
 class Progress(Protocol):
@@ -94,23 +101,30 @@ class LiveProgress:
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
         self._lines = ReportLines()
+        self._notices = notices_above(self._print)
 
     def __enter__(self) -> Self:
         self._live.start()
+        self._notices.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._notices.__exit__(kind, error, trace)
         self._live.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
 
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
         if isinstance(event, JobView):
             self._live.transient = event.state is JobState.SUCCEEDED  # the summary replaces the panel
-            self._live.update(job_panel(event, width=self._console.width), refresh=True)
+            width = max(MIN_WIDTH, self._console.width - ECHOED)
+            self._live.update(job_panel(event, width=width), refresh=True)
         elif line:
-            self._console.print(line, markup=False)
+            self._print(line)
 
     def write(self, printed: RankOutput) -> None:
         lines = (Text.assemble((f"{who} | ", "dim"), line) for who, line in printed_lines(printed))
@@ -144,7 +158,7 @@ class LineProgress:
         self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
-        reason = printable(view.reason) if view.state is JobState.QUEUED else ""
+        reason = printable(view.reason) if view.state in (JobState.QUEUED, JobState.STARTING) else ""
         if self._state == (view.state, reason):
             return ""
         self._state = (view.state, reason)

@@ -112,6 +112,17 @@ def test_a_run_from_start_to_summary(place: Path) -> None:
     assert not any(is_alive(pid) for pid in pids(folder))
 
 
+def test_a_job_that_goes_on_waiting_for_slots_says_why(place: Path) -> None:
+    done = run(place, JOB="waits for slots")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "digits: starting",
+        "digits: starting, its agent has not reached the coordinator yet",
+        "digits: starting, waits for 2 free slots",
+        "digits: training",
+    ]
+
+
 def test_the_coordinator_begins_while_the_file_is_checked(place: Path) -> None:
     done = run(place, CHECK="waits for the coordinator", BEGUN=str(place / "begun"))
     assert done.returncode == 0, done.stderr

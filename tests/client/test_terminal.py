@@ -4,11 +4,18 @@ import os
 import pty
 import subprocess
 import sys
+from io import StringIO
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
 from elche.v1 import job_pb2 as pb
 from elche_client.cli import main
+from elche_client.events import JobState, JobView
+from elche_client.output import print_notice
+from elche_client.progress import LiveProgress
 from support.scripted import ScriptedJobs, serving
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
@@ -69,6 +76,24 @@ def test_logs_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err.startswith("elche: rank 1:  ]0;owned")
     assert_plain(printed.out)
     assert_plain(printed.err)
+
+
+def test_notices_appear_above_the_live_picture_and_leave_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written beside it they were drawn over, and moved it, so that its border stayed behind."""
+    file, errors = StringIO(), StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr(errors, "isatty", lambda: True)
+    view = JobView(job_id="j-1", name="digits", state=JobState.TRAINING)
+    with LiveProgress(Console(file=file, force_terminal=True, width=60, height=20)) as progress:
+        progress.show(view)
+        print_notice("writing a checkpoint; Ctrl-C again to leave at once")
+        progress.show(view)
+    assert "elche: writing a checkpoint; Ctrl-C again to leave at once\n" in file.getvalue()
+    assert errors.getvalue() == ""
+    borders = [line for line in file.getvalue().splitlines() if "╰" in line]
+    assert max(cell_len(Text.from_ansi(line).plain) for line in borders) == 60 - len("^C^C")
+    print_notice("after it")
+    assert errors.getvalue() == "elche: after it\n"
 
 
 @pytest.mark.parametrize("result", [SUCCESS, FAILURE], ids=["success", "failure"])

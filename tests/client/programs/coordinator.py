@@ -35,7 +35,10 @@ if how == "refused":
     print("elche-coordinator: the port is in use", file=sys.stderr)
     sys.exit(2)
 QUEUED = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_QUEUED, reason="waits for 2 free slots")
-script = [QUEUED, VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
+ALONE = pb.JobView(job_id="j-1", name="digits", state=pb.JOB_STATE_QUEUED)
+ALONE.reason = "waits for 2 free slots: no host offers any; start more workers"
+QUEUED_STILL = [ALONE, QUEUED] if how == "waits for slots" else []
+script = [QUEUED, *QUEUED_STILL, VIEW, ROUND, EPOCH, EVALUATION, FAILURE if how == "fails" else RESULT]
 if how == "waits":
     script = [VIEW, UNTIL_CANCELLED, CANCELLED]
 
