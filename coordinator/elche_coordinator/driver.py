@@ -112,6 +112,8 @@ class Driver:
         self.ending: dict[JobId, int] = {}
         """By job whose end is not durable, the number of the event that ended it."""
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_s: float | None = None
+        """The deadline that the timer is set to, by the core's clock."""
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
@@ -369,10 +371,17 @@ class Driver:
     # Time
 
     def _arm(self) -> None:
+        """Sets the timer to the core's next deadline, which few events move."""
+        next_s = self.core.next_deadline_s()
+        if next_s == self._armed_s:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        next_s = self.core.next_deadline_s()
+        self._armed_s = next_s
         if next_s is not None:
-            at_s = next_s - self._clock_offset_s
-            self._timer = self._loop.call_at(at_s, lambda: self._handle_own(DeadlinePassed()))
+            self._timer = self._loop.call_at(next_s - self._clock_offset_s, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._timer = self._armed_s = None
+        self._handle_own(DeadlinePassed())

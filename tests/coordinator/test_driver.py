@@ -195,3 +195,28 @@ def test_who_has_stopped_decides_nothing_more(tmp_path: Path) -> None:
         assert [host.agent_id for host in driver.agents.hosts()] == [agent_id]
 
     in_loop(story)
+
+
+def test_the_timer_is_set_when_a_deadline_moves_and_not_with_each_event(tmp_path: Path) -> None:
+    """Each report of a thousand ranks cancelled it and set another."""
+
+    async def story() -> None:
+        async with driving(tmp_path) as (driver, disk, _):
+            disk.may_write.release(100)
+            loop, times = asyncio.get_running_loop(), list[float]()
+            set_timer = loop.call_at
+
+            def counted(when: float, action: Callable[[], None], *more: Any, **options: Any) -> asyncio.TimerHandle:
+                if action == driver._on_deadline:
+                    times.append(when)
+                return set_timer(when, action, *more, **options)
+
+            loop.call_at = counted  # type: ignore[method-assign,assignment]
+            deadlines = iter([5.0, 5.0, 5.0, 4.0, 4.0, None, None, 9.0])
+            for deadline_s in deadlines:
+                driver.core.next_deadline_s = lambda at_s=deadline_s: at_s  # type: ignore[method-assign,misc]
+                driver.handle(submitted(f"job {len(times)} {deadline_s}"))
+                assert (driver._timer is None) == (deadline_s is None)
+            assert [when + driver._clock_offset_s for when in times] == [5.0, 4.0, 9.0]
+
+    in_loop(story)
