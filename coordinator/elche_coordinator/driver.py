@@ -35,6 +35,7 @@ from elche_coordinator.core.messages.events import (
     LoopAttached,
     PingSent,
     RankEvent,
+    RoundEntered,
     SessionLost,
     SessionOpened,
 )
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 AnyStream = Stream[Any]
 
+TAKEN_LATER_S = 0.5
+"""How long a rank may wait to hear that a message is durable after which it soon says more: once for both."""
 MAX_AWAY_S = 600.0
 """At most so much time without a coordinator counts for the core: agents then end their ranks."""
 
@@ -72,6 +75,8 @@ class Visible:
     """Where the command's message is kept, or whose message was read."""
     number: int = 0
     """That of the message."""
+    is_followed: bool = False
+    """Whether the message that was read is followed by another soon."""
     written: asyncio.Future[None] | None = None
     """Who waits for the event to be durable."""
 
@@ -109,6 +114,8 @@ class Driver:
         """The number of the last event that is durable."""
         self._waiting: deque[tuple[int, Visible]] = deque()
         """What waits until an event is durable, with the event's number."""
+        self._untold: dict[AnyStream, None] = {}
+        """Whose last durable message they have not been told to be so."""
         self.ending: dict[JobId, int] = {}
         """By job whose end is not durable, the number of the event that ended it."""
         self._timer: asyncio.TimerHandle | None = None
@@ -156,7 +163,8 @@ class Driver:
                 self.ending[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
-            self._waiting.append((self._tape.last, Visible(stream=stream, number=number)))
+            is_followed = isinstance(event, RoundEntered)  # by the round's result
+            self._waiting.append((self._tape.last, Visible(stream=stream, number=number, is_followed=is_followed)))
         self._tape.flush(is_awaited=bool(visible))
         for asked in self.core.asked:
             self.handle(asked)
@@ -348,7 +356,10 @@ class Driver:
                 self._ping(command)
             case None if stream is not None:
                 stream.num_taken = visible.number
-                stream.pass_on(codec.taken(visible.number, to_agent=stream.is_of_agent))
+                if visible.is_followed:
+                    self._tell_taken_later(stream)
+                else:
+                    self._tell_taken(stream)
             case StartRank() | StopRank() | AskStacks() if stream is not None:
                 self.health.messages["agent", "out"] += 1
                 stream.show(visible.number)
@@ -357,6 +368,20 @@ class Driver:
                     action(cast(SessionCommand, command), self.core.explanation(command.job_id))
                 self.health.messages["rank", "out"] += 1
                 stream.show(visible.number)
+
+    def _tell_taken(self, stream: AnyStream) -> None:
+        """Says up to which of its messages are durable."""
+        self._untold.pop(stream, None)
+        stream.pass_on(codec.taken(stream.num_taken, to_agent=stream.is_of_agent))
+
+    def _tell_taken_later(self, stream: AnyStream) -> None:
+        if not self._untold:
+            self._loop.call_later(TAKEN_LATER_S, self._tell_untold)
+        self._untold[stream] = None
+
+    def _tell_untold(self) -> None:
+        for stream in list(self._untold):
+            self._tell_taken(stream)
 
     def _ping(self, command: SendPing) -> None:
         """Asks a rank whether it is there. One that is yet to come back to a coordinator which has started again is not

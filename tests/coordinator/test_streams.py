@@ -11,8 +11,8 @@ import pytest
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec, streams, tape
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import JobSubmitted, RankStarted
-from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.events import GroupFormed, JobSubmitted, RankStarted, RoundEntered
+from elche_coordinator.core.messages.ids import GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
@@ -254,5 +254,34 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
         assert recorded is not None
         assert recorded.last == 101
         assert len(recorded.entries) < 25
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("says_more", [True, False])
+def test_that_a_rank_has_entered_a_round_is_taken_is_told_with_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says_more: bool
+) -> None:
+    """The round's result, soon; one message for both. If nothing follows, it is told all the same, a little later."""
+    monkeypatch.setattr("elche_coordinator.driver.TAKEN_LATER_S", 1000.0 if says_more else 0.01)
+
+    async def story() -> None:
+        one = start(tmp_path)
+        attend(one, HELLO)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
+        one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        queue = open_session(one, RANK, 0)
+        assert queue is not None
+        assert said(queue)[0].HasField("welcome")
+        stream = one.streams.of_rank(RANK)
+        assert stream is not None
+        one.handle(RoundEntered(**RANK, generation=GenerationId(1), round=RoundId(1)), number=1)
+        await until(lambda: stream.num_taken == 1)
+        if says_more:
+            one.handle(GroupFormed(**RANK, generation=GenerationId(1)), number=2)
+        told: list[int] = []
+        await until(lambda: bool(told.extend(message.taken.seq for message in said(queue)) or told))
+        assert told == [2 if says_more else 1]
+        one.stop()
 
     asyncio.run(story())
