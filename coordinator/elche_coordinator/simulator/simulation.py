@@ -57,6 +57,12 @@ class RankModel:
     """Samples in its batches; None: as the job's."""
     changes: tuple[tuple[float, float], ...] = ()
     """(from this time in s, ms per batch), in order."""
+    first_ms: tuple[float, ...] = ()
+    """Times of a process's first batches, such as those that compile."""
+    tail: tuple[float, float] = (0.0, 1.0)
+    """Which part of its batches takes how many times as long."""
+    evaluation_ms: float | None = None
+    """How long an evaluation takes here; None: as long as the simulation's."""
 
     def ms_at(self, now_s: float) -> float:
         """Mean time per batch at a time."""
@@ -370,8 +376,8 @@ class Simulation:
             tell=lambda event: self._tell(command.rank, event),
             collective=self.collective,
             batch_size=model.batch_size or self.settings.batch_size,
-            batch_s=lambda now_s: self._batch_s(model, now_s),
-            evaluation_s=self.evaluation_ms / 1000,
+            batch_s=self._new_batch_s(model),
+            evaluation_s=(self.evaluation_ms if model.evaluation_ms is None else model.evaluation_ms) / 1000,
             overlaps=self.settings.averaging == "overlapped",
             saved=self.saved,
             checkpoint_s=self.checkpoint_ms / 1000,
@@ -408,6 +414,14 @@ class Simulation:
             else:
                 process.exit(-15)
 
-    def _batch_s(self, model: RankModel, now_s: float) -> float:
-        noise = max(0.2, self._random.gauss(1.0, model.jitter_fraction)) if model.jitter_fraction else 1.0
-        return model.ms_at(now_s) * noise / 1000
+    def _new_batch_s(self, model: RankModel) -> Callable[[float], float]:
+        """The times of one process's batches, by the clock."""
+        first = iter(model.first_ms)
+        fraction, factor = model.tail
+
+        def batch_s(now_s: float) -> float:
+            noise = max(0.2, self._random.gauss(1.0, model.jitter_fraction)) if model.jitter_fraction else 1.0
+            noise *= factor if fraction and self._random.random() < fraction else 1.0
+            return next(first, model.ms_at(now_s) * noise) / 1000
+
+        return batch_s

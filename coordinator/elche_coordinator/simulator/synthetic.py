@@ -144,6 +144,8 @@ class SyntheticRank:
         self._stalled_s = 0.0
         """Time that the present round has kept it from training."""
         self._idle_since_s: float | None = None
+        self.trained_s = self.evaluated_s = 0.0
+        """Time that it has trained, and evaluated, in all."""
         self._unreported_ms, self._reported_s = list[float](), -1.0
 
     @property
@@ -459,6 +461,7 @@ class SyntheticRank:
         self._processed += size
         self._weight += size
         self._compute_s += duration_s
+        self.trained_s += duration_s
         self._unreported_ms.append(duration_s * 1000)
         if self.clock.now_s - self._reported_s >= REPORT_EVERY_S:
             self._report()
@@ -505,6 +508,7 @@ class SyntheticRank:
         self._is_busy = False
         if outcome.evaluate is not None:
             part = outcome.evaluate
+            self.evaluated_s += self._evaluation_s
             given = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
             count = part.size or 1
             self._tell(
