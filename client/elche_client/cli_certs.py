@@ -122,7 +122,7 @@ def _duration(seconds: float | None) -> timedelta:
 def _told(made: Holder, as_json: bool) -> int:
     import json
 
-    from elche_client.output import print_notice
+    from elche_client.notices import print_notice
 
     if as_json:
         click.echo(json.dumps(_fields(made)))

@@ -49,7 +49,7 @@ def make(name: str, role: str, expires: float | None, address: str, as_json: boo
     import json
     from datetime import timedelta
 
-    from elche_client.output import print_notice
+    from elche_client.notices import print_notice
     from elche_client.tokens import Role, Tokens
 
     with Tokens(address) as tokens:
@@ -102,7 +102,7 @@ def revoke(token_id: str, address: str) -> int:
     Example:
       elche token revoke 3f9a1c20
     """
-    from elche_client.output import print_notice
+    from elche_client.notices import print_notice
     from elche_client.tokens import Tokens
 
     with Tokens(address) as tokens:

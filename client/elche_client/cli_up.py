@@ -95,7 +95,7 @@ def up(
     from elche.errors import ElcheError
     from elche_client import contexts
     from elche_client.launchers import Fleet, launcher_of
-    from elche_client.output import print_notice
+    from elche_client.notices import print_notice
 
     if not token_file and os.environ.get("ELCHE_TOKEN"):
         raise ElcheError("agents read their token from a file: name it with --token-file, rather than by ELCHE_TOKEN")

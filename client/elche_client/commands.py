@@ -19,6 +19,7 @@ from elche_client.client import Client, JobHandle
 from elche_client.events import JobState, JobView, LogLine
 from elche_client.formatting import printable
 from elche_client.naming import of_job
+from elche_client.notices import print_notice
 from elche_client.notifications import (
     Interrupted,
     NotificationQueue,
@@ -29,7 +30,7 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, has_own_loop, read_source
-from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput

@@ -13,7 +13,7 @@ from elche.errors import InvalidJob
 from elche_client.client import Client
 from elche_client.formatting import printable
 from elche_client.naming import of_job
-from elche_client.output import print_notice
+from elche_client.notices import print_notice
 
 MAX_FIELD = 60
 """Longest text of a field that is shown; `--json` has all that is kept."""

@@ -27,6 +27,7 @@ from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, arguments_of, missing_of, read_report
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
 from elche_client.formatting import printable
+from elche_client.notices import print_notice
 from elche_client.notifications import (
     Interrupted,
     NotificationQueue,
@@ -40,7 +41,7 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, read_source
-from elche_client.output import exit_code_of, print_ending, print_notice, resume_hint
+from elche_client.output import exit_code_of, print_ending, resume_hint
 from elche_client.processes import ChildProcess, ChildProcesses, ProcessError, exit_error, last_lines, signal_name
 from elche_client.rank_output import LogTail, RankOutput
 from elche_client.record import JobRecord, to_json

@@ -4,14 +4,13 @@ Imports little, so that a notice is there at once: what a panel needs is importe
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from elche_client.events import JobResult, JobState
 from elche_client.formatting import printable, printable_lines
+from elche_client.notices import print_notice
 from elche_client.record import JobRecord, result_document, to_json
 
 MAX_LOGS = 4
@@ -33,28 +32,6 @@ def print_error(message: str, *, traceback: str = "") -> None:
     if traceback:
         click.echo(printable_lines(traceback), err=True)
     print_notice(message)
-
-
-def print_notice(message: str) -> None:
-    """Prints one line on stderr; above the live picture, where that is on the same terminal."""
-    line = f"elche: {printable(message)}"
-    if _above and sys.stderr.isatty():
-        _above[-1](line)
-    else:
-        click.echo(line, err=True)
-
-
-@contextmanager
-def notices_above(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Has notices printed by this while a live picture is drawn, which would be drawn over others."""
-    _above.append(print_line)
-    try:
-        yield
-    finally:
-        _above.pop()
-
-
-_above: list[Callable[[str], None]] = []
 
 
 class UploadNotice:

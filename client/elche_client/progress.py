@@ -27,7 +27,7 @@ from elche_client.events import (
 )
 from elche_client.formatting import figure, printable, quantity, si
 from elche_client.kubeflow import Reporter
-from elche_client.output import notices_above
+from elche_client.notices import notices_above
 from elche_client.panel import job_panel
 from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json

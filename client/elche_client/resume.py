@@ -16,8 +16,9 @@ from elche_client.commands import watch
 from elche_client.events import Checkpoint
 from elche_client.local_run import CADENCE, COMMAND, LocalRun
 from elche_client.naming import find, of_job
+from elche_client.notices import print_notice
 from elche_client.options import JobOptions
-from elche_client.output import PIPE_WIDTH, print_notice
+from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
 from elche_client.script_run import ScriptRun
 from elche_client.summary import checkpoints_table

@@ -18,9 +18,10 @@ from elche_client.check import check_devices
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState
 from elche_client.local_run import CANCEL_TIMEOUT_S, RECONNECT_S, LocalRun, make_folder, require_installed
+from elche_client.notices import print_notice
 from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
 from elche_client.options import read_source
-from elche_client.output import exit_code_of, print_notice
+from elche_client.output import exit_code_of
 from elche_client.processes import ChildProcess, ProcessError, exit_error, signal_name
 from elche_client.progress import Progress, make_progress
 

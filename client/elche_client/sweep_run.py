@@ -20,7 +20,8 @@ from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState, JobView
 from elche_client.formatting import figure, printable
 from elche_client.interrupts import interrupted
-from elche_client.output import PIPE_WIDTH, print_notice
+from elche_client.notices import print_notice
+from elche_client.output import PIPE_WIDTH
 from elche_client.panel import STATE_STYLES
 from elche_client.record import to_json
 from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials

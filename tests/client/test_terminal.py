@@ -14,7 +14,7 @@ from rich.text import Text
 from elche.v1 import job_pb2 as pb
 from elche_client.cli import main
 from elche_client.events import JobState, JobView
-from elche_client.output import print_notice
+from elche_client.notices import print_notice
 from elche_client.progress import LiveProgress
 from support.scripted import ScriptedJobs, serving
 
