@@ -69,6 +69,10 @@ def test_a_shared_evaluation_is_that_of_one_process(cluster: Cluster, write: Cal
 
 
 AVERAGED = """
+def take_start(rank, epoch):
+    if epoch == 0:
+        note("start", rank.model.weight.tolist())
+
 def take_result(model, version):
     note("round", version, model.weight.tolist())
 
@@ -80,13 +84,15 @@ def evaluate(model):
 
 def test_a_moving_average_of_the_weights_is_that_of_the_rounds(cluster: Cluster, write: Callable[..., Path]) -> None:
     """What any rank has evaluated, and the final model: repeated by hand from the rounds' results and samples."""
-    path = write(AVERAGED, replaced="after_round=take_result, evaluate=evaluate, ema=0.9, max_anchor=2")
+    path = write(
+        AVERAGED, replaced="epoch_fn=take_start, after_round=take_result, evaluate=evaluate, ema=0.9, max_anchor=2"
+    )
     done = trained(cluster, path, slow_factors={1: 2.0})
     samples = {report.version: report.samples for report in done.of(RoundReport)}
-    mean, means = torch.zeros(1, 4), []
+    ((start,),) = done.noted("start", 0)
+    mean, means = torch.tensor(start), []
     for version, weight in done.noted("round", 0):
-        kept = 0.9 ** (samples.get(version, 0) / BATCH_SIZE)
-        mean = torch.tensor(weight) if version == 1 else mean.lerp(torch.tensor(weight), 1 - kept)
+        mean = mean.lerp(torch.tensor(weight), 1 - 0.9 ** (samples[version] / BATCH_SIZE))
         means.append(mean)
     assert len(means) > 3
     assert torch.equal(load_file(done.result.model)["weight"], means[-1])
