@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -94,22 +96,53 @@ def detached(value: Any) -> Any:
         return type(value)(*map(detached, value))
     if isinstance(value, list | tuple):
         return type(value)(map(detached, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return _filled(value, {name: detached(one) for name, one in _fields(value).items()})
     return value
 
 
-def joined(values: Sequence[Any]) -> Any:
-    """Concatenates the batches' values (dimension 0), structures entry by entry; returns a single value as it is."""
+def joined(values: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
+    """Concatenates the batches' values (dimension 0), structures entry by entry; returns a single value as it is.
+
+    With the batches' `sizes`, what is one number of each batch, such as a loss that the model returns, becomes the mean
+    over samples; without, all of them.
+    """
     if len(values) == 1:
         return values[0]
     first = values[0]
     if isinstance(first, torch.Tensor):
-        return torch.stack(list(values)) if first.dim() == 0 else torch.cat(list(values))
+        if first.dim() == 0:
+            return _mean(values, sizes) if sizes else torch.stack(list(values))
+        return torch.cat(list(values))
     if isinstance(first, dict):
-        return type(first)({key: joined([one[key] for one in values]) for key in first})
+        return type(first)({key: joined([one[key] for one in values], sizes) for key in first})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(column) for column in zip(*values, strict=True)))
+        return type(first)(*(joined(column, sizes) for column in zip(*values, strict=True)))
     if isinstance(first, list | tuple):
         if not any(isinstance(one, torch.Tensor) for one in first):
             return type(first)(entry for one in values for entry in one)
-        return type(first)(joined(column) for column in zip(*values, strict=True))
+        return type(first)(joined(column, sizes) for column in zip(*values, strict=True))
+    if is_dataclass(first) and not isinstance(first, type):
+        return _filled(first, {name: joined([getattr(one, name) for one in values], sizes) for name in _fields(first)})
+    if sizes and isinstance(first, int | str | None) and all(one == first for one in values):
+        return first  # None, a number of layers, a flag
+    if sizes and isinstance(first, float):
+        return _mean(values, sizes)
     return list(values)
+
+
+def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The mean over the samples of all batches."""
+    return sum(value * (size / sum(sizes)) for value, size in zip(values, sizes, strict=True))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _filled(value: Any, contents: dict[str, Any]) -> Any:
+    """The same object with other contents, frozen or not."""
+    filled = copy(value)
+    for name, one in contents.items():
+        object.__setattr__(filled, name, one)
+    return filled

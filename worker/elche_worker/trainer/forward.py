@@ -63,7 +63,7 @@ class Forward:
                 self._unit = size
             weight = size / self._unit if batch.size else 0.0
             outputs.append(self._run_part(part, weight, counts=bool(batch.size)))
-        return joined(outputs)
+        return joined(outputs, batch.sizes)
 
     def _run_part(self, part: Fields, weight: float, *, counts: bool) -> Any:
         """One part; with a loss function its graph is freed."""
