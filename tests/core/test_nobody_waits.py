@@ -83,7 +83,7 @@ def test_a_rank_that_was_slow_for_a_while_has_its_share_again(simulate, averagin
     simulation = simulate(models, dataset_size=230, epochs=60, **{**DEFAULT, "averaging": averaging})
     reached = fraction(simulation)
     assert share(simulation, 1, 40, 60) >= 0.25
-    assert averaging == "blocking" or reached >= 0.92  # 0.71 when it got nothing afterwards
+    assert averaging == "blocking" or reached >= 0.88  # 0.71 when it got nothing afterwards
 
 
 def test_a_rank_of_some_speed_always_gets_a_batch_and_any_other_after_a_few_times_its_own():
@@ -103,7 +103,7 @@ def test_one_stalled_batch_stops_nobody_else(simulate):
     fraction(simulation)
     late = [event for event in simulation.events(ResultReceived) if event.rank == 0 and event.collective_ms > 150]
     assert late, "nothing was stalled"
-    assert max(event.stalled_ms for event in late) < 60
+    assert max(event.stalled_ms for event in late) < 100
 
 
 # Evaluations

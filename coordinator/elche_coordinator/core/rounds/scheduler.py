@@ -409,7 +409,8 @@ class RoundScheduler:
             if away.get(rank) or pace.ms_per_batch is None or (has_entered and not self._overlaps):
                 continue
             count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
-            spare = 0 if has_entered else self._policy.spare(pace, work)
+            is_for_late = has_entered and not any(map(self._is_evaluating, away))
+            spare = 0 if is_for_late else self._policy.spare(pace, work)  # one that hangs is found out as they wait
             self._lease_on(rank, count + spare - pace.leased_total)
             record = self._members[rank]
             target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
