@@ -113,7 +113,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         async with answering(context):
-            self._catalogue.known_view(request.job_id)
+            self._views.newest(request.job_id)
         queue = self._driver.watchers.watch(request.job_id)
         try:
             async for response in self._responses(request.job_id, queue):

@@ -82,11 +82,11 @@ def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(tmp_pat
         store = SqlStore.in_file(tmp_path / "elche.sqlite")
         driver = Driver(Coordinator(), store, recorded=tape.read(store))
         nobody: Any = SimpleNamespace()
-        servicer = JobServicer(driver, JobCatalogue(driver, History(store)), nobody, nobody, nobody, nobody)
+        catalogue, made = JobCatalogue(driver, History(store)), list[str]()
+        make = catalogue.known_view
+        catalogue.known_view = lambda job_id: made.append(job_id) or make(job_id)  # type: ignore[func-returns-value,method-assign]
+        servicer = JobServicer(driver, catalogue, nobody, nobody, nobody, nobody)
         servicer._views = SharedViews(servicer._views._make, servicer._views._num_events, lambda: 100.0)
-        made: list[str] = []
-        make = servicer._views._make
-        servicer._views._make = lambda job_id: made.append(job_id) or make(job_id)  # type: ignore[func-returns-value]
         spec = JobSpec(name="j", source_hash=driver.sources.add("job = 1"), file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("j"), spec=spec, submitted_at=1.0))
         await driver.durable()
