@@ -416,6 +416,7 @@ class RoundScheduler:
             target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
             if not has_entered and target > opened.targets[rank]:
                 opened.at_s, opened.targets[rank] = now_s, target
+                self._arrivals.forget()
                 self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
 
     def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
