@@ -314,9 +314,9 @@ class LocalRun:
         elif isinstance(event, RankOutput):
             progress.write(event)
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
-            reason = self._why_queued(event.reason) if self._was_queued else ""  # at first for this run's own agent
-            self._was_queued = True
-            progress.show(replace(event, state=JobState.STARTING, reason=reason))
+            was_queued, self._was_queued = self._was_queued, True
+            at_first = replace(event, state=JobState.STARTING, reason="")  # it waits for this run's own agent
+            progress.show(replace(event, reason=self._why_queued(event.reason)) if was_queued else at_first)
         else:
             progress.show(event)
 

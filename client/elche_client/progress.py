@@ -158,7 +158,7 @@ class LineProgress:
         self._console.print(printed_text(printed), markup=False, soft_wrap=True)
 
     def _describe_change(self, view: JobView) -> str:
-        reason = printable(view.reason) if view.state in (JobState.QUEUED, JobState.STARTING) else ""
+        reason = printable(view.reason) if view.state is JobState.QUEUED else ""
         if self._state == (view.state, reason):
             return ""
         self._state = (view.state, reason)

@@ -117,8 +117,8 @@ def test_a_job_that_goes_on_waiting_for_slots_says_why(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:4] == [
         "digits: starting",
-        "digits: starting, its agent has not reached the coordinator yet",
-        "digits: starting, waits for 2 free slots",
+        "digits: queued, its agent has not reached the coordinator yet",
+        "digits: queued, waits for 2 free slots",
         "digits: training",
     ]
 
