@@ -74,7 +74,7 @@ def settings_of(job: TrainingJob, merge: str = "mean") -> AgreedSettings:
         ({"monitor": "loss"}, {"monitor": "loss", "more_is_better": False, "patience": None}),
         ({"evaluate": None}, {"has_evaluation": False}),
         ({"metrics_fn": print}, {"wants_metrics": True}),
-        ({"state": lambda model: {}}, {"keeps_state": True}),
+        ({"state": dict}, {"keeps_state": True}),
         ({}, {"keeps_state": False}),
     ],
     ids=str,
