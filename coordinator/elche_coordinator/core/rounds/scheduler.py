@@ -1,7 +1,6 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
 from collections.abc import Iterable, Sequence
-from math import inf
 
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
@@ -24,20 +23,6 @@ FEW, LOOK_S = 100, 0.0005
 does not grow with it."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
-
-UNKNOWN_MS = 150.0
-"""How long a rank's first evaluation is thought to take."""
-OVERDUE_FRACTION, OVERDUE_MS = 0.5, 100.0
-"""What lasts longer than was thought will last this part of that time more, and at least so long: until a rank's next
-report has led to new targets."""
-LATE_MS = 30.0
-"""A rank whose last report is older than its work until its target takes, by so much, half a batch and what a message
-takes to a rank and back, is late."""
-MAX_ROUND_TRIP_MS = 1000.0
-LATE_BATCHES, LEAST_LATE_MS, MOST_LATE_MS = 4, 200.0, 1000.0
-"""After so many of its batches, within these bounds, nobody trains on for a rank that is late: it may hang, which is
-found out when others wait for it.
-"""
 
 
 class RoundScheduler:
@@ -63,8 +48,6 @@ class RoundScheduler:
         self._outbox = outbox
         self._limits = Limits(job_id, members, training, outbox)
         self._arrivals = Arrivals()
-        self._looked_s = -inf
-        """When it was looked last whether members evaluate or are late."""
         self._topped_up: tuple[float, Work] | None = None
         """When all members last got leases for the first measured round, and the work that was left."""
         self.reserve = Reserve(job_id, members, training, outbox)
@@ -102,13 +85,8 @@ class RoundScheduler:
             self.plan_next(now_s)
         self._limits.update(self.rounds)
 
-    def on_entered(self, now_s: float) -> None:
-        """A rank waits in a round: the others may go on from where they are. Of the first round, before which no rank
-        trains, it tells how long a message takes to a rank and back.
-        """
-        if not self.has_committed and self.rounds:
-            round_trip_ms = min((now_s - self.rounds[0].at_s) * 1000, MAX_ROUND_TRIP_MS)
-            self._training.round_trip_ms = max(self._training.round_trip_ms, round_trip_ms)
+    def on_entered(self) -> None:
+        """A rank waits in a round: the others may go on from where they are."""
         self._limits.update(self.rounds)
 
     def open_granted(self, round_id: RoundId, now_s: float, *, is_told: bool) -> bool:
@@ -147,7 +125,6 @@ class RoundScheduler:
         if self._training.replay is None and self.rounds:
             self._revise_targets(record, now_s)
             self._lease_for_overlap(record, now_s)
-            self._train_on(now_s)
         elif self._training.replay is None and self.has_committed:
             self._announce_if_due(now_s)
         self._limits.update(self.rounds)
@@ -171,8 +148,8 @@ class RoundScheduler:
         self.reason = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self._ledger.epoch, num_samples)
-        for rank, num_samples in plan.lease_later.items():
-            self._lease_later(rank, num_samples)
+        for rank, num_samples in plan.lease_next_epoch.items():
+            self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
         if plan.is_announced:
             counts = self._capped(plan.counts)
             after_steps = {rank: record.base_step + counts.get(rank, 0) for rank, record in self._members.items()}
@@ -297,16 +274,6 @@ class RoundScheduler:
             self._outbox.add(SendPermit(**self._members[rank].address(self._job_id), num_samples=position))
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
-    def _lease_later(self, rank: Rank, num_samples: int) -> None:
-        """Has the rank train so many samples of later epochs, of the next one first."""
-        ledger, size = self._ledger, self._members[rank].batch_size
-        for epoch in range(ledger.epoch + 1, ledger.num_epochs):
-            if num_samples <= 0 or ledger.is_recalled(rank) or not ledger.free_later():
-                return
-            before = ledger.uncommitted_batches(rank)[1]
-            self._lease(rank, Epoch(epoch), num_samples)
-            num_samples -= (ledger.uncommitted_batches(rank)[1] - before) * size
-
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:
             self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
@@ -315,8 +282,9 @@ class RoundScheduler:
         return self._paces_of(self._members.values(), now_s)
 
     def _paces_of(self, records: Iterable[RankRecord], now_s: float) -> list[Pace]:
+        evaluations = self._training.evaluations
         return [
-            self._pace(record, now_s, is_evaluating=self._is_evaluating(record.rank))
+            self._pace(record, now_s, is_evaluating=evaluations.has(record.rank))
             for record in records
             if record.has_model
         ]
@@ -337,14 +305,8 @@ class RoundScheduler:
             made=record.round_batches,
             leased=leased,
             leased_total=leased_total,
-            delay_ms=_left_ms(record.evaluation_ms, since_ms) if is_evaluating else -min(since_ms, idle_after_ms),
-            idle_ms=0.0
-            if is_evaluating or leased_total > record.round_batches
-            else (now_s - record.worked_at_s) * 1000,
+            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -min(since_ms, idle_after_ms),
         )
-
-    def _is_evaluating(self, rank: Rank) -> bool:
-        return self._training.evaluations.has(rank)
 
     def _work(self) -> Work:
         ledger, epoch = self._ledger, self._ledger.epoch
@@ -353,10 +315,9 @@ class RoundScheduler:
             epoch_batches=ledger.num_batches(ledger.extent.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
-            free_later=ledger.free_later(),
+            free_next_epoch=ledger.free_batches(Epoch(epoch + 1)),
             open_rounds=len(self.rounds),
             granted=self._granted,
-            round_trip_ms=self._training.round_trip_ms,
             overlap_ms=self._training.longest_averaging_ms + slowest_ms if self._overlaps else 0.0,
         )
 
@@ -388,53 +349,6 @@ class RoundScheduler:
                 missing = target + spare_batches(pace.ms_per_batch, work) - pace.leased_total
                 if missing > 0:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
-
-    def _train_on(self, now_s: float) -> None:
-        """While a rank evaluates or is late, the others get later targets, and work until then: of this epoch, then of
-        later ones. Who has entered and trains on gets work alone.
-        """
-        if self._policy.stops_ranks or self._settings.max_batch_diff is not None or len(self.rounds) != 1:
-            return
-        opened = self.rounds[0]
-        if opened.is_granted or self._training.committed is None or now_s - opened.at_s < REVISE_EVERY_S:
-            return
-        if now_s - self._looked_s < self._look_every_s:
-            return
-        self._looked_s = now_s
-        paces = {pace.rank: pace for pace in self._paces(now_s)}
-        away = {rank: self._away_ms(pace, opened, now_s) for rank, pace in paces.items() if rank not in opened.entered}
-        until_ms, work = max(away.values(), default=0.0), self._work()
-        for rank, pace in paces.items() if until_ms > 0 else ():
-            has_entered = rank in opened.entered
-            if away.get(rank) or pace.ms_per_batch is None or (has_entered and not self._overlaps):
-                continue
-            count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
-            is_for_late = has_entered and not any(map(self._is_evaluating, away))
-            spare = 0 if is_for_late else self._policy.spare(pace, work)  # one that hangs is found out as they wait
-            self._lease_on(rank, count + spare - pace.leased_total)
-            record = self._members[rank]
-            target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
-            if not has_entered and target > opened.targets[rank]:
-                opened.at_s, opened.targets[rank] = now_s, target
-                self._arrivals.forget()
-                self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
-
-    def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
-        """How much longer a rank evaluates, or is late, about; 0 for one that trains as it was thought to."""
-        record, ms = self._members[pace.rank], pace.ms_per_batch or 0.0
-        if self._is_evaluating(pace.rank):
-            return pace.delay_ms
-        late_ms = (now_s - record.reported_at_s) * 1000 - ms * max(1, opened.targets[pace.rank] - record.local_step)
-        most_ms = min(max(LATE_BATCHES * ms, LEAST_LATE_MS), MOST_LATE_MS)
-        is_late = LATE_MS + ms / 2 + self._training.round_trip_ms < late_ms < most_ms and ms > 0
-        return min(max(OVERDUE_FRACTION * late_ms, OVERDUE_MS), most_ms - late_ms) if is_late else 0.0
-
-    def _lease_on(self, rank: Rank, num_batches: int) -> None:
-        """Has the rank train so many more batches, of this epoch and then of later ones."""
-        if num_batches > 0:
-            before, size = self._ledger.uncommitted_batches(rank)[1], self._members[rank].batch_size
-            self._lease(rank, self._ledger.epoch, num_batches * size)
-            self._lease_later(rank, (num_batches + before - self._ledger.uncommitted_batches(rank)[1]) * size)
 
     def hurry(self, now_s: float) -> None:
         """Others wait for the open round's end, to join or to go: it is made within about a batch of the slowest rank,
@@ -515,10 +429,3 @@ class RoundScheduler:
 def _are_timed(paces: Sequence[Pace]) -> bool:
     """Whether the speeds of all are known."""
     return all(pace.ms_per_batch is not None for pace in paces)
-
-
-def _left_ms(known_ms: float, since_ms: float) -> float:
-    """How long an evaluation will go on that has begun so long ago, and took so long the last time."""
-    expected_ms = known_ms or UNKNOWN_MS
-    overdue_ms = since_ms - expected_ms
-    return -overdue_ms if overdue_ms < 0 else max(OVERDUE_FRACTION * overdue_ms, OVERDUE_MS)
