@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow(reason="a coordinator is started many times")
 JobFile = Callable[..., Path]
 TESTS = Path(__file__).parents[1]
 NUM_SAMPLES = 500  # of jobs/linear.py
-EPOCHS = 30
+EPOCHS = 60
 NUM_LIVES = 7
 
 
