@@ -433,9 +433,29 @@ def test_a_report_that_comes_twice_counts_once():
 
 def test_one_pause_is_no_slower_device():
     record = told_once()
-    for step in range(1, 33):
+    for step in range(1, 34):
         record.on_batches(step, (1000.0 if step == 20 else 10.0,), float(step))
     assert record.ms_per_batch == pytest.approx(10.0 + 10.0 / 32)
+
+
+def test_a_first_batch_that_compiles_is_no_speed():
+    record = told_once()
+    record.on_batches(1, (9_000.0,), 9.0)
+    assert record.ms_per_batch == 9_000.0, "nothing else is known"
+    record.on_batches(2, (10.0,), 9.01)
+    assert record.ms_per_batch == 10.0
+
+
+def test_what_was_before_a_time_without_work_is_no_speed_when_the_first_batch_after_it_differs():
+    record = told_once()
+    record.on_batches(20, (300.0,) * 20, 6.0)
+    record.on_committed(HeaderRow(weight=200, cut=200, local_step=20, compute_us=6_000_000), 0.0, 6.0)
+    record.on_batches(21, (10.0,), 6.1)
+    assert record.ms_per_batch > 200, "one quick batch, which may be a short one, is no faster device"
+    record.on_committed(HeaderRow(weight=10, cut=210, local_step=21, compute_us=10_000), 0.0, 6.2)
+    record.on_committed(HeaderRow(weight=0, cut=210, local_step=21, compute_us=0), 0.0, 7.0)
+    record.on_batches(22, (10.0,), 7.1)
+    assert record.ms_per_batch == 10.0
 
 
 def test_a_device_that_has_changed_is_measured_by_its_newest_batches():

@@ -29,7 +29,7 @@ def policy(name: str = "cadence", world_size: int = 2, **changes: object):
 
 
 def work(free: int, epoch_batches: int = 1_000, **more: object) -> Work:
-    options = {"epoch_batches": epoch_batches, "free_batches": free, "free_samples": free * 10, "free_next_epoch": 0}
+    options = {"epoch_batches": epoch_batches, "free_batches": free, "free_samples": free * 10, "free_later": 0}
     return Work(**(options | more))
 
 
@@ -180,11 +180,11 @@ def test_what_is_left_of_an_epoch_is_dealt_by_speed():
 
 
 def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
-    assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_next_epoch.values()))
+    assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_later.values()))
     assert sum(plan.lease_samples.values()) <= left.free_batches * 10
-    assert sum(plan.lease_next_epoch.values()) <= 10 * left.free_next_epoch
+    assert sum(plan.lease_later.values()) <= 10 * left.free_later
     for pace in some:
-        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_next_epoch.get(pace.rank, 0) // 10
+        batches = -(-plan.lease_samples.get(pace.rank, 0) // 10) + plan.lease_later.get(pace.rank, 0) // 10
         assert plan.counts[pace.rank] <= pace.leased_total + batches, "no target beyond leased work"
         assert plan.counts[pace.rank] >= pace.made
     assert plan.reason
@@ -194,13 +194,13 @@ def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
 @given(
     rows=PACES,
     free=st.integers(0, 500),
-    free_next_epoch=st.integers(0, 50),
+    free_later=st.integers(0, 50),
     calibrated=st.booleans(),
     measured=st.booleans(),
     anchor=st.integers(1, 30),
     overlap_ms=st.sampled_from([0.0, 100.0]),
 )
-def test_a_plan_leases_no_more_than_is_free(rows, free, free_next_epoch, calibrated, measured, anchor, overlap_ms):
+def test_a_plan_leases_no_more_than_is_free(rows, free, free_later, calibrated, measured, anchor, overlap_ms):
     some = as_paces(rows)
     if not measured:
         some = [
@@ -212,7 +212,7 @@ def test_a_plan_leases_no_more_than_is_free(rows, free, free_next_epoch, calibra
     cadence = policy(world_size=len(some), anchor=anchor)
     if calibrated:
         cadence.learn({pace.rank: pace.ms_per_batch or 1.0 for pace in some}, {pace.rank: 1 for pace in some}, 5.0)
-    left = work(free, free_next_epoch=free_next_epoch, overlap_ms=overlap_ms)
+    left = work(free, free_later=free_later, overlap_ms=overlap_ms)
     plan = cadence.plan(some, left)
     check_plan(plan, some, left)
     assert plan == cadence.plan(list(some), left)
@@ -252,10 +252,10 @@ def test_a_hint_stands_for_the_speeds_until_they_are_measured():
 def test_the_end_of_an_epoch_leases_all_that_is_left():
     cadence = policy()
     cadence.learn(numbered(25.0, 57.5), numbered(1, 1), 5.0)
-    plan = cadence.plan(paces(25, 57.5), work(30, free_next_epoch=100))
+    plan = cadence.plan(paces(25, 57.5), work(30, free_later=100))
     assert sum(plan.lease_samples.values()) == 300
     assert "ends the epoch" in plan.reason
-    assert all(num <= 5 * 10 for num in plan.lease_next_epoch.values())
+    assert all(num <= 5 * 10 for num in plan.lease_later.values())
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -1,7 +1,5 @@
 """Plans of the policies by example: what each rank makes until the next round, and what it is leased for that."""
 
-from dataclasses import replace
-
 import pytest
 
 from elche.settings import AgreedSettings
@@ -42,7 +40,7 @@ def measured(name: str = "cadence", *ms: float, **changes: object) -> Policy:
 
 def work(free: int, **more: float) -> Work:
     options: dict[str, float] = {"epoch_batches": 1_000, "free_batches": free, "free_samples": free * 10}
-    return Work(**{"free_next_epoch": 0, **options, **more})  # type: ignore[arg-type]
+    return Work(**{"free_later": 0, **options, **more})  # type: ignore[arg-type]
 
 
 def planned(policy: Policy, some: list[Pace], left: Work) -> Plan:
@@ -143,38 +141,11 @@ def test_what_is_leased_for_the_round_is_not_free_for_spares() -> None:
     assert sum(plan.lease_samples.values()) == 900
 
 
-def test_a_fast_rank_goes_on_with_the_next_epoch_and_not_far() -> None:
-    policy, some = measured("cadence", 10.0, 100.0), [holding(0, 10, 1), holding(1, 100, 5)]
-    plan = planned(policy, some, work(0, free_next_epoch=100))
-    assert plan.lease_next_epoch == {0: 50, 1: 20}
-    assert plan.counts == {0: 6, 1: 5}
-    small = planned(policy, some, replace(work(0, free_next_epoch=100), epoch_batches=100))
-    assert small.lease_next_epoch == {0: 20, 1: 20}
-    assert small.counts == {0: 3, 1: 5}
-    scarce = planned(policy, some, work(0, free_next_epoch=3))
-    assert scarce.lease_next_epoch == {0: 30, 1: 0}
-
-
-def test_a_batch_that_would_not_be_done_in_time_is_not_in_the_round() -> None:
-    """It is leased, so that the rank has work while all average."""
-    plan = planned(
-        measured("cadence", 60.0, 100.0), [holding(0, 60, 1), holding(1, 100, 2)], work(0, free_next_epoch=100)
-    )
-    assert plan.counts == {0: 3, 1: 2}
-    assert plan.lease_next_epoch[Rank(0)] == 40
-
-
 def test_a_revised_round_ends_when_it_was_to_end_and_has_a_batch_more_of_each() -> None:
     policy, some = measured("cadence", 25.0, 50.0), [holding(0, 25, 30, made=8), holding(1, 50, 30, made=4)]
     assert policy.revise(some, elapsed_ms=200.0) == {0: 20, 1: 10}
     assert policy.revise(some, elapsed_ms=500.0) == {0: 10, 1: 5}
     assert policy.revise(some, elapsed_ms=900.0) == {0: 10, 1: 5}
-
-
-def test_a_rank_that_is_busy_is_given_a_batch_more_all_the_same() -> None:
-    """Else it would be done before it has begun."""
-    busy = [holding(0, 25, 30, made=8, delay_ms=1000), holding(1, 50, 30, made=4)]
-    assert measured("cadence", 25.0, 50.0).revise(busy, elapsed_ms=200.0)[Rank(0)] == 9
 
 
 def test_ranks_that_have_become_slower_make_fewer_batches_of_it() -> None:

@@ -381,16 +381,22 @@ def test_a_rank_that_joins_gets_the_rates_and_multiplies_none_twice(world: Make)
     assert [rank.lr for rank in both.ranks] == pytest.approx([0.05, 0.05])
 
 
-def test_epoch_fn_is_called_once_for_an_epoch_though_later_leases_are_of_an_earlier_one(world: Make) -> None:
+@pytest.mark.parametrize(
+    ("leased", "expected"), [((0, 1, 0, 1, 2), (0, 1, 2)), ((0, 3, 1, 4), (0, 1, 2, 3, 4)), ((4, 6, 5), (4, 5, 6))]
+)
+def test_epoch_fn_is_called_once_for_each_epoch_from_the_first_that_a_rank_has_begun(
+    world: Make, leased: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """Later leases may be of an earlier epoch, and of an epoch a rank may have got nothing."""
     called: list[int] = []
-    (rank,) = world(1, epoch_fn=lambda rank, epoch: called.append(epoch)).ranks
-    for number, epoch in enumerate((0, 1, 0, 1, 2), 1):
+    (rank,) = world(1, epochs=9, epoch_fn=lambda rank, epoch: called.append(epoch)).ranks
+    for number, epoch in enumerate(leased, 1):
         rank.replica.take_lease(Lease(id=number, epoch=epoch, offset=rank.num_leased, size=BATCH_SIZE))
         rank.num_leased += BATCH_SIZE
         assert rank.ready.acquire(timeout=100)
         rank.replica.train(TrainBatch(0, rank.replica.rates.factor))
         assert rank.replica.epoch == epoch
-    assert called == [0, 1, 2]
+    assert called == list(expected)
 
 
 @pytest.mark.parametrize("averaging", ["blocking", "overlapped"])

@@ -359,20 +359,28 @@ class Replica:
             self.meter.add_times(times_ms)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Calls `epoch_fn`, once for each epoch. Where the rates are of a rank that had called it, of which this one
-        has them or its checkpoint, they stay so: what it multiplies is multiplied once.
+        """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for those of which
+        it was dealt no batch: what a user switches in one epoch would stay as it was on this rank alone.
         """
-        self.epoch = epoch
         if epoch <= self._begun_epoch:
+            self.epoch = epoch
             return
-        self._begun_epoch, had = epoch, self.rates.to_json()
+        had = self.rates.to_json()
         self.averaging.order_change()  # the callback may do anything
-        self.callbacks.call(self._job.epoch_fn, self.view, epoch, on_every_rank=True)
+        for begun in range(self._begun_epoch + 1 if self._begun_epoch >= 0 else epoch, epoch + 1):
+            self.epoch = self._begun_epoch = begun
+            self._call_epoch_fn(begun, had)
         self.layout.check(self.model)
+        self.replica_group.share_learning_rates(self.rates)
+
+    def _call_epoch_fn(self, epoch: int, had: dict[str, Any]) -> None:
+        """Where the rates, before it `had`, are of a rank that had called it, of which this one has them or its
+        checkpoint, they stay so: what it multiplies is multiplied once.
+        """
+        self.callbacks.call(self._job.epoch_fn, self.view, epoch, on_every_rank=True)
         if epoch <= self.rates.epoch:
             self.rates.restore(had)
         self.rates.epoch = max(self.rates.epoch, epoch)
-        self.replica_group.share_learning_rates(self.rates)
 
     def _slow_down(self, started_s: float) -> None:
         """Simulates a slower device: the batch takes `slow_factor` times as long."""

@@ -274,7 +274,7 @@ class TrainingJob(Job):
             return
         match event:
             case EvaluationDone():
-                if failure := training.on_evaluated(record, event):
+                if failure := training.on_evaluated(record, event, now_s):
                     self.fail(failure)
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)

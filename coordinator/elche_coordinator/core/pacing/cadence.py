@@ -16,7 +16,9 @@ from elche_coordinator.core.pacing.counts import (
     elapsed_ms,
     finish_ms,
     in_samples,
+    is_tried,
     spare_batches,
+    whole_span_ms,
     with_ms_per_batch,
     within,
 )
@@ -29,6 +31,8 @@ PROBE_BATCHES = 4
 PROBE_FRACTION = 0.10
 """The first round measures the ranks' speeds. The slowest rank makes this part of its share of an epoch in it, at least
 `PROBE_BATCHES`, and never more than the anchor."""
+UNMEASURED_FRACTION = 0.01
+"""Part of an epoch that a rank gets beyond the first round: it may be fast, and the coordinator far."""
 SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 NUDGE = 0.5
@@ -72,12 +76,13 @@ class Cadence:
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)
-        finish_ms, rounds_left = self._left(timed, work, wall_ms)
+        away_ms = self._away_ms(paces)
+        finish_ms, rounds_left = self._left(timed, work, max(wall_ms, away_ms))
         if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
             return last
         horizon_ms = max(0.0, wall_ms - max(elapsed_ms(pace) for pace in timed))
         # the last rounds of an epoch are of equal length, so that none of them is a short rest
-        horizon_ms = finish_ms / rounds_left if rounds_left < 4 else horizon_ms
+        horizon_ms = max(finish_ms / rounds_left if rounds_left < 4 else horizon_ms, away_ms)
         counts = counts_near(timed, horizon_ms)
         together = self._together(timed, work, counts, horizon_ms)
         return replace(self._go_on(timed, work, together), is_fixed=together != counts)
@@ -105,7 +110,14 @@ class Cadence:
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         wall_ms = self._wall_ms([pace.ms_per_batch or 1.0 for pace in paces])
-        return within(counts_near(paces, max(0.0, wall_ms - elapsed_ms), at_least=1), self._max_batch_diff)
+        horizon_ms = max(0.0, wall_ms - elapsed_ms, self._away_ms(paces))
+        return within(counts_near(paces, horizon_ms, at_least=1), self._max_batch_diff)
+
+    def _away_ms(self, paces: Sequence[Pace]) -> float:
+        """How long one evaluates while others could train: so long they do, also in a round that is else shorter."""
+        if self._max_batch_diff is not None or all(pace.delay_ms > 0 for pace in paces):
+            return 0.0
+        return max(0.0, *(pace.delay_ms for pace in paces))
 
     def learn(
         self,
@@ -168,26 +180,26 @@ class Cadence:
         with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
         more = dealt_free(planned, with_spare, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
-        next_epoch: dict[Rank, int] = {}
-        free_next_epoch: float = work.free_next_epoch
+        later: dict[Rank, int] = {}
+        free_later: float = work.free_later
         for pace in paces:
             lease[pace.rank] += more[pace.rank]
-            left = math.ceil(free_next_epoch / pace.ratio)
-            next_epoch[pace.rank] = min(left, max(0, with_spare[pace.rank] - pace.leased_total - lease[pace.rank]))
-            free_next_epoch = max(0.0, free_next_epoch - pace.ratio * next_epoch[pace.rank])
+            left = math.ceil(free_later / pace.ratio)
+            later[pace.rank] = min(left, max(0, with_spare[pace.rank] - pace.leased_total - lease[pace.rank]))
+            free_later = max(0.0, free_later - pace.ratio * later[pace.rank])
         leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
         return Plan(
             counts=counts,
             lease_samples=in_samples(paces, lease),
-            lease_next_epoch=in_samples(paces, next_epoch),
+            lease_later=in_samples(paces, later),
             reason=reason,
         )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
-        """Leases all that is left of the epoch. A rank that is done before the others begins the next epoch, with a few
-        batches: 1 % of an epoch (2 to 5), or as many as last for an averaging.
+        """Leases all that is left of the epoch. Whoever is done before the others, or gets nothing of it, trains of
+        later epochs what fits: nobody waits for an epoch's end.
 
         None when that would take a rank more than `max_batch_diff` ahead of the others.
         """
@@ -195,25 +207,34 @@ class Cadence:
         if within(counts, self._max_batch_diff) != counts:
             return None
         lease = {pace.rank: max(0, counts[pace.rank] - pace.leased_total) for pace in paces}
-        next_epoch: dict[Rank, int] = {}
-        free: float = work.free_next_epoch
-        stream_limit = min(max(2, work.epoch_batches // 100), 5)
-        span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
+        later: dict[Rank, int] = {}
+        free: float = work.free_later
+        span_ms = self._span_ms(paces, counts, work)
         for pace in paces:
-            leased_next_epoch = max(0, pace.leased_total - counts[pace.rank])
-            fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0)))
-            limit = max(stream_limit, math.ceil(work.overlap_ms / (pace.ms_per_batch or 1.0)))
+            leased_later = max(0, pace.leased_total - counts[pace.rank])
+            fits = max(0, int((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) + 1e-9))
             left = math.ceil(free / pace.ratio)
-            next_epoch[pace.rank] = max(0, min(left, fits + self.spare(pace, work), limit) - leased_next_epoch)
-            free = max(0.0, free - pace.ratio * next_epoch[pace.rank])
-            counts[pace.rank] += min(fits, leased_next_epoch + next_epoch[pace.rank])
+            later[pace.rank] = max(0, min(left, fits + self.spare(pace, work)) - leased_later)
+            free = max(0.0, free - pace.ratio * later[pace.rank])
+            counts[pace.rank] += min(fits, leased_later + later[pace.rank])
         return Plan(
             counts=within(counts, self._max_batch_diff),
             lease_samples=in_samples(paces, lease),
-            lease_next_epoch=in_samples(paces, next_epoch),
+            lease_later=in_samples(paces, later),
             is_fixed=True,
             reason=f"{self._reason(paces, counts)}; it ends the epoch",
         )
+
+    def _span_ms(self, paces: Sequence[Pace], counts: dict[Rank, int], work: Work) -> float:
+        """How long a round lasts that ends the epoch: until its last batch is made, and each rank has made one.
+
+        Where others wait for an averaging, up to a batch of the slowest longer, if less of their time is lost so.
+        """
+        span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
+        if self._max_batch_diff is not None or not work.free_later:
+            return span_ms
+        span_ms = max([span_ms, *(finish_ms(one, 1) for one in paces if not counts[one.rank] and is_tried(one, paces))])
+        return span_ms if work.overlap_ms else whole_span_ms(paces, counts, span_ms)
 
     def _reason(self, paces: Sequence[Pace], counts: dict[Rank, int]) -> str:
         fewest, most = min(counts.values()), max(counts.values())
@@ -225,7 +246,7 @@ class Cadence:
 
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
-            return 2
+            return max(2, int(UNMEASURED_FRACTION * work.epoch_batches))
         return spare_batches(pace.ms_per_batch, work)
 
 

@@ -17,6 +17,12 @@ MAX_CANDIDATES = 24
 """Lengths of a round that are compared, about."""
 SPARE_MS = 30.0
 """Training time for which work is leased beyond the next round, while the round after is decided."""
+ROUND_TRIPS = 3.0
+"""And for so many times that of a message to a rank and back: the announcement, the results, and the next leases."""
+TRIED_SHARE = 1 / 32
+"""A rank that is slower than this part of the ranks' mean speed does not set the time of a round that ends an epoch."""
+TRIED_AFTER = 3
+"""Unless it has had no work for as long as so many of its batches: it may have become faster, or was slow once."""
 OVERLAP_MARGIN = 1.25
 """And for the longest recent averaging times this, if ranks train on meanwhile: the next one may last longer."""
 
@@ -78,9 +84,41 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     }
 
 
+def is_tried(pace: Pace, paces: Sequence[Pace]) -> bool:
+    """Whether a round lasts until this rank has made a batch, although an epoch could end without it.
+
+    A rank that gets nothing is never measured again, and what was measured may have been no training: a first batch
+    that compiles, another program. So one of some speed always gets a batch, and any other now and then.
+    """
+    mean = sum(1 / (one.ms_per_batch or 1.0) for one in paces) / len(paces)
+    ms = pace.ms_per_batch or 1.0
+    return 1 / ms >= TRIED_SHARE * mean or pace.idle_ms >= TRIED_AFTER * ms
+
+
+def whole_span_ms(paces: Sequence[Pace], counts: dict[Rank, int], span_ms: float) -> float:
+    """The length of a round, from `span_ms` to a batch of the slowest rank more, at which the least time is lost when
+    each rank makes beyond its count what fits.
+    """
+    longest_ms = span_ms + max(pace.ms_per_batch or 1.0 for pace in paces)
+    best = (_lost_until(paces, counts, span_ms), span_ms)
+    for pace in paces:
+        ms, at_ms = pace.ms_per_batch or 1.0, finish_ms(pace, counts[pace.rank])
+        for step in range(1, 1 + min(MAX_CANDIDATES, int((longest_ms - span_ms) / ms))):
+            end_ms = at_ms + (math.floor((span_ms - at_ms) / ms + 1e-9) + step) * ms
+            best = min(best, (_lost_until(paces, counts, end_ms), end_ms))
+    return best[1]
+
+
+def _lost_until(paces: Sequence[Pace], counts: dict[Rank, int], end_ms: float) -> float:
+    fitting = {pace.rank: max(counts[pace.rank], _fitting(pace, end_ms)) for pace in paces}
+    return round(_loss(paces, fitting), 3)
+
+
 def spare_batches(ms_per_batch: float, work: Work) -> int:
     """Batches to lease beyond a round to a rank of this speed, at least 2."""
-    return max(2, math.ceil((SPARE_MS + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch))
+    return max(
+        2, math.ceil((SPARE_MS + ROUND_TRIPS * work.round_trip_ms + OVERLAP_MARGIN * work.overlap_ms) / ms_per_batch)
+    )
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:

@@ -27,6 +27,8 @@ class Pace:
     """All batches leased; those after the first `leased` are of later epochs."""
     delay_ms: float = 0.0
     """From now until it begins its next batch; negative when it has begun before."""
+    idle_ms: float = 0.0
+    """How long it has had no work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,15 @@ class Work:
     """Batches of this epoch that nobody has."""
     free_samples: int
     """Samples of this epoch that nobody has."""
-    free_next_epoch: int
-    """Batches of the next epoch that nobody has; 0 in the last one."""
+    free_later: int
+    """Batches of later epochs that nobody has; 0 in the last one."""
     open_rounds: int = 0
     granted: int = 0
     """Batches from the last committed round to the last announced one."""
     overlap_ms: float = 0.0
     """How long an averaging lasts during which ranks train on; 0 when they wait for it."""
+    round_trip_ms: float = 0.0
+    """How long a message takes to a rank and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,8 @@ class Plan:
     """Batches that each rank makes from the last committed round until the first of these."""
     lease_samples: dict[Rank, int] = field(default_factory=dict)
     """Samples of this epoch to lease."""
-    lease_next_epoch: dict[Rank, int] = field(default_factory=dict)
-    """Samples of the next epoch to lease."""
+    lease_later: dict[Rank, int] = field(default_factory=dict)
+    """Samples of later epochs to lease, of the next one first."""
     num_rounds: int = 1
     """Rounds to announce, one batch apart; more than one only under `sync`."""
     is_fixed: bool = False

@@ -84,7 +84,13 @@ class RankRecord:
     """Present time per batch, the wait for its data included; None before the first batch."""
     reported_at_s: float = 0.0
     """When `local_step` was true."""
+    worked_at_s: float = 0.0
+    """When it had made its last batch, or came to the job."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    num_fresh: int = 0
+    """How many of these are of after the last round without work."""
+    is_first_kept: bool = False
+    """Whether the first of these is the process's first batch."""
     gauges: Gauges = NO_GAUGES
     """Its device and loop, as last reported."""
     loss: float | None = None
@@ -119,6 +125,8 @@ class RankRecord:
     """Of the last averages that it brought samples to, those that it was left out of."""
     evaluation_ms: float = 0.0
     """How long the last evaluation took here; 0 before the first."""
+    evaluated_ms: float = 0.0
+    """Time of all of them."""
 
     @property
     def tells_losses_at_rounds(self) -> bool:
@@ -190,12 +198,25 @@ class RankRecord:
         """Takes in a progress report. Old news changes nothing."""
         if local_step <= self.local_step:
             return
-        self.local_step, self.reported_at_s = local_step, now_s
-        self.recent_ms.extend(ms for ms in batch_ms if 0 < ms < inf)
+        is_first = self.local_step == 0
+        self.local_step, self.reported_at_s, self.worked_at_s = local_step, now_s, now_s
         self.durations.extend(ms / 1000 for ms in batch_ms)
-        if not self.recent_ms:
+        known = [ms for ms in batch_ms if 0 < ms < inf]
+        if not known:
             return
-        newest = list(self.recent_ms)[-RECENT:]
+        self._take_times(known, is_first=is_first)
+
+    def _take_times(self, batch_ms: list[float], *, is_first: bool) -> None:
+        """Learns the rank's speed. What is not training, such as the first batch, which compiles, does not count once
+        there is another; nor does what was before a time without work, when the first batches after it differ from it.
+        """
+        self.recent_ms.extend(batch_ms)
+        self.is_first_kept |= is_first
+        if self.is_first_kept and len(self.recent_ms) > 1:
+            self.recent_ms.popleft()
+            self.is_first_kept = False
+        self.num_fresh += len(batch_ms)
+        newest = list(self.recent_ms)[-min(RECENT, self.num_fresh) :]
         if abs(median(newest) / median(self.recent_ms) - 1) > CHANGE_FRACTION:
             self.recent_ms = deque(newest, maxlen=WINDOW)
         limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
@@ -215,6 +236,7 @@ class RankRecord:
     def on_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
         """Takes in its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
+        self.num_fresh = self.num_fresh if num_batches else 0
         self.base_step = row.local_step
         self.model = Model.PRESENT
         if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:

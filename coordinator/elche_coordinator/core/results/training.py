@@ -33,6 +33,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.checkpoints import Checkpoints
 from elche_coordinator.core.results.epochs import Epochs
 from elche_coordinator.core.results.evaluations import Evaluation, Evaluations
+from elche_coordinator.core.results.fair_shares import FairShares
 from elche_coordinator.core.results.round_report import round_report
 from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mark_of, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
@@ -112,8 +113,11 @@ class Training:
         """The averaging itself, in the last round."""
         self.longest_averaging_ms = 0.0
         """How long averagings lately lasted, at most."""
+        self.round_trip_ms = 0.0
+        """From an announcement to the answer of the last rank, when none trained."""
         self._job_id = job_id
         self._outbox = outbox
+        self._shares = FairShares()
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._devices_then: list[str] = []
         """Of the ranks whose speeds were learned last, in the checkpoint that training goes on from."""
@@ -172,10 +176,12 @@ class Training:
 
     # What ranks report of results
 
-    def on_evaluated(self, record: RankRecord, event: EvaluationDone) -> Failure | None:
-        """A rank has evaluated its part."""
+    def on_evaluated(self, record: RankRecord, event: EvaluationDone, now_s: float) -> Failure | None:
+        """A rank has evaluated its part, and trains from now on."""
+        record.reported_at_s = now_s
         if not event.is_made:
             record.evaluation_ms = event.duration_ms
+            record.evaluated_ms += event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
         complete = self.evaluations.take_part(event)
@@ -304,7 +310,11 @@ class Training:
         drift = self._guard.judge([one.divergence for one in received.results.values() if one.divergence is not None])
         self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
         self.global_step += sum(num_batches.values())
-        self.longest_averaging_ms = max(received.longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
+        slowest_ms = max(record.ms_per_batch or 0.0 for record in self.members.values())
+        longest_ms = min(
+            received.longest_ms, received.sync_ms + slowest_ms
+        )  # who waited longer, waited for one that evaluates
+        self.longest_averaging_ms = max(longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
 
     def _note_discarded(self, record: RankRecord, why: str | None, num_samples: int) -> None:
@@ -335,6 +345,8 @@ class Training:
             report = self.epochs.close(
                 epoch, list(self.ranks), committed=self.ledger.size(epoch), dropped=self.ledger.dropped_size
             )
+            for rank, text in self._shares.close(report, self.ranks, self.members).items():
+                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
             if self.loss is None:  # it was over before any rank has reported one
                 self.loss = report.loss
         return closed

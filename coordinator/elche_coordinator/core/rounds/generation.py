@@ -189,7 +189,7 @@ class Generation:
         record.life.advance(RankTrigger.ENTERED_ROUND)
         opened.entered[record.rank] = None
         if self.abandoned is None:
-            self.scheduler.on_entered()
+            self.scheduler.on_entered(now_s)
 
     def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> Failure | None:
         """The rank has a round's result; commits what all members have.

@@ -1,6 +1,7 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
@@ -23,6 +24,20 @@ FEW, LOOK_S = 100, 0.0005
 does not grow with it."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
+
+FIRST_EVALUATION_MS = 150.0
+"""How long a rank's first evaluation is thought to take, or as long as an epoch if that is shorter."""
+OVERDUE_FRACTION, OVERDUE_MS = 0.5, 100.0
+"""What lasts longer than was thought will last this part of that time more, and at least so long, or `LATE_BATCHES` of
+the slowest: until a rank's next report has led to new targets."""
+LATE_MS = 30.0
+"""A rank whose last report is older than its work until its target takes, by so much, half a batch and what a message
+takes to a rank and back, is late."""
+MAX_ROUND_TRIP_MS = 300.0
+LATE_BATCHES, MOST_LATE_MS = 8, 1000.0
+"""After so many batches, and so long, nobody trains on for a rank that is late: it may hang, which is found out when
+others wait for it, and each pause of a busy host would make averagings rarer.
+"""
 
 
 class RoundScheduler:
@@ -48,6 +63,8 @@ class RoundScheduler:
         self._outbox = outbox
         self._limits = Limits(job_id, members, training, outbox)
         self._arrivals = Arrivals()
+        self._looked_s = -inf
+        """When it was looked last whether members evaluate or are late."""
         self._topped_up: tuple[float, Work] | None = None
         """When all members last got leases for the first measured round, and the work that was left."""
         self.reserve = Reserve(job_id, members, training, outbox)
@@ -85,8 +102,13 @@ class RoundScheduler:
             self.plan_next(now_s)
         self._limits.update(self.rounds)
 
-    def on_entered(self) -> None:
-        """A rank waits in a round: the others may go on from where they are."""
+    def on_entered(self, now_s: float) -> None:
+        """A rank waits in a round: the others may go on from where they are. Of the first round, before which no rank
+        trains, it tells how long a message takes to a rank and back.
+        """
+        if not self.has_committed and self.rounds:
+            round_trip_ms = min((now_s - self.rounds[0].at_s) * 1000, MAX_ROUND_TRIP_MS)
+            self._training.round_trip_ms = max(self._training.round_trip_ms, round_trip_ms)
         self._limits.update(self.rounds)
 
     def open_granted(self, round_id: RoundId, now_s: float, *, is_told: bool) -> bool:
@@ -125,6 +147,7 @@ class RoundScheduler:
         if self._training.replay is None and self.rounds:
             self._revise_targets(record, now_s)
             self._lease_for_overlap(record, now_s)
+            self._train_on(now_s)
         elif self._training.replay is None and self.has_committed:
             self._announce_if_due(now_s)
         self._limits.update(self.rounds)
@@ -148,8 +171,8 @@ class RoundScheduler:
         self.reason = plan.reason
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self._ledger.epoch, num_samples)
-        for rank, num_samples in plan.lease_next_epoch.items():
-            self._lease(rank, Epoch(self._ledger.epoch + 1), num_samples)
+        for rank, num_samples in plan.lease_later.items():
+            self._lease_later(rank, num_samples)
         if plan.is_announced:
             counts = self._capped(plan.counts)
             after_steps = {rank: record.base_step + counts.get(rank, 0) for rank, record in self._members.items()}
@@ -274,6 +297,16 @@ class RoundScheduler:
             self._outbox.add(SendPermit(**self._members[rank].address(self._job_id), num_samples=position))
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
+    def _lease_later(self, rank: Rank, num_samples: int) -> None:
+        """Has the rank train so many samples of later epochs, of the next one first."""
+        ledger, size = self._ledger, self._members[rank].batch_size
+        for epoch in range(ledger.epoch + 1, ledger.num_epochs):
+            if num_samples <= 0 or ledger.is_recalled(rank) or not ledger.free_later():
+                return
+            before = ledger.uncommitted_batches(rank)[1]
+            self._lease(rank, Epoch(epoch), num_samples)
+            num_samples -= (ledger.uncommitted_batches(rank)[1] - before) * size
+
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:
             self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
@@ -282,15 +315,14 @@ class RoundScheduler:
         return self._paces_of(self._members.values(), now_s)
 
     def _paces_of(self, records: Iterable[RankRecord], now_s: float) -> list[Pace]:
-        evaluations = self._training.evaluations
-        return [
-            self._pace(record, now_s, is_evaluating=evaluations.has(record.rank))
-            for record in records
-            if record.has_model
-        ]
+        first_ms, overdue_ms = self._first_evaluation_ms(), self._least_overdue_ms()
+        return [self._pace(record, now_s, first_ms, overdue_ms) for record in records if record.has_model]
 
-    def _pace(self, record: RankRecord, now_s: float, *, is_evaluating: bool) -> Pace:
-        """Its position is that of its last report; since then it has trained on, or evaluates first."""
+    def _pace(self, record: RankRecord, now_s: float, first_ms: float, overdue_ms: float) -> Pace:
+        """Its position is that of its last report; since then it has trained on, or evaluates first: for `first_ms` if
+        it has never done so, and `overdue_ms` more at least if that takes longer than the last time.
+        """
+        is_evaluating = self._is_evaluating(record.rank)
         leased, leased_total = self._ledger.uncommitted_batches(record.rank)
         ms_per_batch = record.ms_per_batch
         if ms_per_batch is None and self._goes_on:  # a newcomer counts as the slowest until its first batches
@@ -305,20 +337,41 @@ class RoundScheduler:
             made=record.round_batches,
             leased=leased,
             leased_total=leased_total,
-            delay_ms=max(0.0, record.evaluation_ms - since_ms) if is_evaluating else -min(since_ms, idle_after_ms),
+            delay_ms=_left_ms(record.evaluation_ms or first_ms, since_ms, overdue_ms)
+            if is_evaluating
+            else -min(since_ms, idle_after_ms),
+            idle_ms=0.0
+            if is_evaluating or leased_total > record.round_batches
+            else (now_s - record.worked_at_s) * 1000,
         )
+
+    def _first_evaluation_ms(self) -> float:
+        """How long a rank's first evaluation is thought to take: an epoch at most, so that none ends meanwhile."""
+        speed = sum(1 / record.ms_per_batch for record in self._members.values() if record.ms_per_batch)
+        epoch_batches = self._ledger.num_batches(self._ledger.extent.kept_size)
+        return min(FIRST_EVALUATION_MS, epoch_batches / speed) if speed else FIRST_EVALUATION_MS
+
+    @property
+    def _slowest_ms(self) -> float:
+        return max(record.ms_per_batch or 0.0 for record in self._members.values())
+
+    def _least_overdue_ms(self) -> float:
+        return min(OVERDUE_MS, LATE_BATCHES * self._slowest_ms or OVERDUE_MS)
+
+    def _is_evaluating(self, rank: Rank) -> bool:
+        return self._training.evaluations.has(rank)
 
     def _work(self) -> Work:
         ledger, epoch = self._ledger, self._ledger.epoch
-        slowest_ms = max(record.ms_per_batch or 0.0 for record in self._members.values())
         return Work(
             epoch_batches=ledger.num_batches(ledger.extent.kept_size),
             free_batches=ledger.free_batches(epoch),
             free_samples=ledger.free_samples(epoch),
-            free_next_epoch=ledger.free_batches(Epoch(epoch + 1)),
+            free_later=ledger.free_later(),
             open_rounds=len(self.rounds),
             granted=self._granted,
-            overlap_ms=self._training.longest_averaging_ms + slowest_ms if self._overlaps else 0.0,
+            round_trip_ms=self._training.round_trip_ms,
+            overlap_ms=self._training.longest_averaging_ms + self._slowest_ms if self._overlaps else 0.0,
         )
 
     @property
@@ -349,6 +402,56 @@ class RoundScheduler:
                 missing = target + spare_batches(pace.ms_per_batch, work) - pace.leased_total
                 if missing > 0:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
+
+    def _train_on(self, now_s: float) -> None:
+        """While a rank evaluates or is late, the others get later targets, and work until then: of this epoch, then of
+        later ones. Who has entered and trains on gets work alone.
+        """
+        if self._policy.stops_ranks or self._settings.max_batch_diff is not None or len(self.rounds) != 1:
+            return
+        opened = self.rounds[0]
+        if opened.is_granted or self._training.committed is None or now_s - opened.at_s < REVISE_EVERY_S:
+            return
+        if now_s - self._looked_s < self._look_every_s:
+            return
+        self._looked_s = now_s
+        paces = {pace.rank: pace for pace in self._paces(now_s)}
+        away = {rank: self._away_ms(pace, opened, now_s) for rank, pace in paces.items() if rank not in opened.entered}
+        until_ms, work = max(away.values(), default=0.0), self._work()
+        is_for_late = not any(map(self._is_evaluating, away))
+        longest_ms = self._policy.anchor * self._slowest_ms + min(LATE_BATCHES * self._slowest_ms, MOST_LATE_MS)
+        for rank, pace in paces.items() if until_ms > 0 else ():
+            has_entered = rank in opened.entered
+            if away.get(rank) or pace.ms_per_batch is None or (has_entered and not self._overlaps):
+                continue
+            record = self._members[rank]
+            count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
+            if is_for_late:
+                count = min(count, int(longest_ms / pace.ms_per_batch))
+            spare = 0 if has_entered and is_for_late else self._policy.spare(pace, work)  # one that hangs is found out
+            self._lease_on(rank, count + spare - pace.leased_total)
+            target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
+            if not has_entered and target > opened.targets[rank]:
+                opened.at_s, opened.targets[rank] = now_s, target
+                self._arrivals.forget()
+                self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
+
+    def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
+        """How much longer a rank evaluates, or is late, about; 0 for one that trains as it was thought to."""
+        record, ms = self._members[pace.rank], pace.ms_per_batch or 0.0
+        if self._is_evaluating(pace.rank):
+            return pace.delay_ms
+        late_ms = (now_s - record.reported_at_s) * 1000 - ms * max(1, opened.targets[pace.rank] - record.local_step)
+        most_ms = min(LATE_BATCHES * ms, MOST_LATE_MS)
+        is_late = LATE_MS + ms / 2 + self._training.round_trip_ms < late_ms < most_ms and ms > 0
+        return min(max(OVERDUE_FRACTION * late_ms, self._least_overdue_ms()), most_ms - late_ms) if is_late else 0.0
+
+    def _lease_on(self, rank: Rank, num_batches: int) -> None:
+        """Has the rank train so many more batches, of this epoch and then of later ones."""
+        if num_batches > 0:
+            before, size = self._ledger.uncommitted_batches(rank)[1], self._members[rank].batch_size
+            self._lease(rank, self._ledger.epoch, num_batches * size)
+            self._lease_later(rank, (num_batches + before - self._ledger.uncommitted_batches(rank)[1]) * size)
 
     def hurry(self, now_s: float) -> None:
         """Others wait for the open round's end, to join or to go: it is made within about a batch of the slowest rank,
@@ -429,3 +532,9 @@ class RoundScheduler:
 def _are_timed(paces: Sequence[Pace]) -> bool:
     """Whether the speeds of all are known."""
     return all(pace.ms_per_batch is not None for pace in paces)
+
+
+def _left_ms(expected_ms: float, since_ms: float, least_ms: float) -> float:
+    """How long an evaluation will go on that has begun so long ago; at least `least_ms` if it is overdue."""
+    overdue_ms = since_ms - expected_ms
+    return -overdue_ms if overdue_ms < 0 else max(OVERDUE_FRACTION * overdue_ms, least_ms)

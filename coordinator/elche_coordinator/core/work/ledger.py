@@ -136,6 +136,17 @@ class Ledger:
         reserved = self._reserved(epoch) if parts or self._has_free(epoch) else ()
         return sum(self.num_batches(end - start) for start, end in parts) + sum(map(self.num_batches, reserved))
 
+    def free_later(self) -> int:
+        """Batches of all epochs after this one that nobody has."""
+        later = range(self.epoch + 1, 0 if self.is_stopped else self.num_epochs)
+        opened = [epoch for epoch in self._books if epoch in later]
+        free = sum(map(self.free_batches, opened)) + (len(later) - len(opened)) * self.num_batches(
+            self.extent.kept_size
+        )
+        if later and later[-1] not in self._books:  # `max_steps` may end it early
+            free += self.num_batches(self.size(Epoch(later[-1]))) - self.num_batches(self.extent.kept_size)
+        return free
+
     def reserved_samples(self, epoch: Epoch) -> int:
         """Samples of the epoch that ranks have in reserve."""
         return sum(self._reserved(epoch))

@@ -1,0 +1,81 @@
+"""Notices a rank that has had less than half of its share of the work for some epochs, and says why."""
+
+from dataclasses import dataclass
+
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
+
+EPOCHS = 3
+"""Epochs of which a rank's part is looked at together."""
+LEAST_BATCHES = 4
+"""Batches that its share must be by then; of shorter epochs more are looked at."""
+LEAST_S = 2.0
+"""And how long they must have lasted: one pause of a process is no news."""
+STARVED_FRACTION = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """What a rank has had of some epochs, and what its speed would have made its share."""
+
+    num_epochs: int = 0
+    num_batches: int = 0
+    due_batches: float = 0.0
+    evaluated_ms: float
+    """Until the first of them, as `waited_ms`."""
+    waited_ms: float
+    duration_s: float = 0.0
+
+
+class FairShares:
+    """Compares what each rank has trained with its share by the ranks' present speeds."""
+
+    def __init__(self) -> None:
+        self._windows: dict[Rank, Window] = {}
+        self._told: dict[Rank, None] = {}
+        """Ranks of which it is known; they are told again once they have had their share."""
+
+    def close(self, report: EpochReport, ranks: RankRecords, members: RankRecords) -> dict[Rank, str]:
+        """An epoch is complete, whose batches are in the order of `ranks`: what is to be said of which rank."""
+        batches = dict(zip(ranks, report.rank_batches, strict=False))
+        speeds = {rank: 1 / one.ms_per_batch for rank, one in present(members).items() if one.ms_per_batch}
+        said: dict[Rank, str] = {}
+        for rank, speed in speeds.items() if len(speeds) > 1 else ():
+            record = members[rank]
+            new = Window(evaluated_ms=record.evaluated_ms, waited_ms=record.waited_ms)
+            window = self._windows.setdefault(rank, new)
+            window.num_epochs += 1
+            window.num_batches += batches.get(rank, 0)
+            window.due_batches += sum(batches.values()) * speed / sum(speeds.values())
+            window.duration_s += report.duration_s
+            is_long = window.due_batches >= LEAST_BATCHES and window.duration_s >= LEAST_S
+            if window.num_epochs >= EPOCHS and is_long:
+                del self._windows[rank]
+                said |= self._judge(record, window)
+        return said
+
+    def _judge(self, record: RankRecord, window: Window) -> dict[Rank, str]:
+        if window.num_batches >= STARVED_FRACTION * window.due_batches:
+            self._told.pop(record.rank, None)
+            return {}
+        if record.rank in self._told:
+            return {}
+        self._told[record.rank] = None
+        return {record.rank: starved_text(record, window)}
+
+
+def starved_text(record: RankRecord, window: Window) -> str:
+    """What a rank had of its share, and where its time was."""
+    evaluated_s = (record.evaluated_ms - window.evaluated_ms) / 1000
+    waited_s = (record.waited_ms - window.waited_ms) / 1000
+    if evaluated_s >= max(waited_s, window.duration_s / 4):
+        why = f"it evaluated for {evaluated_s:.1f} s of {window.duration_s:.1f} s"
+    elif waited_s >= window.duration_s / 4:
+        why = f"it waited for others for {waited_s:.1f} s of {window.duration_s:.1f} s"
+    else:
+        why = f"its batches were slower, or it had no work, until they took {record.ms_per_batch or 0.0:.3g} ms each"
+    return (
+        f"has trained {window.num_batches} batches of the last {window.num_epochs} epochs, less than half of its share "
+        f"of {window.due_batches:.0f}: {why}"
+    )

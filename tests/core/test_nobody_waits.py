@@ -1,0 +1,195 @@
+"""Nobody starves, nobody waits: slow starts, bursts, tiny epochs, long evaluations. Time is virtual."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elche_coordinator.core.messages.events import ResultReceived
+from elche_coordinator.core.messages.ids import Rank
+from elche_coordinator.core.messages.reports import Outcome, UserEvent
+from elche_coordinator.core.pacing.counts import TRIED_AFTER, is_tried
+from elche_coordinator.core.pacing.policy import Pace
+from elche_coordinator.simulator.oracle import run_to_fraction
+from elche_coordinator.simulator.simulation import RankModel
+
+BAR = 0.97
+DEFAULT: dict[str, Any] = {"averaging": "overlapped", "anchor": 1, "check_every": 50}
+
+
+def pair(fast_ms: float = 20.0, times: float = 2.3, **slow: Any) -> list[RankModel]:
+    """Two ranks, the second so many times slower, of which more is said."""
+    return [RankModel(batch_ms=fast_ms), RankModel(batch_ms=fast_ms * times, **slow)]
+
+
+def with_tail(*models: RankModel) -> list[RankModel]:
+    """Each twentieth batch takes ten times as long."""
+    return [replace(one, tail=(0.05, 10.0), jitter_fraction=0.1) for one in models]
+
+
+def fraction(simulation: Any) -> float:
+    result, reached = run_to_fraction(simulation)
+    assert result.outcome is Outcome.SUCCEEDED
+    return reached
+
+
+def share(simulation: Any, rank: int, first: int, last: int) -> float:
+    """A rank's part of the batches of some epochs."""
+    batches = [report.rank_batches for report in simulation.epochs[first:last]]
+    return sum(one[rank] for one in batches) / sum(map(sum, batches))
+
+
+# Epochs
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 5, 23, 60])
+def test_short_epochs_keep_all_ranks_busy(simulate, num_batches):
+    """Of epochs of 1 to 3 batches the slower rank once had nothing."""
+    simulation = simulate(pair(), dataset_size=10 * num_batches, epochs=max(8, 360 // num_batches), **DEFAULT)
+    assert fraction(simulation) >= BAR
+    assert share(simulation, 1, 0, 10**6) == pytest.approx(1 / 3.3, abs=0.03)
+
+
+@pytest.mark.parametrize("num_batches", [5, 23, 60])
+def test_batches_of_milliseconds_with_a_heavy_tail_keep_all_ranks_busy(simulate, num_batches):
+    models = with_tail(*pair(2.0))
+    simulation = simulate(models, dataset_size=10 * num_batches, epochs=3000 // num_batches, **DEFAULT)
+    assert fraction(simulation) >= BAR
+
+
+def test_where_others_wait_for_an_averaging_a_short_epoch_is_no_reason_to_be_idle(simulate):
+    options = {**DEFAULT, "averaging": "blocking", "sync_ms": 0.5, "latency_ms": 0.1, "persist_ms": 0.1}
+    simulation = simulate(pair(), dataset_size=50, epochs=60, **options)
+    assert fraction(simulation) >= 0.92  # 0.76 when the round ended with the epoch's last batch
+
+
+# Slow starts and bursts
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no evaluation", "shared evaluation"])
+def test_a_rank_whose_first_batches_are_slow_has_its_share_soon(simulate, shared):
+    """A rank that got no batch was never measured again."""
+    models = pair(first_ms=(346.0,) * 3)
+    evaluation = {"has_evaluation": True, "eval_size": 360, "evaluation_ms": 40.0} if shared else {}
+    simulation = simulate(models, dataset_size=230, epochs=24, **DEFAULT, **evaluation)
+    fraction(simulation)
+    assert share(simulation, 1, 10, 24) == pytest.approx(1 / 3.3, abs=0.03)
+
+
+@pytest.mark.parametrize("averaging", ["overlapped", "blocking"])
+def test_a_rank_that_was_slow_for_a_while_has_its_share_again(simulate, averaging):
+    """Another program took its device: 1,000 ms a batch where an epoch takes 300."""
+    models = pair(changes=((3.0, 1000.0), (6.0, 46.0)))
+    simulation = simulate(models, dataset_size=230, epochs=60, **{**DEFAULT, "averaging": averaging})
+    reached = fraction(simulation)
+    assert share(simulation, 1, 40, 60) >= 0.25
+    assert averaging == "blocking" or reached >= 0.88  # 0.71 when it got nothing afterwards
+
+
+def test_a_rank_of_some_speed_always_gets_a_batch_and_any_other_after_a_few_times_its_own():
+    fast = Pace(rank=Rank(0), ms_per_batch=10.0)
+    slow = Pace(rank=Rank(1), ms_per_batch=100.0)
+    snail = Pace(rank=Rank(1), ms_per_batch=10_000.0)
+    assert is_tried(slow, [fast, slow])
+    assert not is_tried(snail, [fast, snail])
+    assert not is_tried(replace(snail, idle_ms=TRIED_AFTER * 10_000.0 - 1), [fast, snail])
+    assert is_tried(replace(snail, idle_ms=TRIED_AFTER * 10_000.0), [fast, snail])
+
+
+def test_one_stalled_batch_stops_nobody_else(simulate):
+    """An average comes late; work does not."""
+    models = pair(changes=((2.0, 300.0), (2.04, 46.0)))
+    simulation = simulate(models, dataset_size=5_000, epochs=1, **DEFAULT)
+    fraction(simulation)
+    late = [event for event in simulation.events(ResultReceived) if event.rank == 0 and event.collective_ms > 150]
+    assert late, "nothing was stalled"
+    assert max(event.stalled_ms for event in late) < 100
+
+
+# Evaluations
+
+
+@pytest.mark.parametrize("evaluation_ms", [10.0, 300.0, 1_500.0, 3_000.0])
+def test_an_evaluation_costs_only_the_rank_that_makes_it(simulate, evaluation_ms):
+    """An epoch takes 1.4 s. While one evaluated for 3 s, the others waited for most of that time."""
+    options = {"has_evaluation": True, "evaluation_ms": evaluation_ms}
+    simulation = simulate(pair(), dataset_size=1_000, epochs=12, **DEFAULT, **options)
+    assert fraction(simulation) >= BAR
+
+
+def test_an_evaluation_of_ten_epochs_costs_only_the_rank_that_makes_it(simulate):
+    options = {"has_evaluation": True, "evaluation_ms": 3_200.0}
+    simulation = simulate([*pair(), RankModel(batch_ms=30.0)], dataset_size=230, epochs=200, **DEFAULT, **options)
+    assert fraction(simulation) >= 0.9, "all but the end, when nothing is left to train"
+    assert [one.epoch for one in simulation.evaluations] == list(range(200))
+
+
+def test_who_waits_for_an_evaluation_that_takes_longer_than_before_gets_more_work(simulate):
+    models = [RankModel(batch_ms=20.0, evaluation_ms=100.0), RankModel(batch_ms=46.0)]
+    simulation = simulate(models, dataset_size=1_000, epochs=6, has_evaluation=True, **DEFAULT)
+    simulation.run_until(lambda: len(simulation.evaluations) == 2)
+    simulation.processes[Rank(0)]._evaluation_s = 2.0
+    before_ms = simulation.job.ranks[Rank(1)].waited_ms
+    simulation.run_until(lambda: len(simulation.evaluations) == 3)
+    simulation.run()
+    assert simulation.job.ranks[Rank(1)].waited_ms - before_ms < 300
+
+
+def test_a_first_evaluation_of_short_epochs_is_not_waited_for_with_many_of_them(simulate):
+    """Of epochs of 18 ms one evaluates for 1 ms. That nobody knows how long it takes made a round of eight epochs."""
+    options = {"has_evaluation": True, "evaluation_ms": 1.0}
+    simulation = simulate(pair(2.0), dataset_size=130, epochs=40, **DEFAULT, **options)
+    simulation.run()
+    assert max(sum(report.rank_batches) for report in simulation.rounds) <= 3 * 13
+
+
+def test_who_waits_for_a_late_evaluation_of_short_batches_makes_few_more(simulate):
+    """An evaluation took 1 ms, and now 60. Others go on by some batches at a time, not by a hundred."""
+    options = {"has_evaluation": True, "evaluation_ms": 1.0}
+    simulation = simulate([*pair(2.0), RankModel(batch_ms=3.0)], dataset_size=1_300, epochs=40, **DEFAULT, **options)
+    simulation.run_until(lambda: len(simulation.evaluations) == 3)
+    for process in simulation.processes.values():
+        process._evaluation_s = 0.06
+    before = len(simulation.rounds)
+    simulation.run_until(lambda: len(simulation.evaluations) == 4)
+    for process in simulation.processes.values():
+        process._evaluation_s = 0.001
+    simulation.run()
+    assert 20 < max(sum(report.rank_batches) for report in simulation.rounds[before : before + 300]) < 110
+
+
+def test_a_shared_evaluation_makes_rounds_no_longer(simulate):
+    options = {"has_evaluation": True, "eval_size": 100, "evaluation_ms": 3_000.0}
+    simulation = simulate(pair(), dataset_size=230, epochs=8, **DEFAULT, **options)
+    assert fraction(simulation) >= BAR
+    assert max(report.rank_batches[1] for report in simulation.rounds) <= 4
+
+
+# What is said of a rank that has too little
+
+
+def told(simulation: Any) -> list[UserEvent]:
+    return [report for report in simulation.reports if isinstance(report, UserEvent)]
+
+
+def test_a_rank_that_has_less_than_half_its_share_is_named_once_with_the_reason(simulate):
+    options = {"has_evaluation": True, "evaluation_ms": 3_000.0}
+    simulation = simulate(pair(), dataset_size=1_000, epochs=12, **DEFAULT, **options)
+    simulation.run()
+    (event,) = told(simulation)
+    assert event.rank == 0
+    assert "less than half of its share" in event.text
+    assert "it evaluated for" in event.text
+
+
+def test_ranks_that_have_their_share_are_not_named(simulate):
+    simulation = simulate(pair(), dataset_size=230, epochs=12, **DEFAULT)
+    simulation.run()
+    assert told(simulation) == []
+
+
+def test_of_epochs_of_milliseconds_nothing_is_said(simulate):
+    """One pause of a process is longer than three of them."""
+    simulation = simulate(pair(2.0, changes=((0.1, 90.0), (0.4, 4.6))), dataset_size=130, epochs=60, **DEFAULT)
+    simulation.run()
+    assert told(simulation) == []
