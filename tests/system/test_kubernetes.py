@@ -2,26 +2,24 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 from client.test_kubeflow import receiver
 
+from support.api_schemas import check, pod_templates
 from support.documented import blocks
 from support.node import Object, rendered
+from support.policies import may_reach, policies_of
 from support.real_processes import Mark, agent, command, coordinator
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-VERSION = "1.32"
-KINDS = yaml.safe_load((Path(__file__).parent / "kubernetes" / "kinds.yaml").read_text())
 MADE_BY_HAND = {"elche-token", "elche-agent-token", "elche-store", "elche-viewer-token"}
 """Secrets that the page has users make."""
 
@@ -32,20 +30,6 @@ every_folder = pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overl
 def test_each_object_is_one_that_the_api_takes(folder: str) -> None:
     for one in rendered(FOLDER / folder):
         check(one)
-
-
-def check(one: Object) -> None:
-    """Raises for what a strict API server would refuse by its schema."""
-    own = KINDS.get(f"{one['apiVersion']} {one['kind']}")
-    if own is None:
-        kubernetes_validate.validate(one, VERSION, strict=True)
-        return
-    assert one.keys() == {"apiVersion", "kind", "metadata", "spec"}
-    jsonschema.validate(one["spec"], own)
-    for template in job_templates(one):
-        metadata = {"name": "one", **template.get("metadata", {})}
-        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
-        kubernetes_validate.validate(as_job, VERSION, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +88,8 @@ def test_the_overlays_that_the_page_shows(tmp_path: Path, number: int) -> None:
         shutil.copytree(ROOT / name, tmp_path / name)
     mine = tmp_path / "deploy" / "kubernetes" / "mine"
     mine.mkdir()
-    text = [text for page, text in blocks("yml") if page == "docs/clusters/kubernetes.md"][number]
+    page = "docs/clusters/kubernetes.md"
+    text = [text for where, text in blocks("yml") if where == page and "kind: Kustomization" in text][number]
     (mine / "kustomization.yaml").write_text(text)
     (mine / "train.py").write_text("job = 'mine'\n")
     objects = rendered(mine)
@@ -131,7 +116,10 @@ def test_two_coordinators_can_be_drained_and_upgraded() -> None:
         assert coordinator[name]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}, name
     num_ready = of_set["replicas"]  # who leads, and who stands by (`system/test_standby.py`)
     assert num_ready - (of_set["replicas"] - budget["maxUnavailable"]) == 1, "one may be evicted"
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow", "one that cannot start keeps no node"
     assert of_set["updateStrategy"] == {"type": "RollingUpdate"}, "the next one follows when one is ready"
+    kinds = of_set["template"]["spec"]["affinity"]["podAntiAffinity"]
+    assert kinds.keys() == {"preferredDuringSchedulingIgnoredDuringExecution"}, "of two nodes one may have both"
     labels = of_set["template"]["metadata"]["labels"]
     (rule,) = objects["NetworkPolicy", "elche-coordinator"]["ingress"]
     assert any(
@@ -155,7 +143,9 @@ def test_all_of_it_is_in_one_namespace(folder: str) -> None:
 
 @every_folder
 def test_pods_fit_the_restricted_standard(folder: str) -> None:
-    """As the namespace's label demands; and each has time to leave, and no token of the API."""
+    """As the namespace's label demands; and each has time to leave, no token of the API, an image that it cannot write,
+    and bounds of memory and disk.
+    """
     for template in pod_templates(rendered(FOLDER / folder)):
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -165,26 +155,42 @@ def test_pods_fit_the_restricted_standard(folder: str) -> None:
         for one in containers(spec):
             assert one["securityContext"]["allowPrivilegeEscalation"] is False
             assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert "memory" in one["resources"]["limits"]
+            assert one["securityContext"]["readOnlyRootFilesystem"] is True
+            assert "/tmp" in {mount["mountPath"] for mount in one["volumeMounts"]}
+            for kind in ("requests", "limits"):
+                assert {"memory", "ephemeral-storage"} <= one["resources"][kind].keys()
+
+
+@every_folder
+def test_a_policy_says_what_each_pod_reaches_and_by_whom_it_is_reached(folder: str) -> None:
+    objects = rendered(FOLDER / folder)
+    for labels in (template["metadata"]["labels"] for template in pod_templates(objects)):
+        for direction in ("Ingress", "Egress"):
+            assert policies_of(objects, labels, direction), labels
+        assert may_reach(objects, labels, None, 53), "names are found"
+        assert not may_reach(objects, labels, None, 80), "clouds' metadata services have the nodes' credentials"
+        assert not may_reach(objects, {"app": "other"}, labels, 7717)
+
+
+@pytest.mark.parametrize(("folder", "has_database"), [("base", False), ("overlays/standby", True)])
+def test_pods_reach_what_they_need(folder: str, has_database: bool) -> None:
+    objects = rendered(FOLDER / folder)
+    agent, coordinator = ({"app.kubernetes.io/name": f"elche-{one}"} for one in ("agent", "coordinator"))
+    assert may_reach(objects, agent, agent, 40_000), "they average on any port"
+    assert may_reach(objects, agent, coordinator, 7717)
+    assert may_reach(objects, coordinator, coordinator, 7717), "`elche` in one of them finds the other"
+    assert may_reach(objects, {"elche-client": "true"}, coordinator, 7718)
+    assert may_reach(objects, agent, None, 443), "buckets"
+    assert not may_reach(objects, coordinator, None, 443)
+    assert not may_reach(objects, coordinator, agent, 40_000)
+    assert may_reach(objects, coordinator, None, 5432) is has_database
+    job = {"app.kubernetes.io/name": "elche-job"}
+    for one in ("jobset", "kubeflow"):
+        assert may_reach(rendered(FOLDER / one), job, job, 40_000)
 
 
 def containers(spec: Object) -> list[Object]:
     return [*spec.get("initContainers", ()), *spec["containers"]]
-
-
-def pod_templates(objects: list[Object]) -> Iterator[Object]:
-    for one in objects:
-        if one["kind"] in ("Deployment", "StatefulSet"):
-            yield one["spec"]["template"]
-        for template in job_templates(one):
-            yield template["spec"]["template"]
-
-
-def job_templates(one: Object) -> list[Object]:
-    """Of a JobSet, or of the template of one."""
-    spec = one.get("spec", {})
-    spec = spec["template"]["spec"] if one["kind"] == "ClusterTrainingRuntime" else spec
-    return [job["template"] for job in spec.get("replicatedJobs", ())]
 
 
 def test_dashboards_are_those_of_compose() -> None:
