@@ -110,6 +110,7 @@ check: setup
 	$(BIN)/python tools/throughput.py --check
 	$(BIN)/python tools/dashboards --check
 	$(BIN)/python tools/alerts.py --check
+	$(BIN)/python tools/chart.py --check
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -127,6 +128,7 @@ generated: setup
 	$(BIN)/python tools/throughput.py
 	$(BIN)/python tools/dashboards
 	$(BIN)/python tools/alerts.py
+	$(BIN)/python tools/chart.py
 
 clean:
 	rm -rf $(VENV) $(GPU_WHEELS) $(GPU_PACKAGES) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
