@@ -8,8 +8,6 @@ import pytest
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import Outcome, UserEvent
-from elche_coordinator.core.pacing.counts import TRIED_AFTER, is_tried
-from elche_coordinator.core.pacing.policy import Pace
 from elche_coordinator.simulator.oracle import run_to_fraction
 from elche_coordinator.simulator.simulation import RankModel
 
@@ -84,16 +82,6 @@ def test_a_rank_that_was_slow_for_a_while_has_its_share_again(simulate, averagin
     reached = fraction(simulation)
     assert share(simulation, 1, 40, 60) >= 0.25
     assert averaging == "blocking" or reached >= 0.88  # 0.71 when it got nothing afterwards
-
-
-def test_a_rank_of_some_speed_always_gets_a_batch_and_any_other_after_a_few_times_its_own():
-    fast = Pace(rank=Rank(0), ms_per_batch=10.0)
-    slow = Pace(rank=Rank(1), ms_per_batch=100.0)
-    snail = Pace(rank=Rank(1), ms_per_batch=10_000.0)
-    assert is_tried(slow, [fast, slow])
-    assert not is_tried(snail, [fast, snail])
-    assert not is_tried(replace(snail, idle_ms=TRIED_AFTER * 10_000.0 - 1), [fast, snail])
-    assert is_tried(replace(snail, idle_ms=TRIED_AFTER * 10_000.0), [fast, snail])
 
 
 def test_one_stalled_batch_stops_nobody_else(simulate):

@@ -16,7 +16,6 @@ from elche_coordinator.core.pacing.counts import (
     elapsed_ms,
     finish_ms,
     in_samples,
-    is_tried,
     spare_batches,
     whole_span_ms,
     with_ms_per_batch,
@@ -226,14 +225,13 @@ class Cadence:
         )
 
     def _span_ms(self, paces: Sequence[Pace], counts: dict[Rank, int], work: Work) -> float:
-        """How long a round lasts that ends the epoch: until its last batch is made, and each rank has made one.
+        """How long a round lasts that ends the epoch: until its last batch is made.
 
         Where others wait for an averaging, up to a batch of the slowest longer, if less of their time is lost so.
         """
         span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
         if self._max_batch_diff is not None or not work.free_later:
             return span_ms
-        span_ms = max([span_ms, *(finish_ms(one, 1) for one in paces if not counts[one.rank] and is_tried(one, paces))])
         return span_ms if work.overlap_ms else whole_span_ms(paces, counts, span_ms)
 
     def _reason(self, paces: Sequence[Pace], counts: dict[Rank, int]) -> str:

@@ -19,10 +19,6 @@ SPARE_MS = 30.0
 """Training time for which work is leased beyond the next round, while the round after is decided."""
 ROUND_TRIPS = 3.0
 """And for so many times that of a message to a rank and back: the announcement, the results, and the next leases."""
-TRIED_SHARE = 1 / 32
-"""A rank that is slower than this part of the ranks' mean speed does not set the time of a round that ends an epoch."""
-TRIED_AFTER = 3
-"""Unless it has had no work for as long as so many of its batches: it may have become faster, or was slow once."""
 OVERLAP_MARGIN = 1.25
 """And for the longest recent averaging times this, if ranks train on meanwhile: the next one may last longer."""
 
@@ -82,17 +78,6 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
         pace.rank: pace.leased_total + more[pace.rank] if more[pace.rank] else max(pace.leased, pace.made)
         for pace in paces
     }
-
-
-def is_tried(pace: Pace, paces: Sequence[Pace]) -> bool:
-    """Whether a round lasts until this rank has made a batch, although an epoch could end without it.
-
-    A rank that gets nothing is never measured again, and what was measured may have been no training: a first batch
-    that compiles, another program. So one of some speed always gets a batch, and any other now and then.
-    """
-    mean = sum(1 / (one.ms_per_batch or 1.0) for one in paces) / len(paces)
-    ms = pace.ms_per_batch or 1.0
-    return 1 / ms >= TRIED_SHARE * mean or pace.idle_ms >= TRIED_AFTER * ms
 
 
 def whole_span_ms(paces: Sequence[Pace], counts: dict[Rank, int], span_ms: float) -> float:

@@ -27,8 +27,6 @@ class Pace:
     """All batches leased; those after the first `leased` are of later epochs."""
     delay_ms: float = 0.0
     """From now until it begins its next batch; negative when it has begun before."""
-    idle_ms: float = 0.0
-    """How long it has had no work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,8 +84,6 @@ class RankRecord:
     """Present time per batch, the wait for its data included; None before the first batch."""
     reported_at_s: float = 0.0
     """When `local_step` was true."""
-    worked_at_s: float = 0.0
-    """When it had made its last batch, or came to the job."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     num_fresh: int = 0
     """How many of these are of after the last round without work."""
@@ -199,7 +197,7 @@ class RankRecord:
         if local_step <= self.local_step:
             return
         is_first = self.local_step == 0
-        self.local_step, self.reported_at_s, self.worked_at_s = local_step, now_s, now_s
+        self.local_step, self.reported_at_s = local_step, now_s
         self.durations.extend(ms / 1000 for ms in batch_ms)
         known = [ms for ms in batch_ms if 0 < ms < inf]
         if not known:

@@ -34,7 +34,7 @@ LATE_MS = 30.0
 """A rank whose last report is older than its work until its target takes, by so much, half a batch and what a message
 takes to a rank and back, is late."""
 MAX_ROUND_TRIP_MS = 300.0
-LATE_BATCHES, MOST_LATE_MS = 8, 1000.0
+LATE_BATCHES, MOST_LATE_MS = 5, 1000.0
 """After so many batches, and so long, nobody trains on for a rank that is late: it may hang, which is found out when
 others wait for it, and each pause of a busy host would make averagings rarer.
 """
@@ -340,9 +340,6 @@ class RoundScheduler:
             delay_ms=_left_ms(record.evaluation_ms or first_ms, since_ms, overdue_ms)
             if is_evaluating
             else -min(since_ms, idle_after_ms),
-            idle_ms=0.0
-            if is_evaluating or leased_total > record.round_batches
-            else (now_s - record.worked_at_s) * 1000,
         )
 
     def _first_evaluation_ms(self) -> float:
