@@ -2,7 +2,7 @@
 FROM python:3.11-slim
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
-    && install -d -o elche -g elche /data /run/elche /run/grafana
+    && install -d -o elche -g elche /data /artifacts /run/elche /run/grafana
 WORKDIR /home/elche
 
 # Dependencies in a layer of their own, which a change of elche's source does not rebuild.

@@ -2,7 +2,7 @@
 FROM python:3.11-slim
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN groupadd --gid 7717 elche && useradd --uid 7717 --gid elche --create-home elche \
-    && install -d -o elche -g elche /runs /run/elche
+    && install -d -o elche -g elche /runs /artifacts /run/elche
 WORKDIR /home/elche
 
 # What torch.compile compiles with: C++ for the CPU, and C to launch its kernels on a GPU. Python's headers are there.

@@ -68,6 +68,8 @@ def print_ending(
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
             print_notice(f"log: {log}")
+        if record.last_view and record.last_view.artifacts:
+            print_notice(f"artifacts: {printable(record.last_view.artifacts)}")
     for rank in record.last_view.ranks if record.last_view else ():
         if rank.callback_errors:
             times = "once" if rank.callback_errors == 1 else f"{rank.callback_errors} times"
@@ -88,11 +90,11 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
 
     console = Console(highlight=False)
     where = str(record_path) if record_path else ""
-    if console.file.isatty():
-        console.print(summary_panel(result, name=record.name, record=where, width=console.width))
-    else:
+    width = console.width if console.file.isatty() else None
+    if width is None:
         console.width = PIPE_WIDTH
-        console.print(summary_panel(result, name=record.name, record=where))
+    artifacts = record.last_view.artifacts if record.last_view else ""
+    console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
 
 
 def print_json(result: JobResult, *, as_event: bool = False) -> None:

@@ -19,13 +19,17 @@ MIN_NAME = 12
 """Columns that are left to a name which is to be typed: it is folded, and never cut."""
 
 
-def summary_panel(result: JobResult, *, name: str, record: str = "", width: int | None = None) -> Panel:
-    """The results of a job and the paths of its files. `width` None: as wide as the content."""
+def summary_panel(
+    result: JobResult, *, name: str, record: str = "", artifacts: str = "", width: int | None = None
+) -> Panel:
+    """The results of a job and the paths of its files. `artifacts`: where they are stored, or why not. `width` None: as
+    wide as the content.
+    """
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     metrics = {printable(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
-    for label, value in _facts(result, record):
+    for label, value in [*_facts(result, record), *([("artifacts", artifacts)] if artifacts else [])]:
         facts.add_row(label, Text(printable(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]
     if result.ranks:

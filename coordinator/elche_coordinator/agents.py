@@ -17,6 +17,8 @@ class Agents:
         self._streams = streams
         self.measuring: set[AgentId] = set()
         """Agents that can measure links: older ones cannot."""
+        self.storing: set[AgentId] = set()
+        """Agents that can store artifacts: older ones cannot."""
 
     def hosts(self) -> list[HostView]:
         """All hosts, in the order in which they joined."""
@@ -25,7 +27,7 @@ class Agents:
     def hosts_of(self, view: JobView) -> list[AgentId]:
         """The connected hosts that may have what the job's ranks have written."""
         places = dict.fromkeys((AgentId(rank.agent_id), rank.folder) for rank in view.ranks)
-        return list(dict.fromkeys(one for place in places for one in self._holders(view.job_id, *place)))
+        return list(dict.fromkeys(one for place in places for one in self.holders(view.job_id, *place)))
 
     def ask(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
         """Sends an agent an order. False when it is not connected."""
@@ -38,7 +40,7 @@ class Agents:
         """Asks a host with the final, or best, model of a job that has ended to deliver it. False when none is
         connected.
         """
-        holders = self._holders(job_id, AgentId(result.model_agent_id), result.model_folder)
+        holders = self.holders(job_id, AgentId(result.model_agent_id), result.model_folder)
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
         return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_model=send))
 
@@ -51,11 +53,12 @@ class Agents:
         """Asks a host that has a rank's log to deliver its end and, with `follow=True`, what is appended; with
         `with_times=True` with the time of each line. False when none is connected.
         """
-        holders = self._holders(job_id, AgentId(rank.agent_id), rank.folder)
+        holders = self.holders(job_id, AgentId(rank.agent_id), rank.folder)
         send = agent_pb2.SendLog(job_id=job_id, rank=rank.rank, transfer=transfer, max_bytes=max_bytes, **how)
         return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_log=send))
 
-    def _holders(self, job_id: str, agent_id: AgentId, folder: str) -> list[AgentId]:
+    def holders(self, job_id: str, agent_id: AgentId, folder: str) -> list[AgentId]:
+        """The connected hosts that may have what the job left with an agent that had this work folder."""
         return list(filter(self._is_connected, self._core.holders(JobId(job_id), agent_id, folder)))
 
     def _is_connected(self, agent_id: AgentId) -> bool:

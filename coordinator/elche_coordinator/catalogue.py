@@ -1,6 +1,7 @@
 """Which jobs there are and how they are: those of this run, which the core has, and those that had ended before it."""
 
 import logging
+from dataclasses import replace
 
 from elche.errors import UnknownJob
 from elche_coordinator.core.describe import JobDetails, JobView
@@ -21,6 +22,8 @@ class JobCatalogue:
         self._driver = driver
         self._core = driver.core
         self._history = history
+        self.artifacts: dict[str, str] = {}
+        """By job that has ended, where its artifacts are, or why not yet."""
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
@@ -32,11 +35,12 @@ class JobCatalogue:
 
     def past_views(self) -> list[JobView]:
         """The jobs that had ended before this run, oldest first."""
-        return self._history.views()
+        return list(map(self._with_artifacts, self._history.views()))
 
     def present_views(self) -> list[JobView]:
         """The jobs of this run as they are now, oldest first."""
-        return [view for job_id in self._core.job_ids() if (view := self._present_view(job_id)) is not None]
+        views = (self._present_view(job_id) for job_id in self._core.job_ids())
+        return [self._with_artifacts(view) for view in views if view is not None]
 
     def is_past(self, job_id: str) -> bool:
         """Whether the job had ended before this run: some figures of it are not known any more."""
@@ -44,7 +48,8 @@ class JobCatalogue:
 
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now; None when it is not known."""
-        return self._present_view(JobId(job_id)) or self._history.view(job_id)
+        view = self._present_view(JobId(job_id)) or self._history.view(job_id)
+        return None if view is None else self._with_artifacts(view)
 
     def known_view(self, job_id: str) -> JobView:
         """One job as it is now. Raises `UnknownJob`."""
@@ -89,9 +94,15 @@ class JobCatalogue:
         old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
         if old:
             self._history.forget(old)
+            for job_id in old:
+                self.artifacts.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
             log.info("%d jobs are forgotten, the oldest of %d that have ended", len(old), len(ended))
         return len(old)
+
+    def _with_artifacts(self, view: JobView) -> JobView:
+        told = self.artifacts.get(view.job_id, "")
+        return replace(view, artifacts=told) if told else view
 
     def _present_view(self, job_id: JobId) -> JobView | None:
         """One that cannot be described does not hide the others."""

@@ -27,6 +27,8 @@ class Config:
     """URL of a PostgreSQL database that several coordinators share; empty: a file in `data`."""
     keep_jobs: int
     """How many jobs that have ended are remembered."""
+    artifacts: str = ""
+    """Folder, or URL that fsspec knows, in which what jobs leave outlives their hosts; empty: it stays there."""
     token: str = ""
     """The coordinator's own token, whose bearer may do everything; empty: none is required of anybody."""
     tls: Path | None = None

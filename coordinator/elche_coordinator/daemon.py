@@ -25,6 +25,7 @@ from elche_coordinator import tape
 from elche_coordinator.access import AccessInterceptor, Credentials, authenticated
 from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.audit import Audit
 from elche_coordinator.averaging_service import AveragingServicer
 from elche_coordinator.bundle_service import BundleServicer
@@ -86,6 +87,8 @@ async def _serve(
         tokens, recorded = Tokens(store), tape.read(store)
         driver = Driver(Coordinator(), store, recorded=recorded)
         history = History(store, living=driver.core.job_ids())
+        catalogue, transfers = JobCatalogue(driver, history), Transfers()
+        artifacts = Artifacts(config.artifacts, store, driver, catalogue, transfers)
         if recorded is None:
             store.drop_tape()  # only now that all else could be read
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
@@ -93,13 +96,11 @@ async def _serve(
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
     access = AccessInterceptor(credentials, audit, partial(authenticated, driver))
     server, port = _new_server(config, access, encryption)
-    transfers = Transfers()
-    catalogue = JobCatalogue(driver, history)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
     bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
-    job_servicer = JobServicer(driver, catalogue, transfers, timelines, journals, bundles)
+    job_servicer = JobServicer(driver, catalogue, transfers, artifacts, timelines, journals, bundles)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(BundleServicer(driver, bundles), server)
@@ -115,7 +116,8 @@ async def _serve(
         _running(driver.health.measure()),
         _running(timelines.write()),
         _running(forget_old(catalogue, config.keep_jobs)),
-        _page(config, driver, catalogue, transfers, journals, credentials, audit, encryption),
+        _running(artifacts.run()),
+        _page(config, driver, catalogue, transfers, artifacts, journals, credentials, audit, encryption),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -146,6 +148,7 @@ async def _page(
     driver: Driver,
     catalogue: JobCatalogue,
     transfers: Transfers,
+    artifacts: Artifacts,
     journals: JournalFiles,
     credentials: Credentials,
     audit: Audit,
@@ -156,7 +159,8 @@ async def _page(
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    web = Web(driver, catalogue, transfers, credentials, audit, Recordings(config.data / "recordings"), journals)
+    recordings = Recordings(config.data / "recordings")
+    web = Web(driver, catalogue, transfers, credentials, audit, artifacts, recordings, journals)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_running(web.record()))
         presented = server.start(web.app, encryption.page_files if encryption is not None else None)

@@ -17,6 +17,7 @@ from elche.v1 import (
     job_pb2_grpc,
 )
 from elche_coordinator import codec
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.best_model import best_weights
 from elche_coordinator.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
 from elche_coordinator.bundles import Bundles
@@ -32,8 +33,8 @@ from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.link_trials import LinkTrials
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import (
-    ask_for_model,
     drain,
+    model_chunks,
     own_view,
     pause,
     request_checkpoint,
@@ -67,6 +68,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         driver: Driver,
         catalogue: JobCatalogue,
         transfers: Transfers,
+        artifacts: Artifacts,
         timelines: Timelines,
         journals: JournalFiles,
         bundles: Bundles,
@@ -77,6 +79,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._driver = driver
         self._catalogue = catalogue
         self._transfers = transfers
+        self._artifacts = artifacts
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
         self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
         self._links = LinkTrials(driver.agents, transfers)
@@ -133,7 +136,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             check_settings(request.settings)
             view = own_view(self._catalogue, request.job_id)
             submitter = CALLER.get().submitter(request.submitted_by)
-            job_id, path = await resume(self._driver, self._catalogue, view, request.settings, submitter)
+            job_id, path = await resume(
+                self._driver, self._catalogue, self._artifacts, view, request.settings, submitter
+            )
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
@@ -183,12 +188,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         async with answering(context):
             view = self._catalogue.known_view(request.job_id)
-            if request.best:
-                async for data in best_weights(view, self._catalogue, self._driver.agents, self._transfers):
-                    yield job_pb2.FetchModelResponse(data=data)
-                return
-            transfer = ask_for_model(self._catalogue, self._driver.agents, self._transfers, view)
-            async with aclosing(self._transfers.chunks(transfer)) as chunks:
+            find = best_weights if request.best else model_chunks
+            found = find(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
+            async with aclosing(found) as chunks:
                 async for data in chunks:
                     yield job_pb2.FetchModelResponse(data=data)
 
@@ -201,6 +203,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 lambda: self._catalogue.known_view(request.job_id),
                 self._driver.agents,
                 self._transfers,
+                self._artifacts,
                 self._logs,
             )
             async with aclosing(parts):

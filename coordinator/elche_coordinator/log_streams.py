@@ -8,6 +8,7 @@ from contextlib import aclosing
 from elche.errors import ElcheError, InvalidJob
 from elche.v1 import job_pb2
 from elche_coordinator.agents import Agents
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.budgets import Budget
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
@@ -31,6 +32,7 @@ async def stream_logs(
     view: Callable[[], JobView],
     agents: Agents,
     transfers: Transfers,
+    artifacts: Artifacts,
     budget: Budget,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing,
@@ -38,7 +40,7 @@ async def stream_logs(
     """
     ranks = await _begun(request, view)
     with budget.taking(CALLER.get().name, len(ranks)):
-        async with aclosing(_merged(request, view, ranks, agents, transfers)) as parts:
+        async with aclosing(_merged(request, view, ranks, agents, transfers, artifacts)) as parts:
             async for part in parts:
                 yield part
 
@@ -49,9 +51,13 @@ async def _merged(
     ranks: list[RankView],
     agents: Agents,
     transfers: Transfers,
+    artifacts: Artifacts,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     parts: Parts = asyncio.Queue(DEPTH)
-    readers = [asyncio.ensure_future(_read(request, view().job_id, rank, agents, transfers, parts)) for rank in ranks]
+    job_id = view().job_id
+    readers = [
+        asyncio.ensure_future(_read(request, job_id, rank, agents, transfers, artifacts, parts)) for rank in ranks
+    ]
     problems: list[str] = []
     num_open = len(readers)
     try:
@@ -99,7 +105,13 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
 
 
 async def _read(
-    request: job_pb2.StreamLogsRequest, job_id: str, rank: RankView, agents: Agents, transfers: Transfers, parts: Parts
+    request: job_pb2.StreamLogsRequest,
+    job_id: str,
+    rank: RankView,
+    agents: Agents,
+    transfers: Transfers,
+    artifacts: Artifacts,
+    parts: Parts,
 ) -> None:
     """Puts the chunks of one rank's log into `parts`, then None."""
     transfer = transfers.begin()
@@ -108,9 +120,11 @@ async def _read(
         how = {"follow": request.follow, "with_times": request.with_times}
         if not agents.ask_for_log(job_id, rank, transfer, limit, **how):
             transfers.drop(transfer)
-            where = f"{rank.host}:{rank.log_path}"
-            raise InvalidJob(f"the host of rank {rank.rank} is not here any more; its log is {where}")
-        async with aclosing(transfers.chunks(transfer)) as chunks:
+            transfer = ""
+        where = f"{rank.host}:{rank.log_path}"
+        absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
+        log_end = artifacts.log_end(transfer, job_id, rank.rank, limit, absent, with_times=request.with_times)
+        async with aclosing(log_end) as chunks:
             async for data in chunks:
                 # A host whose rank writes nothing sends empty chunks, by which it learns that nobody follows any more.
                 if data:

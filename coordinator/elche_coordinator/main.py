@@ -30,6 +30,7 @@ Examples:
   elche-coordinator
   elche-coordinator --listen 127.0.0.1:7717 --data /var/lib/elche
   elche-coordinator --store postgresql://elche@db.lab/elche
+  elche-coordinator --artifacts s3://lab-models/elche
   elche-coordinator --quota ada=4 --quota '*=2'
   ELCHE_TOKEN_FILE=/run/secrets/elche elche-coordinator --listen 0.0.0.0:7717 --http 0.0.0.0:7718
   elche-coordinator --listen 0.0.0.0:7717 --tls ca/gpu1 --client-certificates
@@ -101,6 +102,14 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     help="How many jobs that have ended are remembered; the oldest are forgotten. Checkpoints and models stay.",
 )
 @click.option(
+    "--artifacts",
+    default="",
+    envvar="ELCHE_ARTIFACTS",
+    show_envvar=True,
+    metavar="PLACE",
+    help="Folder that workers share, or URL that fsspec knows, for what jobs leave: it outlives their hosts.",
+)
+@click.option(
     "--grace",
     default=25.0,
     show_default=True,
@@ -121,6 +130,7 @@ def main(
     asks_certificates: bool,
     quotas: Mapping[str, int],
     keep_jobs: int,
+    artifacts: str,
     grace: float,
     exit_with_stdin: bool,
 ) -> None:
@@ -152,6 +162,7 @@ def main(
             asks_certificates=asks_certificates,
             quotas=quotas,
             keep_jobs=keep_jobs,
+            artifacts=artifacts,
             grace_s=grace,
             exit_with_stdin=exit_with_stdin,
         )

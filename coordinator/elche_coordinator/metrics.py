@@ -8,6 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
@@ -33,9 +34,12 @@ class MetricsSnapshot:
     loop_lag_s: float = 0.0
     persist: Histogram = field(default_factory=lambda: Histogram(PERSIST_SECONDS))
     num_persist_failures: int = 0
+    num_artifact_failures: int = 0
+    num_artifacts_waiting: int = 0
+    """Jobs that have ended, and are not all in the artifact store."""
 
 
-def snapshot(driver: Driver, catalogue: JobCatalogue) -> MetricsSnapshot:
+def snapshot(driver: Driver, catalogue: JobCatalogue, artifacts: Artifacts) -> MetricsSnapshot:
     """All that is exported, as it is now."""
     hosts, streams = driver.agents.hosts(), driver.streams
     num_connected = {
@@ -53,6 +57,8 @@ def snapshot(driver: Driver, catalogue: JobCatalogue) -> MetricsSnapshot:
         loop_lag_s=driver.health.lag_s,
         persist=driver.writer.durations.copy(),
         num_persist_failures=driver.writer.num_failures,
+        num_artifact_failures=artifacts.num_failures,
+        num_artifacts_waiting=artifacts.num_waiting,
     )
 
 
@@ -219,6 +225,12 @@ def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "elche_coordinator_persist_failures", "Failed attempts to make records durable.", snapshot.num_persist_failures
+    )
+    yield CounterMetricFamily(
+        "elche_artifact_failures", "Failed attempts to store what jobs left.", snapshot.num_artifact_failures
+    )
+    yield GaugeMetricFamily(
+        "elche_artifacts_waiting", "Ended jobs that are not all in the artifact store.", snapshot.num_artifacts_waiting
     )
 
 

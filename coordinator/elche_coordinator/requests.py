@@ -4,12 +4,14 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
+from elche.artifacts import MODEL
 from elche.errors import InvalidJob, TooMuch, UnknownJob
 from elche_coordinator.agents import Agents
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import (
@@ -59,7 +61,12 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
 
 
 async def resume(
-    driver: Driver, catalogue: JobCatalogue, view: JobView, settings: Mapping[str, str], submitted_by: str = ""
+    driver: Driver,
+    catalogue: JobCatalogue,
+    artifacts: Artifacts,
+    view: JobView,
+    settings: Mapping[str, str],
+    submitted_by: str = "",
 ) -> tuple[JobId, str]:
     """Submits an ended job again, from its newest checkpoint. Returns the new job's id and the checkpoints' folder.
 
@@ -75,7 +82,9 @@ async def resume(
     if not checkpoints:
         raise InvalidJob(f"job {view.job_id} has no checkpoint to resume from; submit it again")
     _refuse_complete(result, view.job_id, settings)
-    path = checkpoints[-1].path.rpartition("/")[0]  # the record may be one checkpoint behind the folder
+    newest = checkpoints[-1].path
+    stored = artifacts.checkpoints_place(view.job_id, newest)
+    path = stored or newest.rpartition("/")[0]  # the record may be one checkpoint behind the folder
     spec = replace(
         spec,
         resume=path,
@@ -108,16 +117,19 @@ def own_view(catalogue: JobCatalogue, job_id: str) -> JobView:
     return view
 
 
-def ask_for_model(catalogue: JobCatalogue, agents: Agents, transfers: Transfers, view: JobView) -> str:
-    """Starts the transfer of the job's model from its host; returns the transfer's name. Raises `InvalidJob`."""
+def model_chunks(
+    catalogue: JobCatalogue, agents: Agents, transfers: Transfers, artifacts: Artifacts, view: JobView
+) -> AsyncGenerator[bytes]:
+    """The job's model, from its host, or from the artifact store where none has it any more. Raises `InvalidJob`."""
     result = catalogue.result(view.job_id)
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
     transfer = transfers.begin()
     if not agents.ask_for_model(view.job_id, result, transfer):
         transfers.drop(transfer)
-        raise InvalidJob(f"the host that has the model is not here any more; the model is {result.model} there")
-    return transfer
+        transfer = ""
+    absent = f"the host that has the model is not here any more; the model is {result.model} there"
+    return artifacts.from_host(transfer, view.job_id, MODEL, absent)
 
 
 def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:

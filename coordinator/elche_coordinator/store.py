@@ -172,6 +172,12 @@ class Store(Protocol):
     def load_source(self, name: str) -> str:
         """The text of the file with this hash. Raises `KeyError` when it is not there."""
 
+    def load_artifacts(self) -> dict[str, str]:
+        """By job that has ended, what the artifact store has of it, as JSON."""
+
+    def save_artifacts(self, job_id: str, record: str) -> None:
+        """Keeps that of one job; of a job that is forgotten, nothing."""
+
     def load_tokens(self) -> list[Token]:
         """All, oldest first."""
 

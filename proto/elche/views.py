@@ -93,3 +93,5 @@ class JobView:
     checkpoints: tuple[Checkpoint, ...] = ()
     """Those that are kept, oldest first."""
     num_checkpoint_failures: int = 0
+    artifacts: str = ""
+    """Where in the artifact store its model and logs are, or why not yet; empty: it has not ended, or there is none."""

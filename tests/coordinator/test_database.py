@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import op
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
@@ -28,6 +29,17 @@ def columns(path: Path) -> dict[str, set[str]]:
     return {table: {column["name"] for column in found.get_columns(table)} for table in found.get_table_names()}
 
 
+def add_job(old: sqlite3.Connection, dump: Path) -> None:
+    """A job as coordinators of that time wrote it: at first with its file, then with its file's hash, in its spec."""
+    if dump.stem in ("before_numbers", "0001", "0002"):
+        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
+        return
+    name = hashlib.sha256(b"text").hexdigest()
+    row = (json.dumps({"submitted_at": 3.0}), json.dumps({"name": "old", "source_hash": name}), name)
+    old.execute("INSERT INTO jobs (id, record, spec, source) VALUES ('job', ?, ?, ?)", row)
+    old.execute("INSERT INTO sources (hash, text) VALUES (?, 'text')", [name])
+
+
 def test_the_newest_migration_is_the_one_that_is_expected() -> None:
     config = Config()
     config.set_main_option("script_location", elche_coordinator.sql.migrations.__path__[0])
@@ -43,7 +55,7 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
     with sqlite3.connect(path) as old:
         old.executescript(dump.read_text(encoding="utf-8"))
-        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
+        add_job(old, dump)
     store = SqlStore.in_file(path)
     new = {table.name: {column.name for column in table.columns} for table in metadata.sorted_tables}
     assert columns(path) == new | {"alembic_version": {"version_num"}}
@@ -70,10 +82,10 @@ def test_a_migration_that_is_cut_short_leaves_the_database_as_it_was(
     path = tmp_path / "elche.sqlite"
     with sqlite3.connect(path) as old:
         old.executescript(dump.read_text(encoding="utf-8"))
-        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
-    before = columns(path)
+        add_job(old, dump)
+    before, create = columns(path), op.create_table
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "sha256", lambda _: 1 / 0)  # at its last step
+        patch.setattr(op, "create_table", lambda name, *rest: 1 / 0 if name == "artifacts" else create(name, *rest))
         with pytest.raises(ZeroDivisionError):
             SqlStore.in_file(path)
     assert columns(path) == before
@@ -176,3 +188,14 @@ def test_how_long_nobody_has_written(tmp_path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tape SET written_at = written_at + 500")
     assert store.load_state().age_s == 0.0
+
+
+def test_what_the_artifact_store_has_is_kept_as_long_as_its_job(tmp_path: Path) -> None:
+    store = SqlStore.in_file(tmp_path / "elche.sqlite")
+    store.write([JobRow(id="job", record="{}")])
+    for record in ("one", "two"):
+        store.save_artifacts("job", record)
+    store.save_artifacts("nobody's", "one")
+    assert store.load_artifacts() == {"job": "two"}
+    store.write([], forgotten=["job"])
+    assert store.load_artifacts() == {}

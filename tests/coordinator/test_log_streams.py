@@ -2,12 +2,14 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elche.errors import TooMuch
 from elche.v1 import job_pb2
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.budgets import Budget
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.roles import CALLER, Caller, Role
@@ -33,11 +35,14 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
         hosts, transfers, budget = Hosts(), Transfers(), Budget("logs of ranks open", 3, 100)
         ranks = tuple(replace(rank_view(number), log_path=f"/logs/{number}") for number in range(2))
         view = replace(job_view(2), ranks=ranks)
+        nothing: Any = SimpleNamespace(load_artifacts=dict)
+        artifacts = Artifacts("", nothing, nothing, nothing, transfers)
 
         def follow(caller: str) -> Any:
             CALLER.set(Caller(caller, Role.VIEWER))
             agents: Any = hosts
-            return stream_logs(job_pb2.StreamLogsRequest(follow=True), lambda: view, agents, transfers, budget)
+            request = job_pb2.StreamLogsRequest(follow=True)
+            return stream_logs(request, lambda: view, agents, transfers, artifacts, budget)
 
         first = follow("eve")
         reading = asyncio.create_task(anext(first))

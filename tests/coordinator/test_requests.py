@@ -49,8 +49,9 @@ def resumed(folder: Path, result: JobResult | None, settings: Mapping[str, str],
         driver.sources.hold(JobId("another"), spec.source_hash)
         old: Any = SimpleNamespace(result=lambda job_id: result, submission=lambda job_id: spec)
         view: Any = SimpleNamespace(job_id="old")
+        artifacts: Any = SimpleNamespace(checkpoints_place=lambda job_id, path: "")
         try:
-            job_id, path = await resume(driver, old, view, settings)
+            job_id, path = await resume(driver, old, artifacts, view, settings)
             assert path == "/runs/old/checkpoints"
             found = driver.core.spec(job_id)
             assert found is not None

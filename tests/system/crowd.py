@@ -157,7 +157,7 @@ class Jobs:
 
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
-    web = Web(Crowd(), Jobs(), Transfers(), Credentials("", None), None)  # type: ignore[arg-type]
+    web = Web(Crowd(), Jobs(), Transfers(), Credentials("", None), None, None)  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)

@@ -12,7 +12,7 @@ from elche_coordinator.store import BadStore, DamagedStore, Replaced, StoreFaile
 
 log = logging.getLogger(__name__)
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest one in `migrations/versions`."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 REFUSALS = (
@@ -97,6 +97,14 @@ bundles = sa.Table(
     sa.Column("data", sa.LargeBinary, nullable=False),
 )
 """Packed folders of user code, in parts, where several coordinators share a database."""
+
+artifacts = sa.Table(
+    "artifacts",
+    metadata,
+    sa.Column("job", sa.String, primary_key=True),
+    sa.Column("record", sa.Text, nullable=False),
+)
+"""What the artifact store has of jobs that have ended, and where, as JSON."""
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from elche_coordinator.roles import Role, Token
 from elche_coordinator.sql.database import Database, failing
+from elche_coordinator.sql.database import artifacts as _artifacts
 from elche_coordinator.sql.database import bundles as _bundles
 from elche_coordinator.sql.database import jobs as _jobs
 from elche_coordinator.sql.database import parts as _parts
@@ -26,6 +27,10 @@ PUT_JOB = sa.text(
     "source = coalesce(excluded.source, jobs.source)"
 )
 ADD_SOURCE = sa.text("INSERT INTO sources (hash, text) VALUES (:hash, :text) ON CONFLICT (hash) DO NOTHING")
+PUT_ARTIFACTS = sa.text(
+    "INSERT INTO artifacts (job, record) SELECT id, :record FROM jobs WHERE id = :job "
+    "ON CONFLICT (job) DO UPDATE SET record = excluded.record"
+)
 JOB_ROW = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec, _jobs.c.source)
 
 
@@ -84,6 +89,7 @@ class SqlStore(Database):
     def _forget(self, connection: sa.Connection, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
             connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
+            connection.execute(_artifacts.delete().where(_artifacts.c.job == job_id))
         used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
         connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
 
@@ -141,6 +147,14 @@ class SqlStore(Database):
         if text is None:
             raise KeyError(name)
         return str(text)
+
+    def load_artifacts(self) -> dict[str, str]:
+        with self.reading() as connection:
+            return {row.job: row.record for row in connection.execute(sa.select(_artifacts))}
+
+    def save_artifacts(self, job_id: str, record: str) -> None:
+        with self.writing() as connection:
+            connection.execute(PUT_ARTIFACTS, {"job": job_id, "record": record})
 
     # Tokens and bundles
 

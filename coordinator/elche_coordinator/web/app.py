@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
 from elche_coordinator.access import Credentials
+from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.audit import Audit
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
@@ -28,7 +29,7 @@ from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector, snapshot
-from elche_coordinator.requests import ask_for_model, own_view, pause, request_checkpoint, resume, scale
+from elche_coordinator.requests import model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.validation import MAX_RANKS
@@ -64,12 +65,14 @@ class Web:
         transfers: Transfers,
         credentials: Credentials,
         audit: Audit,
+        artifacts: Artifacts,
         recordings: Recordings | None = None,
         journals: JournalFiles | None = None,
     ) -> None:
         self._driver = driver
         self._catalogue = catalogue
         self._transfers = transfers
+        self._artifacts = artifacts
         self._recordings = recordings
         self._recorder = Recorder(load=self._recorded_before)
         self._views: list[JobView] = []
@@ -80,7 +83,7 @@ class Web:
         self._loaded: dict[str, SavedRecording] = {}
         """Recordings of earlier runs, by job."""
         self._saved: set[str] = set()
-        self._downloads = Downloads(transfers)
+        self._downloads = Downloads()
         self._process = ProcessCollector(registry=None)
         self._stopping = asyncio.Event()
         driver.watchers.on_published(self._recorder.take_report)
@@ -181,7 +184,7 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(SnapshotCollector(snapshot(self._driver, self._catalogue)))
+        registry.register(SnapshotCollector(snapshot(self._driver, self._catalogue, self._artifacts)))
         registry.register(self._process)
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -265,9 +268,12 @@ class Web:
         transfer = self._transfers.begin()
         if not self._driver.agents.ask_for_log(view.job_id, rank, transfer, MAX_LOG_BYTES):
             self._transfers.drop(transfer)
-            raise ElcheError("the host of the rank, which has its log, is not connected")
-        log_end = await self._transfers.whole(transfer, MAX_LOG_BYTES)
-        return PlainTextResponse(log_end.decode("utf-8", "replace"))
+            transfer = ""
+        absent = "the host of the rank, which has its log, is not connected"
+        parts = [
+            data async for data in self._artifacts.log_end(transfer, view.job_id, rank.rank, MAX_LOG_BYTES, absent)
+        ]
+        return PlainTextResponse(b"".join(parts).decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:
         """The job's model, fetched from its host, for clients that send the token."""
@@ -294,8 +300,8 @@ class Web:
         return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
-        transfer = ask_for_model(self._catalogue, self._driver.agents, self._transfers, view)
-        return await self._downloads.begin(transfer, f"{view.job_id}.safetensors")
+        chunks = model_chunks(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
+        return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
     # What the page changes
 
@@ -312,7 +318,9 @@ class Web:
             case "scale":
                 scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
             case "resume":
-                new_id, path = await resume(self._driver, self._catalogue, view, {}, submitted_by=CALLER.get().name)
+                new_id, path = await resume(
+                    self._driver, self._catalogue, self._artifacts, view, {}, submitted_by=CALLER.get().name
+                )
                 return JSONResponse({"job": new_id, "checkpoint": path})
             case "model":
                 return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from urllib.parse import quote
 
@@ -10,7 +10,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from elche.errors import ElcheError
-from elche_coordinator.transfers import Transfers
 
 LINK_S = 30.0
 """How long a link is valid."""
@@ -55,13 +54,11 @@ class DownloadResponse(StreamingResponse):
 class Downloads:
     """Downloads whose links have not been followed yet."""
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
+    def __init__(self) -> None:
         self._waiting: dict[str, Download] = {}
 
-    async def begin(self, transfer: str, file_name: str) -> Download:
+    async def begin(self, chunks: AsyncGenerator[bytes], file_name: str) -> Download:
         """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver."""
-        chunks = self._transfers.chunks(transfer)
         # The host waits with its first part until the link is followed: so a host that is gone is told on the page, and
         # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
         return Download(file_name, chunks, await anext(chunks, b""))

@@ -190,6 +190,7 @@ def about(view: JobView, known: JobDetails | None, ended_at: float | None = None
         "queue_wait_s": _finite(view.queue_wait_s),
         "ran_s": _finite(known.ran_s) if result else None,
         "ended_at": _finite(ended_at),
+        "artifacts": _cut(view.artifacts, MAX_TEXT),
         "can_resume": bool(result and result.checkpoints and not spec.is_loop),
         **({} if result is None else _outcome(known)),
     }

@@ -145,6 +145,62 @@ class SendLog(_message.Message):
 Global___SendLog: _TypeAlias = SendLog  # noqa: Y015
 
 @_typing.final
+class StoreArtifacts(_message.Message):
+    """Requests that the host puts what it holds of a job that has ended into the artifact store. It delivers the manifest, as
+    JSON; empty chunks before are signs of life.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    HAS_MODEL_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    transfer: _builtins.str
+    """The transfer's name."""
+    root: _builtins.str
+    """The store: a folder, or a URL that fsspec knows."""
+    folder: _builtins.str
+    """Folder in it for what this host has, which is whole when there is a manifest in it."""
+    has_model: _builtins.bool
+    """Whether the final model is here, and the best one beside it."""
+    record: _builtins.str
+    """The job's record, as JSON; empty: another host has it."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks whose logs are wanted."""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Folders on this host of checkpoints that are wanted if they are there."""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        transfer: _builtins.str = ...,
+        root: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        has_model: _builtins.bool = ...,
+        checkpoints: _abc.Iterable[_builtins.str] | None = ...,
+        record: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "folder", b"folder", "has_model", b"has_model", "job_id", b"job_id", "ranks", b"ranks", "record", b"record", "root", b"root", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreArtifacts: _TypeAlias = StoreArtifacts  # noqa: Y015
+
+@_typing.final
 class OpenLink(_message.Message):
     """Has the host listen for another one that measures the link between them. What it delivers is where, as HOST:PORT."""
 
@@ -275,6 +331,7 @@ class AgentHello(_message.Message):
     MEASURES_LINKS_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    STORES_ARTIFACTS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -289,6 +346,8 @@ class AgentHello(_message.Message):
     """Whether it knows `OpenLink` and `TryLink`."""
     folder: _builtins.str
     """Identifies its work folder, whichever agent has it; empty: none could be kept there."""
+    stores_artifacts: _builtins.bool
+    """Whether it knows `StoreArtifacts`."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -319,10 +378,11 @@ class AgentHello(_message.Message):
         measures_links: _builtins.bool = ...,
         folder: _builtins.str = ...,
         jobs: _abc.Iterable[_builtins.str] | None = ...,
+        stores_artifacts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,6 +774,7 @@ class AttendResponse(_message.Message):
     TAKEN_FIELD_NUMBER: _builtins.int
     OPEN_LINK_FIELD_NUMBER: _builtins.int
     TRY_LINK_FIELD_NUMBER: _builtins.int
+    STORE_ARTIFACTS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The order's number, from 1: it is kept until the agent has heard it, and sent again on another stream; 0: not."""
@@ -753,6 +814,10 @@ class AttendResponse(_message.Message):
     def try_link(self) -> Global___TryLink:
         """Has it measure a link."""
 
+    @_builtins.property
+    def store_artifacts(self) -> Global___StoreArtifacts:
+        """Has it put a job's artifacts into the store."""
+
     def __init__(
         self,
         *,
@@ -765,13 +830,14 @@ class AttendResponse(_message.Message):
         taken: Global___AgentTaken | None = ...,
         open_link: Global___OpenLink | None = ...,
         try_link: Global___TryLink | None = ...,
+        store_artifacts: Global___StoreArtifacts | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken", "open_link", "try_link"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken", "open_link", "try_link", "store_artifacts"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

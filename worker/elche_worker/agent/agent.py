@@ -22,6 +22,7 @@ from elche.protocol import call_metadata
 from elche.status import hint
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.job_folders import JobFolders
@@ -57,7 +58,7 @@ gone.
 
 MAX_DELIVERIES = 192
 """Files that are sent at once. Each takes two threads and two open files of this process, which starts ranks, too."""
-Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog)
+Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog, agent_pb2.StoreArtifacts)
 
 
 class Agent:
@@ -107,6 +108,7 @@ class Agent:
         self._folders = JobFolders(work_dir)
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
+        self._artifacts = ArtifactWriter(self._folders, self._processes)
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,
@@ -158,15 +160,17 @@ class Agent:
         self._store = ""
 
     def leave(self) -> None:
-        """Ends once the ranks here have left, their work committed, or when the time for that is over. The second call
-        ends everything at once.
+        """Ends once the ranks here have left, their work committed, and once what is being stored is, or when the time
+        for that is over. The second call ends everything at once.
         """
-        num_ranks = self._processes.num_running
-        if not self._is_leaving and num_ranks:
+        num_ranks, over_s = self._processes.num_running, time.monotonic() + self._grace_s
+        if not self._is_leaving:
             self._is_leaving = True
-            log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
-            self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
-            self._processes.wait_until_idle(self._grace_s)
+            if num_ranks:
+                log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
+                self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
+                self._processes.wait_until_idle(self._grace_s)
+            self._artifacts.wait_until_idle(over_s - time.monotonic())
         self.stop()
 
     def stop(self) -> None:
@@ -188,6 +192,7 @@ class Agent:
             heard=self._outbound.num_heard,
             num_ranks=self._processes.num_running,
             measures_links=True,
+            stores_artifacts=True,
             folder=self._folders.id,
             jobs=self._folders.newest(),
         )
@@ -234,6 +239,8 @@ class Agent:
                 self._begin_delivery(self._deliver, response.send_model)
             case "send_log":
                 self._begin_delivery(self._deliver_log, response.send_log)
+            case "store_artifacts":
+                self._begin_delivery(self._store_artifacts, response.store_artifacts)
             case "send_stacks":
                 threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
             case "open_link":
@@ -308,6 +315,10 @@ class Agent:
         chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes, files)
         times = TimesReader(path, files) if order.with_times else None
         self._send(path, order.transfer, _log_parts(path, chunks, times))
+
+    def _store_artifacts(self, order: agent_pb2.StoreArtifacts) -> None:
+        """Stores what is here of a job that has ended, and delivers the manifest."""
+        self._send(f"job {order.job_id} artifacts", order.transfer, self._artifacts.answers(order))
 
     def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of the end of a log and of what is written to it, until its rank has ended; now and then

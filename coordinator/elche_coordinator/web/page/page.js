@@ -317,6 +317,7 @@ function show_outcome(job, about, path) {
   if (!about.outcome || $("outcome").dataset.key === key) return;
   $("outcome").dataset.key = key;
   const parts = about.outcome === "failed" ? failure(job, about, path) : about.outcome === "succeeded" ? success(job, about) : [h("h3", { class: "warn" }, "Cancelled"), h("p", {}, about.error || "by request")];
+  if (about.artifacts) parts.push(h("p", { class: "soft" }, `Artifacts: ${about.artifacts}`));
   $("outcome").replaceChildren(...parts.filter(Boolean));
 }
 

@@ -1,0 +1,119 @@
+"""Files of the artifact store: what is read is what was written, and nothing secret is said."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elche.artifacts import CHUNK_BYTES, MANIFEST, Place, problem_of, reason_of
+from elche.errors import InvalidJob
+from elche_coordinator.artifacts import Artifacts
+from elche_coordinator.config import CannotStart
+
+LARGE = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
+
+
+@pytest.fixture(params=["folder", "url"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return Place(str(tmp_path), "job/host")
+    return Place(f"memory://{tmp_path.name}", "job/host")
+
+
+def broken() -> Iterator[bytes]:
+    yield b"one"
+    raise OSError("no room")
+
+
+def test_a_file_is_read_as_it_was_written_or_not_at_all(place: Place) -> None:
+    place.begin()
+    for name, data in {"large": LARGE, "checkpoints/1/empty": b""}.items():
+        entry = place.write(name, (data[:1], data[1:]))
+        assert b"".join(place.read(name, entry)) == data
+        place.write(name, (b"x", data[1:]))
+        parts = []
+        with pytest.raises(InvalidJob, match=f"{name} in the artifact store is damaged"):
+            parts += list(place.read(name, entry))
+        assert parts == []
+    place.write(MANIFEST, (b"{}",))
+    place.begin()
+    with pytest.raises(FileNotFoundError):
+        list(place.read(MANIFEST))
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    place = Place(str(tmp_path), "job/host")
+    entry = place.write("model", (b"before",))
+    with pytest.raises(OSError, match="no room"):
+        place.write("model", broken())
+    assert b"".join(place.read("model", entry)) == b"before"
+    assert [one.name for one in tmp_path.rglob("*") if one.is_file()] == ["model"]
+
+
+def test_links_in_a_store_lead_nowhere(tmp_path: Path) -> None:
+    """Jobs can change what their worker can: a link would have the coordinator read, or a worker write, elsewhere."""
+    (other := tmp_path / "other").mkdir()
+    (other / "secret").write_bytes(b"secret")
+    (store := tmp_path / "store" / "job").mkdir(parents=True)
+    (store / "host").symlink_to(other)
+    (store / "here").mkdir()
+    (store / "here" / "model").symlink_to(other / "secret")
+    root = str(tmp_path / "store")
+    for folder, name in (("job/host", "secret"), ("job/here", "model")):
+        with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+            list(Place(root, folder).read(name))
+    with pytest.raises(NotADirectoryError):
+        Place(root, "job/host").write("new", (b"new",))
+    Place(root, "job/here").write("model", (b"model",))  # in place of the link
+    assert {one.name: one.read_bytes() for one in other.iterdir()} == {"secret": b"secret"}
+
+
+@pytest.mark.parametrize(
+    "root", ["relative", "file://relative", "s3://key:hush@lab/models", "https://lab/models?sig=hush"]
+)
+def test_an_address_that_is_none_or_has_credentials_is_refused_and_not_repeated(root: str) -> None:
+    problem = problem_of(root)
+    assert problem
+    assert "hush" not in problem
+    with pytest.raises(CannotStart, match="--artifacts: "):
+        artifacts(root, {})
+
+
+@pytest.mark.parametrize("root", ["/srv/elche", "file:///srv", "s3://lab/models", "abfs://models@lab.example/elche"])
+def test_addresses_without_credentials(root: str) -> None:
+    assert problem_of(root) == ""
+
+
+def test_a_reason_is_one_line_without_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush-hush")
+    assert reason_of(ValueError("refused:\n  hush-hush-hush is unknown")) == "refused: *** is unknown"
+    assert reason_of(PermissionError(13, "Permission denied", "/srv")) == "Permission denied"
+
+
+def artifacts(root: str, kept: dict[str, str]) -> Artifacts:
+    store, nobody = SimpleNamespace(load_artifacts=lambda: kept), SimpleNamespace()
+    catalogue: Any = SimpleNamespace(artifacts={})
+    rest: Any = nobody
+    any_store: Any = store
+    return Artifacts(root, any_store, rest, catalogue, rest)
+
+
+def test_the_end_of_a_stored_log(tmp_path: Path) -> None:
+    lines = [b"2026-01-31T12:00:00Z one\n", b"2026-01-31T12:00:01Z two\rthree\n", b"2026-01-31T12:00:02Z four"]
+    entry = Place(str(tmp_path), "job/host").write("rank-0.log", lines)
+    part = {"root": str(tmp_path), "folder": "job/host", "files": {"rank-0.log": entry}, "missing": []}
+    found = artifacts("", {"job": json.dumps({"folder": part}), "damaged": "[1]"})
+
+    async def end(max_bytes: int, *, with_times: bool) -> bytes:
+        parts = found.log_end("", "job", 0, max_bytes, "it is gone", with_times=with_times)
+        return b"".join([data async for data in parts])
+
+    assert asyncio.run(end(1 << 20, with_times=True)) == b"".join(lines)
+    assert asyncio.run(end(1 << 20, with_times=False)) == b"one\ntwo\rthree\nfour"
+    assert asyncio.run(end(len(lines[2]) + 1, with_times=False)) == b"four"
+    with pytest.raises(InvalidJob, match="it is gone"):
+        asyncio.run(anext(found.log_end("", "damaged", 0, 1, "it is gone")))

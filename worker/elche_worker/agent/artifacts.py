@@ -1,0 +1,145 @@
+"""Puts what this host has of an ended job into the artifact store, when the coordinator says so (`elche.artifacts`)."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from elche.artifacts import BEST, CHECKPOINTS, CHUNK_BYTES, MANIFEST, MODEL, RECORD, Place, rank_log, reason_of
+from elche.errors import InvalidJob
+from elche.v1 import agent_pb2
+from elche_worker.agent.job_folders import JobFolders
+from elche_worker.agent.processes import Processes
+from elche_worker.process.log_times import TimesReader
+from elche_worker.process.rank_files import RankFiles
+
+log = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 5.0
+"""Interval of empty messages while files are written, in seconds: stores may take long over one."""
+EXIT_S = 60.0
+"""How long the ranks of a job may take to exit, in seconds, before their logs are taken as they are."""
+LOOK_EVERY_S = 0.1
+MAX_MANIFEST_BYTES = 1 << 20
+FORMAT = 1
+
+
+class ArtifactWriter:
+    """Stores jobs' artifacts, those of one job after those of another. Nothing is removed from this host."""
+
+    def __init__(self, folders: JobFolders, processes: Processes) -> None:
+        self._folders = folders
+        self._processes = processes
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_open = 0
+
+    def wait_until_idle(self, limit_s: float) -> bool:
+        """Waits until nothing is being stored; returns False when the time is over first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_open, timeout=limit_s)
+
+    def answers(self, order: agent_pb2.StoreArtifacts) -> Iterator[agent_pb2.DeliverRequest]:
+        """Carries an order out on a thread; yields empty messages meanwhile, and in the end the manifest, or why there
+        is none. Who does not read on does not stop it.
+        """
+        answer: list[agent_pb2.DeliverRequest] = []
+        thread = threading.Thread(target=self._run, args=(order, answer), daemon=True)
+        with self._changed:
+            self._num_open += 1
+        thread.start()
+        while thread.is_alive():
+            thread.join(ALIVE_EVERY_S)
+            yield agent_pb2.DeliverRequest()
+        yield from answer
+
+    def _run(self, order: agent_pb2.StoreArtifacts, answer: list[agent_pb2.DeliverRequest]) -> None:
+        try:
+            with self._turn:
+                answer.append(agent_pb2.DeliverRequest(data=self._store(order)))
+        except InvalidJob as error:
+            answer.append(agent_pb2.DeliverRequest(error=str(error)))
+        except Exception as error:  # packages of fsspec raise what they like
+            reason = f"{order.root} cannot be written: {reason_of(error)}"
+            answer.append(agent_pb2.DeliverRequest(error=reason))
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+
+    def _store(self, order: agent_pb2.StoreArtifacts) -> bytes:
+        """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and what the store raises."""
+        folder = self._folders.find(order.job_id)
+        if folder is None or not folder.is_dir():
+            raise InvalidJob(f"the folder of job {order.job_id} is not there" if folder else "the job has not run here")
+        limit_s = time.monotonic() + EXIT_S
+        while any(self._processes.has(order.job_id, rank) for rank in order.ranks) and time.monotonic() < limit_s:
+            time.sleep(LOOK_EVERY_S)
+        place = Place(order.root, order.folder)
+        place.begin()
+        written: dict[str, Any] = {}
+        missing: list[str] = []
+        files = self._processes.files
+        wanted = {rank_log(rank): _stamped(folder / rank_log(rank), files) for rank in order.ranks}
+        if order.has_model:
+            wanted |= {name: _chunks(folder / name, files) for name in (MODEL, BEST)}
+        for name, chunks in wanted.items():
+            if (begun := _begun(chunks)) is not None:
+                written[name] = place.write(name, begun)
+            elif name != BEST:
+                missing.append(name)
+        for path in order.checkpoints:
+            written |= _store_checkpoint(Path(path), place, files)
+        if order.record:
+            written[RECORD] = place.write(RECORD, (order.record.encode(),))
+        about = {"format": FORMAT, "job": order.job_id, "host": socket.gethostname()}
+        manifest = json.dumps({**about, "files": written, "missing": missing}, indent=1).encode()
+        place.write(MANIFEST, (manifest,))
+        log.info("job=%s %d files are stored in %s", order.job_id, len(written), place.address)
+        return manifest
+
+
+def _store_checkpoint(folder: Path, place: Place, files: RankFiles) -> dict[str, Any]:
+    """Stores a checkpoint, its own manifest last; nothing where it is not on this host."""
+    try:
+        with files.read(folder / MANIFEST) as file:
+            manifest = file.read(MAX_MANIFEST_BYTES)
+        names = [PurePosixPath(name) for name in json.loads(manifest)["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if any(name.is_absolute() or ".." in name.parts for name in names):
+        return {}
+    written = {}
+    for name in (*map(str, names), MANIFEST):
+        if (chunks := _begun(_chunks(folder / name, files))) is None:
+            return {}  # it is being removed
+        stored = f"{CHECKPOINTS}/{folder.name}/{name}"
+        written[stored] = place.write(stored, chunks)
+    return written
+
+
+def _begun(chunks: Iterator[bytes]) -> Iterator[bytes] | None:
+    """The chunks of a file that can be read; None of one that cannot."""
+    try:
+        return chain((next(chunks, b""),), chunks)
+    except OSError:
+        return None
+
+
+def _chunks(path: Path, files: RankFiles) -> Iterator[bytes]:
+    with files.read(path) as file:
+        while data := file.read(CHUNK_BYTES):
+            yield data
+
+
+def _stamped(path: Path, files: RankFiles) -> Iterator[bytes]:
+    """A log, with the time before each line."""
+    times, offset = TimesReader(path, files), 0
+    for data in _chunks(path, files):
+        yield times.stamped(offset, data)
+        offset += len(data)
