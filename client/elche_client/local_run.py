@@ -60,7 +60,14 @@ CHECKED = "checked "
 NO_HOST = "no host offers"
 """Is in the coordinator's reason where it knows of no slots."""
 LISTENING = "elche-coordinator listening on "
-OF_OTHERS = ("ELCHE_TLS", "ELCHE_CLIENT_CERTIFICATES", "ELCHE_STORE", "ELCHE_QUOTAS", "ELCHE_INTERFACE")
+OF_OTHERS = (
+    "ELCHE_TLS",
+    "ELCHE_CLIENT_CERTIFICATES",
+    "ELCHE_STORE",
+    "ELCHE_QUOTAS",
+    "ELCHE_INTERFACE",
+    "ELCHE_ARTIFACTS",
+)
 """What the shell may have set for a coordinator of others; that of a run is its own."""
 START_TIMEOUT_S = 60.0
 RECONNECT_S = 30.0

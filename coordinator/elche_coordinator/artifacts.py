@@ -10,11 +10,12 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, Place, problem_of, rank_log, reason_of
 from elche.errors import ElcheError, InvalidJob
@@ -34,11 +35,15 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 MAX_RETRY_S = 300.0
 LOOK_EVERY_S = 1.0
-MAX_AT_ONCE = 4
+MAX_AT_ONCE = 16
 """Jobs whose hosts store at the same time."""
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_RECORD_CHARS = 1 << 20
+"""A longer record, of a job of very many ranks, is stored without its last view: it must fit into a message."""
 STAMP_CHARS = 21
 """Before each line of a log in the store: the time, and a space."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -90,6 +95,8 @@ class Artifacts:
         self._waiting: dict[str, _Wait] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="artifacts")
+        """A store that hangs holds these, and no others."""
         self.num_failures = 0
         for job_id in self._kept:
             self._tell(job_id)
@@ -105,17 +112,18 @@ class Artifacts:
             return
         self._waiting = {job_id: _Wait() for job_id in self._catalogue.job_ids() if self._has_ended(job_id)}
         self._driver.watchers.on_ended(self._add)
-        known: set[str] = set()
+        known: set[AgentId] = set()
         while True:
             connected = {host.agent_id for host in self._driver.agents.hosts()}
-            is_new, known = not connected <= known, set(connected)
+            is_new, known = not connected <= known, connected
             now_s = asyncio.get_running_loop().time()
             for job_id, wait in self._waiting.items():
-                is_due = wait.due_s <= now_s or (is_new and wait.is_away)
-                if is_due and job_id not in self._busy and len(self._busy) < MAX_AT_ONCE:
+                if len(self._busy) >= MAX_AT_ONCE:
+                    break
+                if (wait.due_s <= now_s or (is_new and wait.is_away)) and job_id not in self._busy:
                     self._busy[job_id] = asyncio.create_task(self._store_job(job_id, wait))
-            if len(self._kept) > len(self._catalogue.artifacts):
-                self._kept = {job_id: one for job_id, one in self._kept.items() if self._has_ended(job_id)}
+            for job_id in self._kept.keys() - self._catalogue.artifacts.keys():  # the job is forgotten
+                del self._kept[job_id]
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
@@ -134,11 +142,7 @@ class Artifacts:
         reasons: list[str] = []
         wait.is_away = True
         try:
-            view, result = self._catalogue.view(job_id), self._catalogue.result(job_id)
-            parts = _parts_of(view, result) if view is not None and result is not None else []
-            for part in parts:
-                if view is None or part.key in self._kept.get(job_id, {}):
-                    continue
+            for view, part in self._lacking(job_id):
                 try:
                     await self._store_part(view, part)
                 except ElcheError as error:
@@ -162,8 +166,17 @@ class Artifacts:
             wait.reason = reason
             wait.due_s = asyncio.get_running_loop().time() + wait.retry_s
             wait.retry_s = min(2 * wait.retry_s, MAX_RETRY_S)
-        self._tell(job_id)
+            self._waiting[job_id] = self._waiting.pop(job_id)  # behind those that wait for their turn
+        if self._has_ended(job_id):  # it is not forgotten
+            self._tell(job_id)
         self._wake.set()
+
+    def _lacking(self, job_id: str) -> list[tuple[JobView, _Part]]:
+        """What is not stored of a job; nothing of one that is forgotten."""
+        view, result = self._catalogue.view(job_id), self._catalogue.result(job_id)
+        if view is None or result is None:
+            return []
+        return [(view, part) for part in _parts_of(view, result) if part.key not in self._kept.get(job_id, {})]
 
     async def _store_part(self, view: JobView, part: _Part) -> None:
         """Has one host store what it has. Raises `ElcheError`."""
@@ -199,7 +212,7 @@ class Artifacts:
             raise InvalidJob(f"the worker on {part.host} has answered what is no manifest") from None
         except ElcheError as error:
             raise InvalidJob(f"{part.host}: {error}") from None
-        await asyncio.to_thread(_check, self._root, order.folder, part.host, answer)
+        await self._in_thread(_check, self._root, order.folder, part.host, answer)
         entry = {"root": self._root, "folder": order.folder, "files": files, "missing": missing}
         try:
             await asyncio.to_thread(
@@ -217,8 +230,10 @@ class Artifacts:
             row = self._store.load_row(job_id)
         except KeyError:
             return ""
-        spec = json.loads(row.spec) if row.spec else {}
-        return json.dumps({"job": job_id, "spec": {**spec, "environment": {}}, **json.loads(row.record)}, indent=1)
+        spec, known = json.loads(row.spec) if row.spec else {}, json.loads(row.record)
+        record = {"job": job_id, "spec": {**spec, "environment": {}}, **known}
+        text = json.dumps(record, indent=1)
+        return text if len(text) <= MAX_RECORD_CHARS else json.dumps({**record, "view": None}, indent=1)
 
     def _tell(self, job_id: str) -> None:
         """Where the job's artifacts are, or why not yet, for whoever looks at the job."""
@@ -230,6 +245,9 @@ class Artifacts:
             self._catalogue.artifacts[job_id] = "; ".join(told)
 
     # What is there
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def has(self, job_id: str, name: str) -> bool:
         """Whether the store has the file of a job."""
@@ -244,9 +262,9 @@ class Artifacts:
         if entry is None:
             raise InvalidJob(f"the artifact store has no {name} of job {job_id}")
         try:
-            place = await asyncio.to_thread(Place, entry["root"], entry["folder"])
+            place = await self._in_thread(Place, entry["root"], entry["folder"])
             reading = place.read(name, entry["files"][name])
-            while (data := await asyncio.to_thread(next, reading, None)) is not None:
+            while (data := await self._in_thread(next, reading, None)) is not None:
                 yield data
         except ElcheError:
             raise

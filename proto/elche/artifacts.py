@@ -1,6 +1,6 @@
 """Artifact stores: folders, or URLs that fsspec knows, in which what jobs leave outlives the hosts that made it.
 
-    ROOT/JOB/HOST-1a2b3c4d/model.safetensors   the final model; best.safetensors beside it where there is a best one
+    ROOT/JOB/HOST-1a2b3c4d/model.safetensors   the final model; the best or last one beside it where it is another
     ROOT/JOB/HOST-1a2b3c4d/rank-0.log          the logs of its ranks there, with the time before each line
     ROOT/JOB/HOST-1a2b3c4d/checkpoints/NAME/   its newest checkpoint, and the best one
     ROOT/JOB/HOST-1a2b3c4d/record.json         what was asked for, and what came of it
@@ -32,6 +32,7 @@ from elche.errors import InvalidJob
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
+LAST = "last.safetensors"
 RECORD = "record.json"
 CHECKPOINTS = "checkpoints"
 CHUNK_BYTES = 1 << 20

@@ -101,6 +101,27 @@ def test_the_overlays_that_the_page_shows(tmp_path: Path, number: int) -> None:
     assert other not in texts
 
 
+def test_artifacts_are_on_a_volume_that_agents_and_the_coordinator_mount(tmp_path: Path) -> None:
+    for name in ("deploy", "docker"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (mine := tmp_path / "deploy" / "kubernetes" / "mine").mkdir()
+    text = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [../overlays/standby]\n"
+    (mine / "kustomization.yaml").write_text(f"{text}components: [../components/artifacts]\n")
+    objects = rendered(mine)
+    for one in objects:
+        check(one)
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] in ("StatefulSet", "Deployment")]
+    for pod in pods:
+        (claim,) = [one["persistentVolumeClaim"] for one in pod["volumes"] if one["name"] == "artifacts"]
+        assert claim == {"claimName": "elche-artifacts"}
+        (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "artifacts"]
+        assert mount["mountPath"] == "/artifacts"
+    places = [
+        one.get("value") for pod in pods for one in pod["containers"][0]["env"] if one["name"] == "ELCHE_ARTIFACTS"
+    ]
+    assert places == ["/artifacts"]
+
+
 def test_two_coordinators_can_be_drained_and_upgraded() -> None:
     """What Kubernetes' controllers make of the objects, by their published rules: one that stands by is ready, so the
     budget lets either go, and a rolling update comes to both.

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from elche.artifacts import BEST, CHECKPOINTS, CHUNK_BYTES, MANIFEST, MODEL, RECORD, Place, rank_log, reason_of
+from elche.artifacts import BEST, CHECKPOINTS, CHUNK_BYTES, LAST, MANIFEST, MODEL, RECORD, Place, rank_log, reason_of
 from elche.errors import InvalidJob
 from elche.v1 import agent_pb2
 from elche_worker.agent.job_folders import JobFolders
@@ -87,11 +87,11 @@ class ArtifactWriter:
         files = self._processes.files
         wanted = {rank_log(rank): _stamped(folder / rank_log(rank), files) for rank in order.ranks}
         if order.has_model:
-            wanted |= {name: _chunks(folder / name, files) for name in (MODEL, BEST)}
+            wanted |= {name: _chunks(folder / name, files) for name in (MODEL, BEST, LAST)}
         for name, chunks in wanted.items():
             if (begun := _begun(chunks)) is not None:
                 written[name] = place.write(name, begun)
-            elif name != BEST:
+            elif name not in (BEST, LAST):
                 missing.append(name)
         for path in order.checkpoints:
             written |= _store_checkpoint(Path(path), place, files)
@@ -124,10 +124,10 @@ def _store_checkpoint(folder: Path, place: Place, files: RankFiles) -> dict[str,
 
 
 def _begun(chunks: Iterator[bytes]) -> Iterator[bytes] | None:
-    """The chunks of a file that can be read; None of one that cannot."""
+    """The chunks of a file; None of one that is not there."""
     try:
         return chain((next(chunks, b""),), chunks)
-    except OSError:
+    except FileNotFoundError:
         return None
 
 
