@@ -153,6 +153,29 @@ def test_a_store_that_fails_is_said_and_tried_again_and_nothing_is_lost(
         assert metric(one, "elche_artifacts_waiting") == 0
 
 
+def test_what_a_host_has_that_is_away_is_stored_when_its_folder_is_back(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    (first := tmp_path / "first").mkdir()
+    (second := tmp_path / "second").mkdir()
+    with storing(mark, tmp_path) as (one, client, store), agent(mark, first, one.address, devices="cpu"):
+        store.rmdir()
+        with agent(mark, second, one.address, devices="cpu"):
+            eventually(lambda: len(client.hosts()) == 2, "both are there")
+            handle = client.submit(job_file(), num_ranks=2, epochs=1)
+            handle.result()
+        eventually(lambda: len(client.hosts()) == 1, "one is gone")
+        store.mkdir()
+        eventually(lambda: said(client).startswith(f"{store}/{handle.id}; "), "what the other has is stored")
+        assert f"not stored yet: {client.hosts()[0].host} is not connected, which has " in said(client)
+        assert len(manifests(store)) == 1
+        with agent(mark, second, one.address, devices="cpu"):
+            eventually(lambda: said(client) == f"{store}/{handle.id}", "all is stored")
+        logs = sorted(path.name for path in store.rglob("rank-*.log"))
+        assert logs == ["rank-0.log", "rank-1.log"]
+        assert len(list(store.rglob("record.json"))) == 1
+
+
 @contextmanager
 def failing(store: Path, pid: int, *, is_full: bool) -> Iterator[None]:
     """The folder is not there; or no file of the worker can grow, as on a full disk but for the error's number."""
@@ -200,6 +223,35 @@ def test_a_damaged_file_is_refused_in_one_line(mark: Mark, tmp_path: Path, job_f
         model.unlink()
         with pytest.raises(InvalidJob, match="cannot be read from the artifact store: No such file or directory"):
             client.download(handle.id, tmp_path / "model.safetensors")
+
+
+def test_a_worker_that_is_told_to_leave_stores_first_and_a_cancelled_job_leaves_its_best_checkpoint(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    path, hangs = job_file("linear.py", IMPORTS, MONITORED, CHECKPOINTED), tmp_path / "hangs"
+    (tmp_path / "one").mkdir()
+    with storing(mark, tmp_path) as (one, client, store):
+        env = {"PYTHONPATH": str(tmp_path), "HANGS": str(hangs)}
+        with agent(mark, tmp_path / "one", one.address, env=env) as host:
+            handle = client.submit(path, num_ranks=1, epochs=100_000)
+            eventually(
+                lambda: any(kept.is_best for kept in client.checkpoints(handle.id)), "a checkpoint is the best one"
+            )
+            hangs.touch()
+            handle.cancel()
+            eventually(lambda: list(store.rglob("*.draft")), "a file is being written")
+            host.process.terminate()
+            eventually(lambda: "leaves once what jobs left is stored" in host.log.read_text(), "it leaves")
+            hangs.unlink()
+            assert host.process.wait() == 0
+        eventually(lambda: said(client) == f"{store}/{handle.id}", "it is stored")
+        shutil.rmtree(tmp_path / "one")
+        best = next(kept for kept in client.checkpoints(handle.id) if kept.is_best)
+        (stored,) = store.rglob(f"checkpoints/{Path(best.path).name}/model.safetensors")
+        found = client.download(handle.id, tmp_path / "best.safetensors", best=True)
+        assert found.read_bytes() == stored.read_bytes()
+        assert {line.error for line in handle.logs()} == {""}
 
 
 def test_a_worker_that_is_killed_while_it_stores_leaves_nothing_half(

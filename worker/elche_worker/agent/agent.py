@@ -170,7 +170,9 @@ class Agent:
                 log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
                 self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
                 self._processes.wait_until_idle(self._grace_s)
-            self._artifacts.wait_until_idle(over_s - time.monotonic())
+            if not self._artifacts.is_idle:
+                log.info("leaves once what jobs left is stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
+                self._artifacts.wait_until_idle(over_s - time.monotonic())
         self.stop()
 
     def stop(self) -> None:
@@ -318,7 +320,8 @@ class Agent:
 
     def _store_artifacts(self, order: agent_pb2.StoreArtifacts) -> None:
         """Stores what is here of a job that has ended, and delivers the manifest."""
-        self._send(f"job {order.job_id} artifacts", order.transfer, self._artifacts.answers(order))
+        with self._artifacts.answering():
+            self._send(f"job {order.job_id}: its manifest", order.transfer, self._artifacts.answers(order))
 
     def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of the end of a log and of what is written to it, until its rank has ended; now and then

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,6 +40,23 @@ class ArtifactWriter:
         self._changed = threading.Condition()
         self._num_open = 0
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """An order is carried out and answered inside the context: what is stored counts when the coordinator knows."""
+        with self._changed:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being stored."""
+        return not self._num_open
+
     def wait_until_idle(self, limit_s: float) -> bool:
         """Waits until nothing is being stored; returns False when the time is over first."""
         with self._changed:
@@ -50,8 +68,6 @@ class ArtifactWriter:
         """
         answer: list[agent_pb2.DeliverRequest] = []
         thread = threading.Thread(target=self._run, args=(order, answer), daemon=True)
-        with self._changed:
-            self._num_open += 1
         thread.start()
         while thread.is_alive():
             thread.join(ALIVE_EVERY_S)
@@ -67,10 +83,6 @@ class ArtifactWriter:
         except Exception as error:  # packages of fsspec raise what they like
             reason = f"{order.root} cannot be written: {reason_of(error)}"
             answer.append(agent_pb2.DeliverRequest(error=reason))
-        finally:
-            with self._changed:
-                self._num_open -= 1
-                self._changed.notify_all()
 
     def _store(self, order: agent_pb2.StoreArtifacts) -> bytes:
         """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and what the store raises."""
