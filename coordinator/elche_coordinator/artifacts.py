@@ -110,7 +110,7 @@ class Artifacts:
         """Has what jobs leave stored, until it is cancelled."""
         if not self._root:
             return
-        self._waiting = {job_id: _Wait() for job_id in self._catalogue.job_ids() if self._has_ended(job_id)}
+        self._waiting = {job_id: _Wait() for job_id in self._catalogue.job_ids() if self._lacking(job_id)}
         self._driver.watchers.on_ended(self._add)
         known: set[AgentId] = set()
         while True:
@@ -122,8 +122,8 @@ class Artifacts:
                     break
                 if (wait.due_s <= now_s or (is_new and wait.is_away)) and job_id not in self._busy:
                     self._busy[job_id] = asyncio.create_task(self._store_job(job_id, wait))
-            for job_id in self._kept.keys() - self._catalogue.artifacts.keys():  # the job is forgotten
-                del self._kept[job_id]
+            for job_id in self._kept.keys() - self._catalogue.artifacts.keys() - self._busy.keys():
+                del self._kept[job_id]  # the job is forgotten
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
@@ -187,6 +187,7 @@ class Artifacts:
             raise InvalidJob(f"the worker on {part.host} is older and cannot store anything: upgrade it")
         kept = self._kept.get(view.job_id, {})
         there = {name for one in kept.values() for name in one["files"]}
+        record = "" if RECORD in there else await asyncio.to_thread(self._record, view.job_id)
         order = agent_pb2.StoreArtifacts(
             job_id=view.job_id,
             transfer=self._transfers.begin(),
@@ -195,7 +196,7 @@ class Artifacts:
             ranks=part.ranks,
             has_model=part.has_model,
             checkpoints=[path for path in _wanted_checkpoints(view) if _manifest_of(path) not in there],
-            record="" if RECORD in there else await asyncio.to_thread(self._record, view.job_id),
+            record=record,
         )
         if not self._driver.agents.ask(holders[0], agent_pb2.AttendResponse(store_artifacts=order)):
             self._transfers.drop(order.transfer)

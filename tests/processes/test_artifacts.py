@@ -7,7 +7,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -174,6 +174,41 @@ def test_what_a_host_has_that_is_away_is_stored_when_its_folder_is_back(
         logs = sorted(path.name for path in store.rglob("rank-*.log"))
         assert logs == ["rank-0.log", "rank-1.log"]
         assert len(list(store.rglob("record.json"))) == 1
+
+
+def test_what_one_host_has_stored_stays_while_another_stores(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """It was taken for that of a job that is forgotten, so that only what the last host had was found."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    goes_on, path = tmp_path / "goes-on", job_file("linear.py", IMPORTS, WAITS)
+    hangs = {name: tmp_path / f"{name}-hangs" for name in ("first", "second")}
+    with storing(mark, tmp_path) as (one, client, store):
+        with ExitStack() as stack:
+            for name, file in hangs.items():
+                (folder := tmp_path / name).mkdir()
+                env, label = {"PYTHONPATH": str(tmp_path), "HANGS": str(file)}, f"name={name}"
+                stack.enter_context(agent(mark, folder, one.address, "--label", label, devices="cpu", env=env))
+            eventually(lambda: len(client.hosts()) == 2, "both are there")
+            handle = client.submit(path, num_ranks=2, epochs=1, environment={"GOES_ON": str(goes_on)})
+            eventually(lambda: client.get(handle.id).num_rounds, "it trains")
+            for file in hangs.values():
+                file.touch()
+            goes_on.touch()
+            model = Path(handle.result().model)
+            of_model = model.relative_to(tmp_path).parts[0]
+            hangs.pop(of_model).unlink()
+            eventually(lambda: len(manifests(store)) == 1, "the host that has the model has stored it")
+            again = client.submit(
+                path, num_ranks=1, epochs=1, environment={"GOES_ON": str(goes_on)}, conditions=[f"name={of_model}"]
+            )
+            again.result()
+            eventually(lambda: client.get(again.id).artifacts == f"{store}/{again.id}", "another job is stored")
+            for file in hangs.values():
+                file.unlink()
+            eventually(lambda: client.get(handle.id).artifacts == f"{store}/{handle.id}", "all is stored")
+            before = model.read_bytes()
+        eventually(lambda: not client.hosts(), "both are gone")
+        assert client.download(handle.id, tmp_path / "model.safetensors").read_bytes() == before
+        assert {line.error for line in handle.logs()} == {""}
 
 
 @contextmanager
