@@ -124,6 +124,7 @@ def test_what_the_shell_has_set_for_another_coordinator(mark: Mark, job_file: Jo
         "ELCHE_CLIENT_CERTIFICATES": "1",
         "ELCHE_STORE": "postgresql://nobody@127.0.0.1:1/none",
         "ELCHE_INTERFACE": "nowhere0",
+        "ELCHE_ARTIFACTS": "no-store",
         "ELCHE_COORDINATOR": "127.0.0.1:1",
     }
     done = command(mark, "elche_client", "run", str(path), "--ranks", "1", cwd=path.parent, env=others, limit_s=100)
