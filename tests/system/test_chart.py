@@ -285,7 +285,9 @@ def test_an_upgrade_changes_images_and_nothing_else(folder: str, tmp_path: Path)
 def test_what_kubernetes_lets_nobody_change_is_as_it_was_first(folder: str) -> None:
     """Of a set and a Deployment that are there: another one would have to be made, without the claim of the first."""
     found = by_name(template(*options(folder)))
-    assert not [name for kind, name in found if kind in ("Secret", "PersistentVolumeClaim")], "Helm would own them"
+    assert not [name for kind, name in found if kind == "Secret"], "Helm would own them"
+    claims = [one["metadata"] for (kind, _), one in found.items() if kind == "PersistentVolumeClaim"]
+    assert all(one["annotations"]["helm.sh/resource-policy"] == "keep" for one in claims), "gone with the release"
     spec = found["StatefulSet", "elche-coordinator"]["spec"]
     assert spec["selector"] == {"matchLabels": {"app.kubernetes.io/name": "elche-coordinator"}}
     assert (spec["serviceName"], spec["podManagementPolicy"]) == ("elche-coordinator", "Parallel")

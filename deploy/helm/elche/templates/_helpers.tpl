@@ -9,6 +9,11 @@ labels: {app.kubernetes.io/part-of: elche}
 elche-coordinator-0.elche-coordinator:7717{{ if .Values.postgresql.enabled }},elche-coordinator-1.elche-coordinator:7717{{ end }}
 {{- end }}
 
+{{/* Whether pods share a volume for what jobs leave. */}}
+{{- define "elche.sharesArtifacts" -}}
+{{- if and .Values.artifacts.enabled (not .Values.artifacts.url) }}yes{{ end }}
+{{- end }}
+
 {{/* What all pods have. */}}
 {{- define "elche.pod" -}}
 automountServiceAccountToken: false
