@@ -16,7 +16,7 @@ from virtual_ranks import FAST_MS, SYNC_MS, Point
 
 from elche_worker import Progress, TrainingJob
 from elche_worker.data.dataset import Shuffled
-from elche_worker.model.rng import seed_all
+from elche_worker.device.rng import seed_all
 from elche_worker.model.step import Built
 from elche_worker.outer import Average, Nesterov, OuterOptimizer
 

@@ -30,7 +30,7 @@ from elche_worker.collectives.gains import Rows, Spread, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import Shuffled
-from elche_worker.model.rng import seed_all
+from elche_worker.device.rng import seed_all
 from elche_worker.model.step import Built
 from elche_worker.outer import Average, OuterOptimizer
 

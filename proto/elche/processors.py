@@ -1,4 +1,4 @@
-"""How many threads compute on each rank of a host, beside the other ranks and whatever else runs there."""
+"""The environment of ranks: how many threads compute beside other ranks of the host, and how Python hashes texts."""
 
 from collections.abc import Mapping
 
@@ -10,6 +10,10 @@ SPINS = 1000
 """How often a thread that waits for others looks again before it sleeps: some 50 us. GNU's OpenMP, which PyTorch
 brings, does so for milliseconds: two threads on busy processors took 40 times the processor time of one, and with this
 twice.
+"""
+HASH_SEED = "PYTHONHASHSEED"
+"""By default Python hashes texts differently in each process, and sets of them have another order: a vocabulary that is
+made of `set(text)` would give each rank, and each resumed training, other numbers.
 """
 
 
@@ -24,8 +28,8 @@ def threads_per_rank(num_ranks: int, num_processors: int | None = None) -> int:
 
 
 def environment_of_ranks(num_ranks: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What the libraries that compute read when they are loaded, but for what is `given` already."""
-    wanted = {THREADS: str(threads_per_rank(num_ranks))}
+    """What Python and the libraries that compute read when they are loaded, but for what is `given` already."""
+    wanted = {THREADS: str(threads_per_rank(num_ranks)), HASH_SEED: "0"}
     if WAITING not in given:
         wanted[SPINNING] = str(SPINS)
     return {name: given.get(name, text) for name, text in wanted.items()}

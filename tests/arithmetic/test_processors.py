@@ -1,4 +1,4 @@
-"""How many threads compute on each rank."""
+"""The environment of ranks: their threads, and how Python hashes texts."""
 
 import pytest
 
@@ -18,6 +18,15 @@ def test_ranks_share_the_processors_and_of_two_each_gets_one(
 
 def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "num_cores", lambda: 8)
-    assert environment_of_ranks(2, {"HOME": "/"}) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "1000"}
-    assert environment_of_ranks(2, {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}) == {"OMP_NUM_THREADS": "7"}
-    assert environment_of_ranks(2, {"GOMP_SPINCOUNT": "9"}) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "9"}
+
+    def said(given: dict[str, str]) -> dict[str, str]:
+        return {name: text for name, text in environment_of_ranks(2, given).items() if name != "PYTHONHASHSEED"}
+
+    assert said({"HOME": "/"}) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "1000"}
+    assert said({"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}) == {"OMP_NUM_THREADS": "7"}
+    assert said({"GOMP_SPINCOUNT": "9"}) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "9"}
+
+
+def test_texts_are_hashed_alike_on_every_rank_unless_the_environment_says_otherwise() -> None:
+    assert environment_of_ranks(2, {})["PYTHONHASHSEED"] == "0"
+    assert environment_of_ranks(2, {"PYTHONHASHSEED": "7"})["PYTHONHASHSEED"] == "7"

@@ -180,3 +180,38 @@ class Lazy(nn.Linear):
     path = write(lazy, replaced="model=lambda: Lazy(4, 1), checkpoint_every_epochs=1, epochs=1")
     trained(cluster, path, num_ranks=1)
     assert cluster.client.resume(cluster.client.jobs()[-1].job_id, epochs=2).result().epochs == 2
+
+
+DRAWN_AT_RANDOM = """
+import random
+
+import numpy as np
+
+AT_IMPORT = [float(torch.rand(())), float(np.random.rand()), random.random(), list({f"word {one}" for one in range(9)})]
+
+
+def split():
+    drawn = np.random.permutation(NUM_SAMPLES).tolist()
+    note("drawn", AT_IMPORT, drawn, float(torch.rand(())), random.random())
+    return drawn[:NUM_SAMPLES // 2], drawn[NUM_SAMPLES // 2:]
+
+
+def eval_step(model, batch):
+    note("evaluated", batch[2].tolist())
+    return {"one": 1.0}
+"""
+
+
+def test_what_a_file_draws_at_random_is_alike_on_every_rank_and_of_one_split(
+    cluster: Cluster, write: Callable[..., Path]
+) -> None:
+    """Ranks had other samples than each other, some in no data set and some in both, without a word."""
+    parts = [f"torch.utils.data.Subset(Points(), split()[{one}])" for one in (0, 1)]
+    replaced = f"dataset=lambda: {parts[0]}, eval_dataset=lambda: {parts[1]}, eval_step=eval_step"
+    done = trained(cluster, write(DRAWN_AT_RANDOM, replaced=replaced))
+    drawn = [values for rank in (0, 1) for values in done.noted("drawn", rank)]
+    assert len(drawn) >= 4
+    assert all(values == drawn[0] for values in drawn)
+    assert done.samples(0, 1) == dict.fromkeys(drawn[0][1][: NUM_SAMPLES // 2], EPOCHS)
+    evaluated = {index for rank in (0, 1) for (indices,) in done.noted("evaluated", rank) for index in indices}
+    assert evaluated == set(drawn[0][1][NUM_SAMPLES // 2 :])

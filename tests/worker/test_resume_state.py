@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from elche_worker.model.rng import capture_rng_state
+from elche_worker.device.rng import capture_rng_state
 from elche_worker.model.step import Built
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.user.schedule import LearningRates

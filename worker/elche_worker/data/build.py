@@ -1,10 +1,15 @@
-"""Builds a job's data sets and their order, and refuses what cannot be trained."""
+"""Builds a job's data sets and their order, and refuses what cannot be trained.
+
+Each of the job's functions finds the random generators seeded alike, by the job's seed, on every rank and whenever it
+is called: a split that is drawn at random is then the same everywhere, and in the data sets to train and to evaluate.
+"""
 
 from collections.abc import Sized
 from typing import Any
 
 from elche.errors import InvalidJob
 from elche_worker.data.dataset import Order, as_dataset, order_of
+from elche_worker.device.rng import seeded
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 
@@ -12,7 +17,8 @@ from elche_worker.user.loading import refused
 def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
     """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
     try:
-        built = job.dataset()
+        with seeded(job.seed):
+            built = job.dataset()
     except BaseException as error:
         raise refused(error, file_name) from None
     dataset = as_dataset(built, file_name)
@@ -24,7 +30,8 @@ def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
 def build_order(job: JobDefinition, dataset: Any, file_name: str) -> Order:
     """The order of the data set's samples in an epoch. Raises `InvalidJob`, or `UserCodeRaised`."""
     try:
-        weights = job.sample_weights() if job.sample_weights else None
+        with seeded(job.seed):
+            weights = job.sample_weights() if job.sample_weights else None
     except BaseException as error:
         raise refused(error, file_name) from None
     return order_of(dataset, weights, job.seed, file_name)
@@ -35,7 +42,8 @@ def build_eval_dataset(job: JobDefinition, file_name: str) -> Any:
     if job.eval_dataset is None:
         return None
     try:
-        dataset = job.eval_dataset()
+        with seeded(job.seed):
+            dataset = job.eval_dataset()
     except BaseException as error:
         raise refused(error, file_name) from None
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or len(dataset) == 0:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from elche.errors import InvalidJob
 from elche_worker.device.faults import is_out_of_memory as is_out_of_memory
 from elche_worker.device.kinds import kind_of
+from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.model.modes import begin_training
-from elche_worker.model.rng import seed_all
 from elche_worker.model.savable import check_steps, take_form
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition

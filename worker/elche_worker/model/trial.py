@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from elche_worker.model.rng import capture_rng_state, restore_rng_state
+from elche_worker.device.rng import capture_rng_state, restore_rng_state
 
 
 @contextmanager

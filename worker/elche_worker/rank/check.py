@@ -16,6 +16,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.output import take_any_text
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.device.discovery import choose_devices, summary
+from elche_worker.device.rng import seed_all
 from elche_worker.device.trials import Trials, begin_trials
 from elche_worker.model.batch_size import nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load
@@ -43,6 +44,7 @@ def check(
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
+    seed_all(0)  # what the file draws itself is alike on every rank
     job = with_settings(load_job(source, str(path)), settings)
     dataset, dataset_size = build_dataset(job, str(path))
     build_order(job, dataset, str(path))

@@ -7,12 +7,12 @@ import torch
 from torch.optim import Optimizer
 
 from elche_worker.collectives.averaging import Reduction
+from elche_worker.device.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.own_state import OwnState
-from elche_worker.model.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
 from elche_worker.model.tensors import Piece, assign, copied, is_divided, local_of, placed

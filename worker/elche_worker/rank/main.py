@@ -30,6 +30,7 @@ from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
 from elche_worker.device.kinds import kind_of
+from elche_worker.device.rng import seed_all
 from elche_worker.device.share import memory_fraction
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
@@ -38,7 +39,6 @@ from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import what_is_still
 from elche_worker.model.own_state import build_own_state
-from elche_worker.model.rng import seed_all
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
 from elche_worker.process.leaving import leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
@@ -198,6 +198,7 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
             f"the host has no secret {launch.missing_secrets[0]}: put its value into a file of that name in the folder "
             "that elche-worker --secrets names"
         )
+    seed_all(0)  # what the file draws itself is alike on every rank
     job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(

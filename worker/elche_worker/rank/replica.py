@@ -24,6 +24,7 @@ from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import Lease, LeaseLoader
 from elche_worker.device.faults import Fault, fault_of
+from elche_worker.device.rng import capture_rng_state, restore_rng_state
 from elche_worker.device.streams import Streams
 from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse
@@ -33,7 +34,6 @@ from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
 from elche_worker.model.modes import evaluated_weights
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.own_state import OwnState
-from elche_worker.model.rng import capture_rng_state, restore_rng_state
 from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.state import save_weights
 from elche_worker.model.step import Built, TrainStep, merge_of

@@ -24,7 +24,7 @@ from typing import Any
 from elche.errors import InvalidJob, JobFailed
 from elche.notebook import EVERY_S, show_live
 from elche.settings import SETTINGS
-from elche_worker.model.rng import seed_all
+from elche_worker.device.rng import seed_all
 from elche_worker.model.state import TrainedState, load_state
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition

@@ -12,7 +12,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
-from elche_worker.model.rng import capture_rng_state
+from elche_worker.device.rng import capture_rng_state
 from elche_worker.model.tensors import copied, flattened
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from elche_worker.collectives.world import World
-from elche_worker.model.rng import GENERATORS, capture_rng_state, restore_rng_state, rng_digests, seed_apart
+from elche_worker.device.rng import GENERATORS, capture_rng_state, restore_rng_state, rng_digests, seed_apart
 from elche_worker.trainer.saving import Position, Restored
 
 STEP_SEED = 1_000_003

@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,23 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def capture_rng_state() -> dict[str, Any]:
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Context in which all generators are seeded, and after which those of the host are as before."""
+    before = capture_rng_state(of_gpu=False)  # which would begin to use one
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore_rng_state(before)
+
+
+def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:
     """The state of all generators, as plain values and tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if of_gpu and torch.cuda.is_available() else None,
         "python": random.getstate(),
         "numpy": (
             str(kind),
