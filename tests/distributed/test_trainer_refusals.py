@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from elche.errors import Misuse
 from elche_worker.collectives import world
@@ -88,6 +90,116 @@ def test_loaders_that_differ_are_told_on_every_rank(worlds: Worlds, kind: str, w
         assert isinstance(raised, Raised)
         assert raised.kind == "Misuse"
         assert not [word for word in words if word not in raised.message], raised.message
+
+
+class Samples(Dataset[Any]):
+    """64 samples that follow from `seed`, and what each read adds to them."""
+
+    def __init__(self, seed: int, change: Callable[[], torch.Tensor], *, breaks_at: int = -1) -> None:
+        self.inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(seed))
+        self.change = change
+        self.breaks_at = breaks_at
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.breaks_at:
+            raise OSError("no such file")
+        return self.inputs[index] + self.change(), index % 3
+
+
+def attach_data(kind: str, num_workers: int) -> None:
+    rank, model = dist.get_rank(), new_model()
+    own = torch.Generator().manual_seed(rank)
+    match kind:
+        case "other samples":
+            data: Any = Samples(rank, lambda: torch.zeros(4))
+        case "other order":
+            data = Subset(Samples(0, lambda: torch.zeros(4)), list(range(64))[:: -1 if rank else 1])
+        case "divided":
+            data = Subset(Samples(0, lambda: torch.zeros(4)), range(rank, 64, 2))
+        case "alike":
+            data = Samples(0, lambda: torch.zeros(4))
+        case "augmented":
+            data = Samples(0, lambda: torch.randn(4))
+        case "augmented by itself":
+            data = Samples(0, lambda: torch.randn(4, generator=own))
+        case "decoded differently":
+            data = Samples(0, lambda: torch.full((4,), 0.01 * rank))
+        case "a sample breaks on one rank":
+            data = Samples(0, lambda: torch.zeros(4), breaks_at=63 if rank else -1)
+    trainer = Trainer.setup(model, new_optimizer(model))
+    before = torch.get_rng_state()
+    trainer.set_data_loader(
+        DataLoader(data, batch_size=4, num_workers=num_workers), forward_input="inputs", names=NAMES
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["other samples", "other order", "divided"])
+def test_data_that_differ_between_ranks_are_refused(worlds: Worlds, kind: str, num_workers: int) -> None:
+    """A random split without a seed, or a vocabulary made of a set, was trained wrongly in silence."""
+    for raised in worlds.run(2, attach_data, kind, num_workers, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("ranks have different data: sample 0 of rank 1 is not that of rank 0."), raised
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["alike", "augmented", "augmented by itself", "decoded differently"])
+def test_data_that_are_alike_but_for_chance_are_taken(worlds: Worlds, kind: str, num_workers: int) -> None:
+    worlds.run(2, attach_data, kind, num_workers)
+
+
+def test_a_sample_that_breaks_is_no_other_sample(worlds: Worlds) -> None:
+    worlds.run(2, attach_data, "a sample breaks on one rank", 0)
+
+
+class Handle(Dataset[Any]):
+    """Opens its file with the first sample that is read, as data sets do that worker processes are to share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        return torch.zeros(4), os.getpid()
+
+
+def attach_file(path: Path) -> bool:
+    model, data = new_model(), Handle(path)
+    trainer = Trainer.setup(model, new_optimizer(model))
+    loader = DataLoader(data, batch_size=4, num_workers=2)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    return data.file is None
+
+
+def test_a_file_that_worker_processes_open_is_not_opened_before_they_are_forked(worlds: Worlds, tmp_path: Path) -> None:
+    """They shared its position, and read each other's samples."""
+    path = tmp_path / "samples"
+    path.touch()
+    assert worlds.run(2, attach_file, path) == [True, True]
+
+
+def attach_nothing() -> None:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model))
+    trainer.set_data_loader(
+        DataLoader(samples(20), batch_size=4, collate_fn=lambda _: None), forward_input="inputs", names=NAMES
+    )
+
+
+def test_a_batch_of_no_good_samples_is_told_what_to_do(worlds: Worlds) -> None:
+    for raised in worlds.run(2, attach_nothing, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert "collate_fn returned None" in raised.message
+        assert "leave samples that cannot be trained out of the data set" in raised.message
 
 
 @pytest.mark.parametrize(

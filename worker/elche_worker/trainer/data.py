@@ -18,6 +18,7 @@ from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.checks import check_same_loader
 from elche_worker.trainer.plans import Part, Planner, Step
+from elche_worker.trainer.samples import check_same_samples, looked_at
 from elche_worker.trainer.together import Together
 
 Fields = dict[str, Any]
@@ -124,6 +125,8 @@ class Data:
             world.agree(problem)
             assert data is not None
             check_same_loader(data.facts, world)
+            if world.size > 1:
+                check_same_samples(loader, world)
             return world.gather_texts(str(world.device))
 
         devices = together.run(agree, "calls set_data_loader()")
@@ -320,6 +323,11 @@ def named(data: Any, names: Sequence[str] | None) -> Fields:
         return dict(data)
     if hasattr(data, "_asdict"):
         return dict(data._asdict())
+    if data is None:
+        raise Misuse(
+            "collate_fn returned None, and every rank makes a step of each batch: leave samples that cannot be trained "
+            "out of the data set, or let collate_fn put others in their place"
+        )
     fields = list(data) if isinstance(data, list | tuple) else [data]
     if names is None:
         raise Misuse(
@@ -348,8 +356,7 @@ def wire(
     for what, given in (("names", names), ("inputs", inputs)):
         if isinstance(given, str):
             raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
-    fetch = Fetch(loader.dataset, loader.collate_fn, "")
-    sample = fetch.collate(fetch.__getitems__([0]))
+    [sample] = looked_at(loader, [0])
     if isinstance(sample, FetchError):
         error = sample.to_error()
         raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")
