@@ -257,7 +257,8 @@ def works(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_on_one_device_prefetches(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("elche_worker.device.rng.capture_rng_state", dict)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     moved: list[object] = []
     move = CudaTransfer.move
     monkeypatch.setattr(CudaTransfer, "move", lambda *given: moved.append(one := move(*given)) or one)

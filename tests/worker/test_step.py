@@ -266,6 +266,20 @@ def test_fields_of_texts_are_not_taken_for_samples() -> None:
     assert split(texts, 2, 2) == [([("a1",), ("b1",)], 1), ([("a2",), ("b2",)], 1)]
 
 
+class Attributes(dict[str, Any]):
+    """Samples of libraries: a dict whose keys are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def test_parts_of_a_batch_are_of_its_types() -> None:
+    batch = Attributes(x=torch.arange(4), more=Attributes(y=torch.arange(4)))
+    for number, (part, _) in enumerate(split(batch, 4, 2)):
+        assert part.x.tolist() == part.more.y.tolist() == [2 * number, 2 * number + 1]
+    assert batch.x.tolist() == batch.more.y.tolist() == [0, 1, 2, 3]
+
+
 def test_what_collate_fn_makes_is_not_cut_but_made_of_fewer_samples() -> None:
     """Images and targets of a detection batch were cut differently, so that each went with another's target."""
     seen: list[list[tuple[int, int]]] = []

@@ -29,11 +29,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = batch.to(device)
         return batch if moved is None else moved
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
+        return like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return _like_sequence(batch, [to_device(value, device) for value in batch])
+        return like_sequence(batch, [to_device(value, device) for value in batch])
     if _is_dataclass(batch):
         moved = copy.copy(batch)
         for one in dataclasses.fields(batch):
@@ -50,7 +50,7 @@ def _is_dataclass(batch: Any) -> bool:
     return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
-def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping of the batch's type, with its attributes."""
     if type(batch) is dict:
         return values
@@ -64,7 +64,7 @@ def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
 
 
-def _like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+def like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
     """A list or tuple of the batch's type, a list with its attributes."""
     if type(batch) is list:
         return values

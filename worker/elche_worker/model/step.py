@@ -14,7 +14,7 @@ from elche.errors import InvalidJob
 from elche_worker.device.faults import is_out_of_memory as is_out_of_memory
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
-from elche_worker.device.transfer import InParts, bounds_of
+from elche_worker.device.transfer import InParts, bounds_of, like_mapping, like_sequence
 from elche_worker.model.modes import begin_training
 from elche_worker.model.savable import check_steps, take_form
 from elche_worker.model.trial import unchanged
@@ -331,12 +331,12 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
     if isinstance(data, torch.Tensor):
         return data[start:end] if data.dim() and data.shape[0] == size else data
     if isinstance(data, Mapping):
-        return {key: _cut(value, size, start, end) for key, value in data.items()}
+        return like_mapping(data, {key: _cut(value, size, start, end) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(_cut(value, size, start, end) for value in data))
     if isinstance(data, list | tuple):
         is_per_sample = len(data) == size and all(isinstance(one, str | bytes) for one in data)
-        return data[start:end] if is_per_sample else type(data)(_cut(value, size, start, end) for value in data)
+        return data[start:end] if is_per_sample else like_sequence(data, [_cut(one, size, start, end) for one in data])
     return data
 
 
