@@ -1,8 +1,9 @@
-"""Checks that all ranks have the same model, and makes their values equal to rank 0's."""
+"""Checks that all ranks have the same model, and still do as they train, and makes their values equal to rank 0's."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
+from elche_worker.model.tensors import is_divided, is_plain
+
+PARTED = 0.01
+"""By how much parameters may differ between ranks, as a part of their norm: devices round differently."""
 
 
 def check_alike(model: nn.Module, world: World) -> None:
@@ -48,6 +53,45 @@ def _difference(first: list[list[str]], other: list[list[str]], rank: int) -> st
     kind, name, details = names[min(len(first), len(other))]
     return f"rank 0 has {len(first)} tensors and rank {rank} has {len(other)}; {kind} {name!r} ({details}) is only on \
 rank {longer}"
+
+
+def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) -> None:
+    """Raises `Misuse` on every rank when parameters, or the learning rates of the optimizers' groups, are not the same
+    on all of them any more: all get the same gradients, and so trains each a model of its own, of which one is kept.
+    """
+    named = {name: one for name, one in model.named_parameters() if is_plain(one) and one.numel()}
+    if any(is_divided(one) for one in named.values()):
+        return
+    told = [json.loads(one) for one in world.gather_texts(json.dumps([list(rates), _figures(named.values())]))]
+    for rank, (other_rates, other) in enumerate(told):
+        for at, (one, another) in enumerate(zip(told[0][0], other_rates, strict=False)):
+            if not math.isclose(one, another, rel_tol=1e-6) and not math.isnan(one + another):
+                raise Misuse(
+                    f"ranks have different learning rates: group {at} has {one:g} on rank 0 and {another:g} on rank "
+                    f"{rank}: let them follow what all ranks know, such as the step or trainer.mean({{'loss': loss}})"
+                )
+        for name, ours, theirs in zip(named, told[0][1], other, strict=False):
+            if any(abs(one - another) > PARTED for one, another in zip(ours, theirs, strict=True)):
+                raise Misuse(
+                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank 0. All step with the "
+                    "same gradients, so what else changes parameters must do the same on every rank: load weights on "
+                    "all of them, or before Trainer.setup; draw random numbers for them from one seed; and step with "
+                    "averaged gradients alone (average_gradients() before, finish_step() after each of them)"
+                )
+
+
+@torch.no_grad()
+def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
+    """Two sums of each tensor, of all its values and of every other one, in units of its norm: what would be about 1
+    for random signs.
+    """
+    found = []
+    for tensor in tensors:
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+        exact = torch.float32 if flat.device.type == "mps" else torch.float64
+        norm = torch.linalg.vector_norm(flat, dtype=exact).clamp(min=1e-30)
+        found.append(torch.stack([flat.sum(dtype=exact), flat[::2].sum(dtype=exact)]) / norm)
+    return [one.tolist() for one in found]
 
 
 @torch.no_grad()

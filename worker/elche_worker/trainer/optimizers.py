@@ -32,6 +32,11 @@ class Optimizers:
         return next(iter(self))
 
     @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group of parameters that has one."""
+        return [float(group["lr"]) for one in self for group in one.param_groups if group.get("lr") is not None]
+
+    @property
     def have_schedule(self) -> bool:
         """Whether a learning rate schedule of torch was made for one of them, as far as torch tells."""
         return any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in self)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
-from elche_worker.collectives.consistency import broadcast, buffers_beside
+from elche_worker.collectives.consistency import broadcast, buffers_beside, check_still_alike
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
@@ -28,6 +28,10 @@ from elche_worker.trainer.together import Together
 
 LEAST_SHARE = 2
 """Samples of each rank at least in a batch of `shares`, or of a model with BatchNorm, which cannot train with one."""
+CHECK_EVERY_STEPS = 512
+"""Steps between comparisons of the ranks' models, at last: the first ones are after 0, 1, 2, 4, ... steps."""
+DRIFT_STEPS = 64
+"""Steps after which models are not compared where devices are of different models, which may round very differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,11 @@ class Stepper:
         forward: Forward,
         progress: ProgressTracker,
         together: Together,
+        *,
+        is_mixed: bool = False,
     ) -> None:
         self._model = model
+        self._is_mixed = is_mixed
         self._optimizers = optimizers
         self._config = config
         self._world = world
@@ -80,6 +87,8 @@ class Stepper:
         """Whether the latest step was of batches that the loop has taken itself; None before the first."""
         self._has_gradients = True
         """Whether any rank has samples in this step."""
+        self._num_averaged = 0
+        """How often gradients were averaged."""
         self._is_normalised = False
         self._is_finished = True
         """Whether the step that was averaged last is made."""
@@ -178,6 +187,7 @@ class Stepper:
         averaged = self._together.run(
             lambda: self._average(measured, requests), self._call(keys), give=self._give, take=self._take
         )
+        self._num_averaged += 1
         self.share.settle()
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
@@ -198,6 +208,7 @@ class Stepper:
             self._normalise()
             has_samples = self.share.planned_fraction() is not None
             return Averaged(torch.tensor(requests) if requests else None, has_samples, None)
+        self._check_still_alike()
         self.share.agree()
         told = None if measured is None else self._world.gather_numbers(measured)
         fraction = self.share.fraction()
@@ -214,6 +225,12 @@ class Stepper:
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
         self._learn(told)
         return Averaged(summed, has_gradients=True, told=told)
+
+    def _check_still_alike(self) -> None:
+        number = self._num_averaged
+        is_due = number & (number - 1) == 0 or number % CHECK_EVERY_STEPS == 0
+        if is_due and not (self._is_mixed and number > DRIFT_STEPS):
+            check_still_alike(self._model, self._optimizers.rates, self._world)
 
     def _free_buffers(self) -> list[torch.Tensor]:
         """The buffers that no graph needs when the present optimizers are stepped."""

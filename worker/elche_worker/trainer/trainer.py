@@ -59,7 +59,8 @@ class Trainer:
         self._forward = Forward(model, self._progress.add_loss)
         self._together = Together(world)
         self._together.where = lambda: self._progress.where(self._stepper.num_given)
-        self._stepper = Stepper(model, optimizers, config, world, self._forward, self._progress, self._together)
+        parts = self._forward, self._progress, self._together
+        self._stepper = Stepper(model, optimizers, config, world, *parts, is_mixed=self._fleet.is_mixed)
         self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._iterations = Iterations(
             model, optimizers, world, self._progress, self._checkpoints, self._together, self._save, self.close

@@ -1,0 +1,102 @@
+"""Ranks of a loop whose models or learning rates are not the same any more say so: each trained a model of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from elche.errors import Misuse
+from elche_worker.collectives import consistency
+from elche_worker.trainer import Trainer, TrainerConfig
+from support.loops import flat, new_model, samples
+from support.worlds import Raised, Worlds
+
+STEPS = 40
+
+
+def train(kind: str, is_mixed: bool = False) -> tuple[int, float]:
+    """The number of steps that were made until it was found out, and the sum of the parameters."""
+    rank, model = dist.get_rank(), new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, overlap=False))
+    trainer._stepper._is_mixed = is_mixed
+    inputs, labels = samples(8 * (1 + rank))[-8:]
+    if kind == "loads on one rank" and rank == 1:
+        with torch.no_grad():
+            model.load_state_dict({name: 2 * one for name, one in model.state_dict().items()})
+    for step in range(STEPS):
+        cross_entropy(model(inputs), labels).backward()
+        if kind == "steps twice with one average":  # as SAM does
+            trainer.average_gradients()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= one.grad
+                    one.grad = None
+            cross_entropy(model(inputs), labels).backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= one.grad
+            trainer.finish_step()
+        else:
+            trainer.step()
+        if kind == "draws" and step == 10:
+            with torch.no_grad():
+                next(model.parameters())[0] = torch.randn(3, generator=torch.Generator().manual_seed(rank))[0]
+        if kind == "rates" and step == 10:
+            trainer.set_lr(0.1 / (1 + rank))
+        if kind == "rounds" and rank == 1:
+            with torch.no_grad():
+                for one in model.parameters():
+                    one *= 1 + 1e-6
+    return trainer.num_steps, float(flat(model).double().sum())
+
+
+@pytest.mark.parametrize("kind", ["loads on one rank", "steps twice with one average", "draws"])
+def test_models_that_have_parted_are_found_out(worlds: Worlds, kind: str) -> None:
+    for raised in worlds.run(2, train, kind, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.kind == "Misuse"
+        assert "the ranks' models have parted: " in raised.message
+        assert "of rank 1 is not that of rank 0" in raised.message
+
+
+def test_other_learning_rates_on_one_rank_are_found_out(worlds: Worlds) -> None:
+    """A schedule that follows each rank's own loss, say."""
+    for raised in worlds.run(2, train, "rates", may_raise=True):
+        assert isinstance(raised, Raised)
+        assert "ranks have different learning rates: group 0 has 0.1 on rank 0 and 0.05 on rank 1" in raised.message
+
+
+@pytest.mark.parametrize("kind", ["nothing", "rounds"])
+def test_models_that_differ_by_rounding_train_on(worlds: Worlds, kind: str) -> None:
+    assert [steps for steps, _ in worlds.run(2, train, kind)] == [STEPS, STEPS]
+
+
+class Pair:
+    """What a world of two ranks is asked; `other` is told beside what this rank tells."""
+
+    def __init__(self, other: str = "") -> None:
+        self.other, self.told = other, ""
+
+    def gather_texts(self, text: str) -> list[str]:
+        self.told = text
+        return [text, self.other or text]
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight"])
+def test_a_small_part_of_a_large_tensor_is_enough(name: str) -> None:
+    """A step of 3 % of the norm in a random direction, of any one of the tensors."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(300, 400), nn.Embedding(10, 20))
+    rank_0: Any = Pair()
+    consistency.check_still_alike(model, [0.1], rank_0)
+    one = dict(model.named_parameters())[name]
+    with torch.no_grad():
+        change = torch.randn_like(one)
+        one += change * 0.03 * one.norm() / change.norm()
+    rank_1: Any = Pair(rank_0.told)
+    with pytest.raises(Misuse, match=f"^the ranks' models have parted: {name} of rank 1"):
+        consistency.check_still_alike(model, [0.1], rank_1)
