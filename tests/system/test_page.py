@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 from elche.network import user_at_host
 from elche_client import Client
 from elche_client.client import JobHandle
+from support.fleets import SLOWLY, UNHURRIED
 from support.real_processes import Cluster, Coordinator, Mark, agent, coordinator, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
@@ -97,9 +98,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster) -> Iterator[JobHandle]:
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in small, and unhurried: the browser beside it has the processors for itself."""
+    text = DIGITS.read_text(encoding="utf-8")
+    for wanted, instead in (("NUM_COPIES = 20", "NUM_COPIES = 2"), ("WIDTH = 48", "WIDTH = 4")):
+        assert wanted in text
+        text = text.replace(wanted, instead)
+    path = tmp_path_factory.mktemp("digits") / "digits.py"
+    path.write_text(text + UNHURRIED, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster, digits: Path) -> Iterator[JobHandle]:
     """A job that trains for as long as the tests want."""
-    handle = cluster.client.submit(DIGITS, num_ranks=2, slow_factors={1: 3.0}, epochs=2000)
+    handle = cluster.client.submit(digits, num_ranks=2, slow_factors={1: 3.0}, epochs=2000)
     yield handle
     handle.cancel()
 
@@ -155,7 +168,9 @@ def looks_right(page: Page, width: int) -> None:
     assert nameless == 0
 
 
-def test_a_stranger_finds_the_answers(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
+def test_a_stranger_finds_the_answers(
+    cluster: Cluster, job: JobHandle, digits: Path, open_page: Callable[..., Page]
+) -> None:
     page = open_page(cluster.coordinator.page_url)
     answers = page.locator("#answers")
     expect(answers).to_contain_text(re.compile(r"rank 1.* times as fast"))
@@ -166,7 +181,7 @@ def test_a_stranger_finds_the_answers(cluster: Cluster, job: JobHandle, open_pag
     expect(page.locator("#ranks tr.slowest")).to_contain_text("1")
     expect(page.locator("#running canvas")).to_have_count(5)
     expect(page.locator("#events")).to_contain_text("training")
-    expect(page.locator("#about")).to_contain_text(f"elche submit {DIGITS} --ranks 2 --slow 1=3 --epochs 2000")
+    expect(page.locator("#about")).to_contain_text(f"elche submit {digits} --ranks 2 --slow 1=3 --epochs 2000")
     expect(page.locator("#about")).to_contain_text(user_at_host())
     expect(page.locator("#settings")).to_contain_text("batch_size64")
     expect(page.locator("#cluster")).to_contain_text("1 of 1 job training · 2 of 2 slots busy")
@@ -318,7 +333,7 @@ def test_a_failed_job_leads_with_its_error_and_goes_on(
         "        print('on shard 17')\n"
         "        raise ValueError('three channels')\n",
     )
-    (tmp_path / "broken.py").write_text(text)
+    (tmp_path / "broken.py").write_text(text + SLOWLY)
     job = other_cluster.client.submit(tmp_path / "broken.py", num_ranks=2, epochs=5000, checkpoint_every_epochs=1)
     page = open_page(f"{other_cluster.coordinator.page_url}/#job={job.id}")
     expect(page.locator("#checkpoints")).to_contain_text("epoch 1")
