@@ -28,6 +28,53 @@ def test_prometheus_keeps_the_label_job() -> None:
     assert "honor_labels: true" in text, "else Prometheus renames elche's label `job` to `exported_job`"
 
 
+def run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    run("promtool", "check", "rules", *map(str, (PROMETHEUS / "rules").glob("*.yml")))
+    run("promtool", "test", "rules", *map(str, (PROMETHEUS / "tests").glob("*.yml")))
+
+
+def test_every_alert_has_a_test_and_says_what_to_do() -> None:
+    rules = (PROMETHEUS / "rules" / "elche.yml").read_text(encoding="utf-8")
+    tests = (PROMETHEUS / "tests" / "elche_test.yml").read_text(encoding="utf-8")
+    alerts = re.split(r"- alert: ", rules)[1:]
+    for alert in alerts:
+        name = alert.split()[0]
+        assert f'alertname="{name}"' in tests, f"{name} is not tested"
+        for part in ("severity: ", "summary: ", "description: "):
+            assert part in alert, f"{name} has no {part}"
+
+
+def test_dashboards_are_what_grafana_expects(tmp_path: Path) -> None:
+    for name in ("package.json", "package-lock.json", "dashboard.ts"):
+        shutil.copy(HERE / name, tmp_path)
+    run("npm", "ci", "--omit=dev", "--no-audit", "--no-fund", "--ignore-scripts", cwd=tmp_path)
+    pages = []
+    for path in DASHBOARDS.glob("*.json"):
+        page = tmp_path / f"{path.stem}.ts"
+        text = (
+            f"import type {{ Checked }} from './dashboard';\nexport const page: Checked = {path.read_text('utf-8')};\n"
+        )
+        page.write_text(text, encoding="utf-8")
+        pages.append(page.name)
+    assert pages
+    options = ("--noEmit", "--strict", "--skipLibCheck", "--target", "es2022")
+    modules = ("--module", "esnext", "--moduleResolution", "bundler")
+    run("node_modules/.bin/tsc", *options, *modules, *pages, cwd=tmp_path)
+
+
+def test_dashboards_are_fresh() -> None:
+    run(sys.executable, "tools/dashboards", "--check")
+
+
+# With a job that trains as long as the tests below last
+
+
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, str]]:
     """A Prometheus with a job that trains on two ranks, one of them slower, and the job's id."""
@@ -89,47 +136,3 @@ def test_prometheus_evaluates_every_rule(scraped: tuple[Prometheus, str]) -> Non
     assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
     firing = [rule["name"] for rule in rules if rule.get("state") == "firing"]
     assert firing == []
-
-
-def run(*command: str, cwd: Path = ROOT) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_alerts_fire_when_they_should_and_only_then() -> None:
-    run("promtool", "check", "rules", *map(str, (PROMETHEUS / "rules").glob("*.yml")))
-    run("promtool", "test", "rules", *map(str, (PROMETHEUS / "tests").glob("*.yml")))
-
-
-def test_every_alert_has_a_test_and_says_what_to_do() -> None:
-    rules = (PROMETHEUS / "rules" / "elche.yml").read_text(encoding="utf-8")
-    tests = (PROMETHEUS / "tests" / "elche_test.yml").read_text(encoding="utf-8")
-    alerts = re.split(r"- alert: ", rules)[1:]
-    for alert in alerts:
-        name = alert.split()[0]
-        assert f'alertname="{name}"' in tests, f"{name} is not tested"
-        for part in ("severity: ", "summary: ", "description: "):
-            assert part in alert, f"{name} has no {part}"
-
-
-def test_dashboards_are_what_grafana_expects(tmp_path: Path) -> None:
-    for name in ("package.json", "package-lock.json", "dashboard.ts"):
-        shutil.copy(HERE / name, tmp_path)
-    run("npm", "ci", "--omit=dev", "--no-audit", "--no-fund", "--ignore-scripts", cwd=tmp_path)
-    pages = []
-    for path in DASHBOARDS.glob("*.json"):
-        page = tmp_path / f"{path.stem}.ts"
-        text = (
-            f"import type {{ Checked }} from './dashboard';\nexport const page: Checked = {path.read_text('utf-8')};\n"
-        )
-        page.write_text(text, encoding="utf-8")
-        pages.append(page.name)
-    assert pages
-    options = ("--noEmit", "--strict", "--skipLibCheck", "--target", "es2022")
-    modules = ("--module", "esnext", "--moduleResolution", "bundler")
-    run("node_modules/.bin/tsc", *options, *modules, *pages, cwd=tmp_path)
-
-
-def test_dashboards_are_fresh() -> None:
-    run(sys.executable, "tools/dashboards", "--check")
