@@ -39,7 +39,8 @@ from support.real_processes import Cluster, Command, Mark, agent, coordinator, e
 pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 
 JobFile = Callable[..., Path]
-NUM_SAMPLES, SEED = 960, 0  # of jobs/dying.py
+NUM_SAMPLES, SEED, EPOCHS = 960, 0, 16  # of jobs/dying.py
+FEW = 8
 LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
 LONGEST_GAP_S = 8.0
 """A bound of liveness, on a slow machine: how long survivors may train no batch, while one dies and comes back.
@@ -107,7 +108,7 @@ class Story:
 
 
 def succeeds(
-    story: Story, *, epochs: int = 40, survivors: tuple[int, ...] | None = None, is_told_all: bool = True
+    story: Story, *, epochs: int = EPOCHS, survivors: tuple[int, ...] | None = None, is_told_all: bool = True
 ) -> JobResult:
     """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds, if
     the story `is_told_all`: of the last rounds of a coordinator that is killed a watcher may hear nothing. Survivors,
@@ -184,7 +185,7 @@ def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., 
 def test_the_others_go_on_and_the_rank_comes_back(
     begin: Callable[..., Story], policy: str, averaging: str, backend: str
 ) -> None:
-    epochs, anchor = (15, None) if policy == "sync" else (40, 4)
+    epochs, anchor = (FEW, None) if policy == "sync" else (EPOCHS, 4)
     how = {"policy": policy, "averaging": averaging, "backend": backend, "anchor": anchor}
     story = begin("DIES_AT = {1: 30}", **how, epochs=epochs)
     story.await_return(1)
@@ -209,9 +210,9 @@ def warm_up():
 
 @pytest.mark.long(reason="a rank that comes back goes the same way; this measures a moment")
 def test_nobody_waits_for_the_first_batch_of_a_rank_that_comes_back(begin: Callable[..., Story]) -> None:
-    story = begin(SLOW_FIRST, policy="sync", anchor=None, epochs=20)
+    story = begin(SLOW_FIRST, policy="sync", anchor=None, epochs=FEW)
     story.await_return(1)
-    succeeds(story, epochs=20)
+    succeeds(story, epochs=FEW)
     (warming_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "warms up"]
     (warm_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "is warm"]
     for rank in (0, 2):
@@ -244,7 +245,7 @@ def test_rank_0_dies_and_another_one_calls_back(begin: Callable[..., Story]) -> 
     story = begin(CALLBACKS)
     story.await_return(0)
     succeeds(story)
-    for kind, epochs in (("metrics", range(40)), ("log", range(1, 41))):
+    for kind, epochs in (("metrics", range(EPOCHS)), ("log", range(1, EPOCHS + 1))):
         told = [(at_s, value) for rank in range(3) for what, _, at_s, *values in story.notes(rank) if what == kind
                 for value in values]  # fmt: skip
         counted = Counter(value for _, value in told)
@@ -264,12 +265,12 @@ def evaluate(model):
 
 
 def test_a_rank_dies_while_it_evaluates(begin: Callable[..., Story]) -> None:
-    story = begin(DIES_EVALUATING, REPLACE.format("evaluate=evaluate, epochs=20"))
+    story = begin(DIES_EVALUATING, REPLACE.format(f"evaluate=evaluate, epochs={FEW}"))
     eventually((story.folder / "died-evaluating").exists, "a rank dies")
     story.await_return(dead(story))
-    succeeds(story, epochs=20)
+    succeeds(story, epochs=FEW)
     told = [report.epoch for report in story.of(EvaluationReport)]
-    assert told == list(range(20))
+    assert told == list(range(FEW))
 
 
 SHARED = """
@@ -286,13 +287,13 @@ def eval_step(model, batch):
 
 
 def test_a_rank_dies_in_its_part_of_an_evaluation(begin: Callable[..., Story]) -> None:
-    replaced = "eval_dataset=lambda: list(range(90)), eval_step=eval_step, epochs=20"
+    replaced = f"eval_dataset=lambda: list(range(90)), eval_step=eval_step, epochs={FEW}"
     story = begin(SHARED, REPLACE.format(replaced))
     story.await_return(1)
-    succeeds(story, epochs=20)
+    succeeds(story, epochs=FEW)
     reports = story.of(EvaluationReport)
-    assert [report.epoch for report in reports] == list(range(20))
-    assert [report.metrics["index"] for report in reports] == pytest.approx([44.5] * 20)
+    assert [report.epoch for report in reports] == list(range(FEW))
+    assert [report.metrics["index"] for report in reports] == pytest.approx([44.5] * FEW)
 
 
 DIES_WRITING = """
@@ -305,11 +306,11 @@ os.fsync = fsync
 
 
 def test_a_rank_dies_while_it_writes_a_checkpoint(begin: Callable[..., Story], tmp_path: Path) -> None:
-    replaced = "checkpoint_every_epochs=2, epochs=20"
+    replaced = f"checkpoint_every_epochs=2, epochs={FEW}"
     story = begin(DIES_WRITING, REPLACE.format(replaced), output_dir=tmp_path / "out")
     eventually((story.folder / "died-writing").exists, "a rank dies")
     story.await_return(dead(story))
-    result = succeeds(story, epochs=20)
+    result = succeeds(story, epochs=FEW)
     assert len(result.checkpoints) > 1
     assert len(story.of(Checkpoint)) > 1
     assert all((Path(one.path) / "manifest.json").exists() for one in result.checkpoints)
@@ -343,10 +344,10 @@ if not IS_FIRST and RANK == 1:
 
 
 def test_a_rank_that_dies_whenever_it_starts_keeps_nobody(begin: Callable[..., Story]) -> None:
-    story = begin(DIES_AGAIN, REPLACE.format("epochs=20"))
+    story = begin(DIES_AGAIN, REPLACE.format(f"epochs={FEW}"))
     eventually(lambda: len(story.pids(1)) >= 3 or story.job_has_ended, "it is started again")
     story.hurry()
-    succeeds(story, epochs=20, survivors=())
+    succeeds(story, epochs=FEW, survivors=())
     assert len(story.pids(1, "batch")) == 1
     lost = [event for event in story.of(MembershipReport) if not event.is_back]
     own = [event.text for event in lost if event.rank == 1]
@@ -368,8 +369,9 @@ def test_a_device_that_falls_off_the_bus_costs_its_rank_only(begin: Callable[...
 
 
 def test_a_job_goes_back_to_its_start_with_its_only_rank(begin: Callable[..., Story]) -> None:
-    story = begin("DIES_AT = {0: 5}", REPLACE.format("epochs=5"), num_ranks=1)
-    assert story.job.result().committed_samples == (NUM_SAMPLES,) * 5
+    story = begin("DIES_AT = {0: 5}", REPLACE.format("epochs=2"), num_ranks=1)
+    story.await_return(0)
+    assert story.job.result().committed_samples == (NUM_SAMPLES,) * 2
     (report,) = story.of(MembershipReport)
     assert re.match(r"rank 0 on \S+ \(cpu\) was killed by signal 9 .*; the job goes back to its start$", report.text)
 
@@ -445,7 +447,7 @@ DIES_AT = {1: 30}
 
 
 def test_one_line_says_what_has_happened(cluster: Cluster, job_file: JobFile, elche: Callable[..., Command]) -> None:
-    path = job_file("dying.py", HURRIES_WHEN_IT_IS_BACK, REPLACE.format("epochs=20"))
+    path = job_file("dying.py", HURRIES_WHEN_IT_IS_BACK, REPLACE.format(f"epochs={FEW}"))
     watched = elche("submit", str(path), "--ranks", "3", "--watch", "--coordinator", cluster.address)
     assert watched.code == 0, watched.err
     told = re.compile(r"rank 1 on \S+ \(cpu\) was killed by signal 9 ")

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 NOTES = FOLDER / f"rank-{RANK}"
 IS_FIRST = not NOTES.exists()
 """Whether this is the rank's first process."""
-BATCH_S = 0.02
+BATCH_S = 0.05
 """How long a batch takes, until the file `hurry` is there."""
 DIES_AT: dict[int, int] = {}
 """At the end of which batch a rank's first process dies, by rank."""
@@ -79,7 +79,7 @@ job = TrainingJob(
     dataset=lambda: list(range(NUM_SAMPLES)),
     train_step=train_step,
     batch_size=16,
-    epochs=40,
+    epochs=16,
     anchor=4,
     merge="mean",
 )
