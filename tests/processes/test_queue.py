@@ -31,7 +31,7 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
         Client(one.address, token="") as client,
     ):
         path = held_back(has_gone)
-        low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=100)
+        low = client.submit(path, name="low", num_ranks=2, min_ranks=1, epochs=20)
         eventually(lambda: num_training(client, low.id) == 2, "both ranks train")
         (host,) = client.hosts()
         assert [(slot.device, slot.job_id, slot.rank) for slot in host.slots] == [
@@ -39,18 +39,18 @@ def test_a_job_shrinks_and_goes_back_to_the_queue_for_those_of_higher_priority(
             ("cpu", low.id, 1),
         ]
         assert elche("hosts", "--coordinator", one.address).out.count(low.id) == 2
-        asks = ("submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "20")
+        asks = ("submit", str(path), "--ranks", "1", "--priority", "5", "--epochs", "8")
         done = elche(*asks, "--coordinator", one.address)
         assert done.code == 0, done.err
         middle = client.job(done.out.strip())
         eventually(lambda: num_training(client, middle.id) == 1, "it has got a slot")
-        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=20)
+        high = client.submit(path, name="high", num_ranks=2, priority=9, epochs=2)
         eventually(lambda: view(client, low.id).reason.startswith("waits "), "the least important waits")
         assert view(client, low.id).state is JobState.QUEUED
         assert f"{low.id}: waits " in elche("jobs", "--coordinator", one.address).out
         has_gone.touch()
         assert high.result().state is JobState.SUCCEEDED
-        for job, epochs in ((middle, 20), (low, 100)):
+        for job, epochs in ((middle, 8), (low, 20)):
             result = job.result()
             assert result.state is JobState.SUCCEEDED
             assert result.committed_samples == (500,) * epochs
@@ -114,18 +114,20 @@ def test_a_job_trains_on_the_host_whose_label_it_asks_for(
 
 
 def test_twenty_jobs_on_four_slots_all_end_in_the_order_of_their_priorities(
-    mark: Mark, tmp_path: Path, job_file: JobFile
+    mark: Mark, tmp_path: Path, job_file: JobFile, held_back: HeldBack
 ) -> None:
+    all_wait = tmp_path / "all-wait"
     with (
         coordinator(mark, tmp_path) as one,
         agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu,cpu", env={"OMP_NUM_THREADS": "1"}) as other,
         Client(one.address, token="") as client,
     ):
         path = job_file("linear.py")
-        first = client.submit(path, name="first", num_ranks=4, epochs=20, priority=9)
+        first = client.submit(held_back(all_wait), name="first", num_ranks=4, epochs=10, priority=9)
         eventually(lambda: num_training(client, first.id) == 4, "all slots are taken")
         sizes = [1, 2, 3, 4]
         jobs = [client.submit(path, num_ranks=sizes[at % 4], epochs=1, priority=at % 3) for at in range(20)]
+        all_wait.touch()
         for job in jobs:
             assert job.result().committed_samples == (500,)
         log = other.log.read_text()
