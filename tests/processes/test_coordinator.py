@@ -23,6 +23,7 @@ from elche_client.events import Checkpoint, Event, JobState, JobView, RoundRepor
 from support.real_processes import Cluster, Coordinator, Mark, agent, command, coordinator, eventually
 
 JobFile = Callable[..., Path]
+HeldBack = Callable[[Path], Path]
 NUM_SAMPLES = 500  # of jobs/linear.py
 MAX_IDLE_KIB = 120 * 1024
 
@@ -55,8 +56,8 @@ def test_idle_it_is_small_and_in_health(mark: Mark, tmp_path: Path) -> None:
         assert used < MAX_IDLE_KIB
 
 
-def test_metrics_of_a_job_that_runs(cluster: Cluster, job_file: JobFile) -> None:
-    job = cluster.client.submit(job_file(), num_ranks=2, epochs=1000)
+def test_metrics_of_a_job_that_runs(cluster: Cluster, held_back: HeldBack, tmp_path: Path) -> None:
+    job = cluster.client.submit(held_back(tmp_path / "never"), num_ranks=2, epochs=1000)
     watch = job.watch()
     for _ in range(4):
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
@@ -109,15 +110,16 @@ def test_a_restart_goes_on(mark: Mark, tmp_path: Path, job_file: JobFile) -> Non
         assert two.new_errors() == []
 
 
-def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
     """A page that is looked at makes it take its time. Its agent and ranks try again at once, and must not be told what
     the next coordinator does not know: no rank is started again.
     """
+    may_end, epochs = tmp_path / "may-end", 20
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
         attending = stack.enter_context(agent(mark, tmp_path, one.address))
         client = stack.enter_context(Client(one.address, reconnect_s=60))
-        job = client.submit(job_file(), num_ranks=2, epochs=60)
+        job = client.submit(held_back(may_end), num_ranks=2, epochs=epochs)
         watch = job.watch()
         eventually(lambda: isinstance(next(watch), RoundReport), "a round")
         before = mark.living("elche rank")
@@ -128,20 +130,23 @@ def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Pat
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
         eventually(lambda: attending.log.read_text().count("attended as agent-1") == 2, "it is back under its name")
         assert mark.living("elche rank") == before, attending.log.read_text()
-        assert job.result().committed_samples == (NUM_SAMPLES,) * 60
+        may_end.touch()
+        assert job.result().committed_samples == (NUM_SAMPLES,) * epochs
         assert two.new_errors() == []
 
 
 def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
-    mark: Mark, tmp_path: Path, job_file: JobFile
+    mark: Mark, tmp_path: Path, held_back: HeldBack
 ) -> None:
     """What the one before did cannot be repeated by other code: its jobs go back, and say so."""
+    may_end, epochs = tmp_path / "may-end", 12
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
         stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu,cpu"))
         client = stack.enter_context(Client(one.address))
-        fails = client.submit(job_file(), num_ranks=1, epochs=10_000, on_rank_loss="fail")
-        ran = client.submit(job_file(), num_ranks=2, epochs=100, checkpoint_every_epochs=10)
+        path = held_back(may_end)
+        fails = client.submit(path, num_ranks=1, epochs=10_000, on_rank_loss="fail")
+        ran = client.submit(path, num_ranks=2, epochs=epochs, checkpoint_every_epochs=1)
         watch = ran.watch()
         saved = eventually(lambda: event if isinstance(event := next(watch), Checkpoint) else None, "a checkpoint")
         one.process.kill()
@@ -153,20 +158,24 @@ def test_a_coordinator_of_another_version_goes_on_from_checkpoints(
         client = stack.enter_context(Client(two.address))
         *_, ended = client.watch(fails.id)
         assert "the coordinator stopped while the job ran; submit it again" in ended.error
+        may_end.touch()
         assert list(watch)[-1].state is JobState.SUCCEEDED, "a watch outlasts the restart"
         result = client.job(ran.id).result()
-        assert result.committed_samples == (NUM_SAMPLES,) * 100
+        assert result.committed_samples == (NUM_SAMPLES,) * epochs
         assert result.rounds > saved.version
         assert "was another version: jobs that ran go back to their newest checkpoints" in two.log.read_text()
 
 
-def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(
+    mark: Mark, tmp_path: Path, held_back: HeldBack
+) -> None:
     """One of another version, as after an upgrade, goes on with all that was committed before the signal."""
+    may_end, epochs = tmp_path / "may-end", 20
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
         stack.enter_context(agent(mark, tmp_path, one.address))
         client = stack.enter_context(Client(one.address, reconnect_s=60))
-        job = client.submit(job_file(), num_ranks=2, epochs=60)
+        job = client.submit(held_back(may_end), num_ranks=2, epochs=epochs)
         watch = job.watch()
         before = 0
         while before < 5:
@@ -186,13 +195,12 @@ def test_a_coordinator_that_is_told_to_stop_has_jobs_saved_first(mark: Mark, tmp
         again = client.watch(job.id)
         first = eventually(lambda: event if isinstance(event := next(again), RoundReport) else None, "a round")
         assert first.version > saved.version, "it begins from the checkpoint"
-        assert client.job(job.id).result().committed_samples == (NUM_SAMPLES,) * 60
+        may_end.touch()
+        assert client.job(job.id).result().committed_samples == (NUM_SAMPLES,) * epochs
         assert two.new_errors() == []
 
 
-def test_a_second_signal_ends_a_coordinator_at_once(
-    mark: Mark, tmp_path: Path, held_back: Callable[[Path], Path]
-) -> None:
+def test_a_second_signal_ends_a_coordinator_at_once(mark: Mark, tmp_path: Path, held_back: HeldBack) -> None:
     """The job's next round is far away."""
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path, env={"ELCHE_GRACE": "10000"}))
