@@ -63,14 +63,17 @@ SERVER_OF = {
     "elche_worker.agent": PLAIN,
     "elche_worker.agent.for_run": PLAIN,
     "elche_worker.device.build": TORCH,
+    "elche_worker.device.discovery": TORCH,
     "elche_worker.rank": TORCH,
+    "elche_worker.rank.check": TORCH,
+    "elche_worker.trainer": TORCH,
+    "torch.distributed.run": TORCH,
 }
 """By module that is run: its server."""
-ENDS_WITH_PARENT = "elche_worker.agent.for_run"
-"""Is killed by the kernel when its parent ends; here the parent is the server, which sees to it."""
-FINDS_DEVICES = "elche_worker.device.discovery"
-GPUS = "TEST_GPUS"
-"""See `gpus`."""
+END_WITH_PARENT = ("elche_worker.agent.for_run", "elche_worker.rank.check", "elche_worker.trainer")
+"""Are killed by the kernel when their parent ends; here the parent is the server, which sees to it."""
+OF_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""What `torchrun` tells its processes, which is read later."""
 READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC", "TORCH", "MKL", "KMP", "OPENBLAS", "GRPC", "LC_", "LANG")
 """Variables that count when Python starts or a library is imported: who has others than the server is executed."""
 OWN = {
@@ -161,7 +164,7 @@ def _request(how: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     environment = dict(how["env"]) if how["env"] is not None else dict(os.environ)
     if rest[:1] == ["-m"] and rest[1] in SERVER_OF:
         kind = SERVER_OF[rest[1]]
-    elif (rest[:2] == ["-m", FINDS_DEVICES] and GPUS in environment) or (rest and rest[0].endswith(".py")):
+    elif rest and rest[0].endswith(".py"):
         kind = TORCH
     else:
         return None
@@ -182,7 +185,11 @@ def _request(how: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
 
 
 def _early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
-    found = {name: text for name, text in environment.items() if name.startswith(READ_AT_IMPORT)}
+    found = {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(READ_AT_IMPORT) and not name.startswith(OF_TORCHRUN)
+    }
     return found | OWN[kind]
 
 
@@ -302,7 +309,7 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
             for descriptor in descriptors:
                 os.close(descriptor)
             running[pid] = connection
-            if ENDS_WITH_PARENT.encode() in data:
+            if any(f'"-m", "{module}"'.encode() in data for module in END_WITH_PARENT):
                 selector.register(connection, selectors.EVENT_READ, pid)
             with suppress(OSError):
                 connection.sendall(pid.to_bytes(LENGTH_BYTES, "big"))
@@ -379,11 +386,13 @@ def _run(order: Mapping[str, Any]) -> None:
     rest = order["rest"]
     if rest[0] == "-m":
         sys.argv = ["-m", *rest[2:]]
-        if rest[1] == ENDS_WITH_PARENT:
+        if rest[1] in END_WITH_PARENT:
             import_module("elche_worker.process.parent").end_with_parent = lambda _: None
         if "-P" not in order["flags"]:
             sys.path.insert(0, order["folder"])
         import_module("support.gpus").take_part(rest[1])
+        if not hasattr(sys.modules.get(rest[1]), "__path__"):
+            sys.modules.pop(rest[1], None)  # it is run, and is no import of the server any more
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
         import_module("support.gpus").take_part(rest[0])

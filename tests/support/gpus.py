@@ -12,12 +12,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from support.fork_server import FINDS_DEVICES, GPUS
-
-VARIABLE = GPUS
+VARIABLE = "TEST_GPUS"
 """How many GPUs the host has."""
 DELAY = "TEST_NCCL_MS"
 """What each collective takes, in milliseconds; 0 without it."""
+FINDS_DEVICES = "elche_worker.device.discovery"
 WITH_DEVICES = ("elche_worker.rank", FINDS_DEVICES, "elche_worker.device.build")
 """Modules whose processes use devices."""
 
