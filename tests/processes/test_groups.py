@@ -250,7 +250,7 @@ def wrong(model, batch, before=train_step):
 
 import dataclasses
 job = dataclasses.replace(
-    job, train_step=wrong, epochs=6, max_anchor=1, after_round=lambda *_: rounds.append(None), {}
+    job, train_step=wrong, epochs=8, max_anchor=1, after_round=lambda *_: rounds.append(None), {}
 )
 """
 
@@ -265,7 +265,7 @@ def test_a_group_that_computes_wrong_is_left_out_of_a_round(groups: Cluster, job
     result = handle.result()
     assert [event.rank for event in events] == [1]
     assert "left out of the average" in events[0].text
-    assert result.committed_samples == (NUM_SAMPLES,) * 6
+    assert result.committed_samples == (NUM_SAMPLES,) * 8
     assert 0 < result.discarded_samples < NUM_SAMPLES
     assert result.metrics["mse"] < 1.0
 

@@ -80,12 +80,13 @@ job = dataclasses.replace(job, train_step=train_step)
 
 
 def test_a_step_that_never_returns_is_ended_and_its_stack_is_in_the_log(begin: Callable[..., Story]) -> None:
-    story = begin(HANGS, output_dir=None)
+    epochs = 40
+    story = begin(HANGS, "BATCH_S = 0.02", output_dir=None, epochs=epochs)
     eventually(lambda: is_left_out(story), "it is left out")
     text = story.of(MembershipReport)[0].text
     assert re.match(r"rank 2 on \S+ \(cpu\) is left out: it has made no batch for \d+\.\d s, and others wait", text)
     story.await_return(2)
-    succeeds(story, survivors=(0, 1))
+    succeeds(story, epochs=epochs, survivors=(0, 1))
     log = "\n".join(line.text for line in story.job.logs(rank=2))
     assert "the rank is ended because it hangs" in log
     assert "in train_step" in log

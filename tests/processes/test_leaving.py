@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes.test_hung_ranks import trains
-from processes.test_lost_ranks import NUM_SAMPLES, Story, begin, succeeds
+from processes.test_lost_ranks import EPOCHS, NUM_SAMPLES, Story, begin, succeeds
 from worker.test_notices import address, metadata
 
 from elche.errors import InvalidJob, JobFailed
@@ -138,14 +138,14 @@ def test_the_only_host_leaves_and_the_job_waits_at_a_checkpoint(hosts: Hosts, be
     hosts.join("b", "cpu,cpu,cpu")
     result = story.end()
     assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * 40
+    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
 
 
 def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     hosts: Hosts, begin: Callable[..., Story], elche: Callable[..., Command]
 ) -> None:
     hosts.join("a", "cpu,cpu")
-    story = begin(client=hosts.client, num_ranks=4, min_ranks=2, epochs=60)
+    story = begin(client=hosts.client, num_ranks=4, min_ranks=2, epochs=24)
     trains(story, 0, 1)
     hosts.join("b", "cpu,cpu,cpu")
     trains(story, 0, 1, 2, 3)
@@ -158,7 +158,7 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     refused = elche(*scale, "0")
     assert refused.code == 2
     story.hurry()
-    succeeds(story, epochs=60, survivors=(0, 1, 2))
+    succeeds(story, epochs=24, survivors=(0, 1, 2))
     told = [one.text for one in story.of(MembershipReport)]
     assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
     with pytest.raises(InvalidJob, match="is succeeded, or repeats a recording"):
@@ -183,7 +183,7 @@ def test_all_ranks_are_killed_and_the_job_goes_back(
     story.await_return(0, 1, 2)
     result = story.end()
     assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * 40
+    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
 
 
 @pytest.mark.long(reason="core/test_going_back.py shows it")
