@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Compiled modules are kept: each worker of the tests, and each program that they execute, compiled all of them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate mutants check format generated docs clean
 
 setup: $(VENV)/.installed
