@@ -42,6 +42,8 @@ ROOM = "TEST_ROOM"
 ROOM_BYTES = 1 << 16
 TITLE_BYTES = 1 << 13
 LENGTH_BYTES = 8
+TESTS = str(Path(__file__).parents[1])
+"""Where `support` is; also in `PYTHONPATH` of what imports from it, and the servers have it."""
 START_S = 60.0
 """For a server to import what it has: a bound for one that never will."""
 HIGH_DESCRIPTOR = 600
@@ -67,6 +69,7 @@ SERVER_OF = {
     "elche_worker.rank": TORCH,
     "elche_worker.rank.check": TORCH,
     "elche_worker.trainer": TORCH,
+    "support.dying_coordinator": PLAIN,
     "torch.distributed.run": TORCH,
 }
 """By module that is run: its server."""
@@ -188,7 +191,7 @@ def _early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
     found = {
         name: text
         for name, text in environment.items()
-        if name.startswith(READ_AT_IMPORT) and not name.startswith(OF_TORCHRUN)
+        if name.startswith(READ_AT_IMPORT) and not name.startswith(OF_TORCHRUN) and text != TESTS
     }
     return found | OWN[kind]
 
@@ -218,10 +221,9 @@ def _connect(kind: str) -> socket.socket:
 
 def _start(kind: str, address: Path) -> Any:
     """Starts a server, which ends when its standard input closes, with this process."""
-    tests = str(Path(__file__).parents[1])
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("ELCHE_", "OMP_"))}
     environment |= {ROOM: "x" * ROOM_BYTES, **OWN[kind], "SPT_NOENV": "1"}
-    code = f"import sys; sys.path.append({tests!r}); from support.fork_server import main; main()"
+    code = f"import sys; sys.path.append({TESTS!r}); from support.fork_server import main; main()"
     words = [sys.executable, "-P", "-c", code, kind, str(address), "x" * TITLE_BYTES]
     return Popen(words, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
