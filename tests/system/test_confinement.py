@@ -13,6 +13,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche_client import Client
 from elche_client.events import JobState
 from elche_worker.agent.confinement import PROGRAM, CannotConfine, Confinement
+from support.fleets import SLOWLY
 from support.real_processes import Mark, agent, coordinator, eventually
 
 pytestmark = pytest.mark.system
@@ -114,7 +115,7 @@ def test_a_rank_in_a_container_is_killed_stopped_and_watched(tmp_path: Path, mar
         agent(mark, tmp_path, one.address, "--confine", "--writable", str(out)) as host,
         Client(one.address) as client,
     ):
-        job = client.submit(job_that_writes_to(out), num_ranks=2, epochs=100_000)
+        job = client.submit(job_that_writes_to(out, SLOWLY), num_ranks=2, epochs=100_000)
         eventually(lambda: client.get(job.id).epoch > 2, "it trains")
         ranks = mark.living("elche rank")
         assert len(ranks) == 2
