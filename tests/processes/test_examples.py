@@ -46,9 +46,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained_gpt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The result of bytes_gpt.py."""
+    """The result of an epoch of bytes_gpt.py."""
     mark, folder = Mark(), tmp_path_factory.mktemp("bytes_gpt")
-    arguments = ("run", str(EXAMPLES / "bytes_gpt.py"), "--ranks", "2", "--device", "cpu", "--json")
+    arguments = ("run", str(EXAMPLES / "bytes_gpt.py"), "--ranks", "2", "--device", "cpu", "--epochs", "1", "--json")
     done = command(mark, "elche_client", *arguments, cwd=folder, env=SMALL, limit_s=LIMIT_S)
     assert done.code == 0, done.err
     yield json.loads(done.out)
@@ -57,7 +57,7 @@ def trained_gpt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 def test_bytes_gpt_learns(trained_gpt: dict[str, Any]) -> None:
     assert trained_gpt["metrics"]["bits_per_byte"] < BITS_OF_SINGLE_BYTES - 0.8
-    assert trained_gpt["committed_samples"] == [trained_gpt["dataset_size"]] * 2
+    assert trained_gpt["committed_samples"] == [trained_gpt["dataset_size"]]
     assert all(rank["batches"] > 0 for rank in trained_gpt["ranks"])
 
 
