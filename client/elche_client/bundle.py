@@ -121,7 +121,7 @@ def _spec(path: Path) -> GitIgnoreSpec:
 
 
 def _is_ignored(name: str, specs: dict[str, list[GitIgnoreSpec]]) -> bool:
-    """Whether a file, or a folder with a slash at its end, is left out. What is said nearest to it counts."""
+    """True if a file, or a folder with a slash at its end, is left out. What is said nearest to it counts."""
     at = name.rstrip("/").rfind("/") + 1
     while True:
         prefix = name[:at]

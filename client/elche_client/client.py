@@ -61,7 +61,7 @@ class Change:
     """The outcome of a request."""
 
     is_made: bool
-    """Whether the request has changed anything."""
+    """True if the request has changed anything."""
     before: JobState
     """The job's state when the request arrived."""
 
@@ -88,7 +88,7 @@ class Client:
     ) -> None:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._was_answered = False
-        """Whether a coordinator has ever answered: else its address may be wrong."""
+        """True if a coordinator has ever answered: else its address may be wrong."""
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)

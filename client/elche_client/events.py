@@ -83,7 +83,7 @@ class HostView:
     agent_id: str
     slots: tuple[SlotView, ...]
     is_drained: bool = False
-    """Whether it gets no more ranks."""
+    """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """On which jobs may set conditions."""
 

@@ -91,7 +91,7 @@ class LocalRun:
     as_json: bool
     as_events: bool = False
     shows_logs: bool = True
-    """Whether to show the output of the ranks."""
+    """True if to show the output of the ranks."""
     folder: Path | None = None
     """`out` once it is made."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
@@ -100,7 +100,7 @@ class LocalRun:
     """A credential of this run alone: whoever can reach the coordinator can run code on this machine."""
     record: JobRecord = field(default_factory=JobRecord)
     _was_queued: bool = False
-    """Whether the job was seen to wait for slots before."""
+    """True if the job was seen to wait for slots before."""
     _cadence: IO[bytes] | None = None
     """File of the rounds so far, for `elche replay`."""
     _log_tail: LogTail | None = None

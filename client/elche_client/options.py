@@ -34,7 +34,7 @@ class JobOptions:
     output_dir: str = ""
     """Absolute path on the ranks' host; empty: a folder that the agent creates."""
     verify_rounds: bool = False
-    """Whether ranks compare their parameters after every round."""
+    """True if ranks compare their parameters after every round."""
     name: str = ""
     """Empty: the file's name without its suffix."""
     resume: str = ""
@@ -101,7 +101,7 @@ def read_source(path: Path) -> str:
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
+    """True if a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
     try:
         tree = ast.parse(read_source(path))
     except (InvalidJob, SyntaxError, ValueError):

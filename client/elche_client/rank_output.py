@@ -86,7 +86,7 @@ class _Log:
     rest: bytes = b""
     """The incomplete last line."""
     in_traceback: bool = False
-    """Whether the next lines belong to the traceback of an exit note."""
+    """True if the next lines belong to the traceback of an exit note."""
 
     def read(self, limit: int, *, is_last: bool) -> RankOutput | None:
         """The new lines, at most `limit` of them; None when there are none."""
@@ -116,7 +116,7 @@ class _Log:
         return len(lines)
 
     def _is_exit_note(self, line: bytes) -> bool:
-        """Whether the line belongs to a rank's exit note. What follows the note, if anything, is shown."""
+        """True if the line belongs to a rank's exit note. What follows the note, if anything, is shown."""
         if line.startswith(EXIT_NOTE):
             self.in_traceback = TRACEBACK in line
             return True

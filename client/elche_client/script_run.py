@@ -45,7 +45,7 @@ class ScriptRun(LocalRun):
     _jobs: set[str] = field(default_factory=set)
     """Jobs that were found: one for each trainer that the script has set up."""
     _is_training: bool = False
-    """Whether the script is a job that has not ended."""
+    """True if the script is a job that has not ended."""
     _give_up_s: float = math.inf
     """Time on the monotonic clock at which the others are stopped, once one or the job has failed."""
 

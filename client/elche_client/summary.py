@@ -74,7 +74,7 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
 
 
 def is_best(result: JobResult) -> bool:
-    """Whether the saved model is the best one, and not the last."""
+    """True if the saved model is the best one, and not the last."""
     return result.model_is not in ("", "last")
 
 

@@ -116,7 +116,7 @@ class Runner:
 
     @property
     def is_done(self) -> bool:
-        """Whether all trials have ended."""
+        """True if all trials have ended."""
         return len(self.results) == len(self.jobs)
 
     def step(self) -> None:

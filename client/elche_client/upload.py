@@ -106,7 +106,7 @@ def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Pa
 
 
 def _may_define(path: Path, name: str) -> bool:
-    """Whether a file may define a name, by its text alone; whether it does is seen where the ranks run."""
+    """True if a file may define a name, by its text alone; whether it does is seen where the ranks run."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):

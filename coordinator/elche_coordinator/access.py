@@ -57,7 +57,7 @@ class Credentials:
         self._own = own
         self._tokens = tokens
         self.are_needed = bool(own) or asks_certificates
-        """Whether callers must present something."""
+        """True if callers must present something."""
 
     def find(self, authorization: str, uris: Iterable[bytes] = ()) -> tuple[Caller, Grant | None]:
         """Who presents this header or a certificate with these names, and the grant if it is a token that was made.

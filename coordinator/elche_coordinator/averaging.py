@@ -62,7 +62,7 @@ class Member:
 
     @property
     def has_answer(self) -> bool:
-        """Whether an answer waits to be sent."""
+        """True if an answer waits to be sent."""
         return not self._answers.empty()
 
     def leave(self) -> None:

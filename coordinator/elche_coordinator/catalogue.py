@@ -43,7 +43,7 @@ class JobCatalogue:
         return [self._with_artifacts(view) for view in views if view is not None]
 
     def is_past(self, job_id: str) -> bool:
-        """Whether the job had ended before this run: some figures of it are not known any more."""
+        """True if the job had ended before this run: some figures of it are not known any more."""
         return self._history.view(job_id) is not None
 
     def view(self, job_id: str) -> JobView | None:

@@ -34,7 +34,7 @@ class Config:
     tls: Path | None = None
     """Folder with a certificate and its key; None: nothing is encrypted."""
     asks_certificates: bool = False
-    """Whether clients and agents must present certificates of the authority in that folder."""
+    """True if clients and agents must present certificates of the authority in that folder."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """How many slots a project may have; "*": each that is not named."""
     grace_s: float = 0.0

@@ -76,7 +76,7 @@ class Visible:
     number: int = 0
     """That of the message."""
     is_followed: bool = False
-    """Whether the message that was read is followed by another soon."""
+    """True if the message that was read is followed by another soon."""
     written: asyncio.Future[None] | None = None
     """Who waits for the event to be durable."""
 

@@ -98,7 +98,7 @@ class Rendezvous:
         return len(self._values)
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all keys exist."""
+        """True if all keys exist."""
         return all(key in self._values for key in keys)
 
     def delete(self, key: str) -> bool:

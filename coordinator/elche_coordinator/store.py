@@ -119,7 +119,7 @@ class Store(Protocol):
     """
 
     is_shared: bool
-    """Whether several coordinators may have the same one, of which one leads."""
+    """True if several coordinators may have the same one, of which one leads."""
 
     @property
     def name(self) -> str:

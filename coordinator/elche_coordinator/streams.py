@@ -34,13 +34,13 @@ class Stream(Generic[Message]):
 
     def __init__(self, *, is_resumable: bool, is_of_agent: bool = False) -> None:
         self.is_of_agent = is_of_agent
-        """Whether the receiver is an agent; else it is a rank."""
+        """True if the receiver is an agent; else it is a rank."""
         self.is_resumable = is_resumable
-        """Whether it may come back on another connection."""
+        """True if it may come back on another connection."""
         self.num_read = 0
         """The number of its last message that was taken in."""
         self.is_over = False
-        """Whether it was given up: it opens no connection any more."""
+        """True if it was given up: it opens no connection any more."""
         self.num_taken = 0
         """The number of its last message that is durable."""
         self.num_connections = 0
@@ -57,12 +57,12 @@ class Stream(Generic[Message]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection is open."""
+        """True if a connection is open."""
         return self._queue is not None and not self._queue.is_closed
 
     @property
     def is_lost(self) -> bool:
-        """Whether it had a connection to this process and has none now."""
+        """True if it had a connection to this process and has none now."""
         return self.num_connections > 0 and not self.is_connected
 
     def connect(self, num_heard: int) -> SendQueue[Message]:
@@ -129,7 +129,7 @@ class Stream(Generic[Message]):
             self._kept.popleft()
 
     def is_news(self, number: int) -> bool:
-        """Whether its message of this number is to be taken in: it was not before. Unnumbered ones always are."""
+        """True if its message of this number is to be taken in: it was not before. Unnumbered ones always are."""
         return number == 0 or number > self.num_read
 
     def give_up(self) -> None:

@@ -111,12 +111,12 @@ class ElChe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether any rank has been measured."""
+        """True if any rank has been measured."""
         return any(rank.ms_per_batch > 0 for rank in self._ranks)
 
     @property
     def has_speed_hint(self) -> bool:
-        """Whether the counts differ between ranks, by a hint or by measurement."""
+        """True if the counts differ between ranks, by a hint or by measurement."""
         return len(set(self.batch_counts)) > 1
 
     @property

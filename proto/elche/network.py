@@ -73,7 +73,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address, which only this machine can reach."""
+    """True if the host is a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     try:

@@ -40,7 +40,7 @@ class EvaluationReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
     is_final: bool = False
-    """Whether it is of the last model, which is the saved one unless a better one is restored."""
+    """True if it is of the last model, which is the saved one unless a better one is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class MembershipReport:
     num_ranks: int = 0
     """How many train now."""
     is_back: bool = False
-    """Whether the rank has joined; else it is lost."""
+    """True if the rank has joined; else it is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class JobResult:
     traceback: str = ""
     """The user's own, when user code raised."""
     invalid: bool = False
-    """Whether the job itself was not valid, as opposed to failing while it ran."""
+    """True if the job itself was not valid, as opposed to failing while it ran."""
     epochs: int = 0
     """Completed."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -28,7 +28,7 @@ class Condition:
     """A pattern with * and ?, case ignored; for memory a size."""
 
     def holds(self, properties: Mapping[str, str], memory_bytes: int) -> bool:
-        """Whether a slot meets it. A label that its host does not have is equal to nothing."""
+        """True if a slot meets it. A label that its host does not have is equal to nothing."""
         if self.name == "memory":
             return memory_bytes >= _size(self.value)
         value = properties.get(self.name)

@@ -40,9 +40,9 @@ class Setting:
     name: str = ""
     """Name of the field."""
     may_be_none: bool = False
-    """Whether None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
+    """True if None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
     is_shared: bool = False
-    """Whether the coordinator reads it too."""
+    """True if the coordinator reads it too."""
 
     @property
     def flag(self) -> str:
@@ -168,7 +168,7 @@ class SharedSettings:
     numbers.
     """
     drop_last: Annotated[bool, Setting("Leave out the epoch's incomplete last batch.")] = False
-    """Whether an epoch's incomplete last batch is left out."""
+    """True if an epoch's incomplete last batch is left out."""
     policy: Annotated[
         str,
         Setting(
@@ -265,7 +265,7 @@ class SharedSettings:
         str,
         Setting("Whether the lowest or the highest value of the monitored metric is the best.", choices=("min", "max")),
     ] = "min"
-    """Whether less ("min") or more ("max") of the monitored metric is better."""
+    """True if less ("min") or more ("max") of the monitored metric is better."""
     restore: Annotated[str, Setting("With monitor: which model is the job's final one.", choices=("best", "last"))] = (
         "best"
     )
@@ -288,7 +288,7 @@ class SharedSettings:
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks train on while an average is made."""
+        """True if ranks train on while an average is made."""
         return self.averaging == "overlapped" or (
             self.averaging == "auto" and self.traits.may_overlap and self.max_batch_diff != 0
         )
@@ -305,7 +305,7 @@ class SharedSettings:
 
     @property
     def more_is_better(self) -> bool:
-        """Whether more of the monitored metric is better."""
+        """True if more of the monitored metric is better."""
         return self.mode == "max"
 
 
@@ -330,7 +330,7 @@ class Settings(SharedSettings):
     num_workers: Annotated[int, Setting("Processes that fetch samples on each rank.", below=2**16)] = 0
     """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
     timeline: Annotated[bool, Setting("Record what every rank does when, for `elche timeline`.")] = False
-    """Whether ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
+    """True if ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
     coordinator's decisions."""
     precision: Annotated[
         str,
@@ -350,7 +350,7 @@ class Settings(SharedSettings):
     ] = 1
     """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
     compile: Annotated[bool, Setting("Compile the model that train_step gets with torch.compile.")] = False
-    """Whether `train_step` gets the model that `torch.compile` makes."""
+    """True if `train_step` gets the model that `torch.compile` makes."""
     max_grad_norm: Annotated[float | None, Setting("Clip the gradient to this L2 norm.")] = None
     """Upper limit of the gradient's L2 norm over all parameters, to which it is clipped before each step."""
     lr_scale_ratio: Annotated[float, Setting("Multiply learning rates by 1 + this * (ranks - 1).")] = 0.0
@@ -421,7 +421,7 @@ class Settings(SharedSettings):
     save_frozen: Annotated[
         bool, Setting("Whether checkpoints and models contain the parameters that are not trained.")
     ] = True
-    """Whether checkpoints and models contain parameters that do not require a gradient. False leaves them out, as of a
+    """True if checkpoints and models contain parameters that do not require a gradient. False leaves them out, as of a
     base model that adapters (LoRA) are trained for; a resumed training takes those that `model()` makes.
     """
     checkpoint_dir: Annotated[str, Setting("Folder or URL for checkpoints; by default the job's folder.")] = ""
@@ -446,14 +446,14 @@ class AgreedSettings(SharedSettings):
     eval_size: int = 0
     """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
     wants_metrics: bool = False
-    """Whether rank 0 wants to hear of every finished epoch."""
+    """True if rank 0 wants to hear of every finished epoch."""
     keeps_state: bool = False
-    """Whether the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its
+    """True if the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its
     checkpoints."""
     shard_sizes: tuple[int, ...] = ()
     """Samples of each shard of the data set; empty if it has none."""
     is_drawn: bool = False
-    """Whether samples are drawn by weights, with replacement."""
+    """True if samples are drawn by weights, with replacement."""
     layout_hash: int = 0
     """Hash of the names, shapes and types of the model's parameters and buffers."""
 

@@ -70,7 +70,7 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
 
 
 def was_never_sent(error: grpc.RpcError) -> bool:
-    """Whether a call has failed before anybody could hear it, since there was no connection."""
+    """True if a call has failed before anybody could hear it, since there was no connection."""
     return NOT_CONNECTED in (error.details() or "")
 
 

@@ -53,5 +53,5 @@ def bearer(token: str) -> str:
 
 
 def is_bearer(given: str, token: str) -> bool:
-    """Whether an `authorization` header presents the token, compared in constant time."""
+    """True if an `authorization` header presents the token, compared in constant time."""
     return hmac.compare_digest(given.encode(), bearer(token).encode())

@@ -28,7 +28,7 @@ class JobState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing follows."""
+        """True if nothing follows."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 

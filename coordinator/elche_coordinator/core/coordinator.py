@@ -80,7 +80,7 @@ class Coordinator:
         self.asked: list[SlotsAsked] = []
         """What the last event asks of other jobs: events of their own, to be handled next."""
         self._may_place = False
-        """Whether slots, or what waits for them, have changed since jobs were last given any."""
+        """True if slots, or what waits for them, have changed since jobs were last given any."""
         self.keys: dict[str, JobId] = {}
         """With which jobs were submitted."""
 
@@ -161,7 +161,7 @@ class Coordinator:
         return replace(view, reason=self._placing.reason(training)) if job.phase is JobPhase.QUEUED else view
 
     def is_behind(self, job_id: JobId) -> bool:
-        """Whether a queued job finds no slots because another, before it, waits for them."""
+        """True if a queued job finds no slots because another, before it, waits for them."""
         return job_id in self._placing.behind
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
@@ -209,7 +209,7 @@ class Coordinator:
         return [record.address(job.id) for record in job.ranks.values()]
 
     def is_there(self, address: Address) -> bool:
-        """Whether this is the process of a rank, and has not ended."""
+        """True if this is the process of a rank, and has not ended."""
         job = self.jobs.get(address["job_id"])
         record = job.ranks.get(address["rank"]) if job and not job.result else None
         is_it = record is not None and record.incarnation == address["incarnation"]

@@ -183,7 +183,7 @@ def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
-    """Whether the field is a text, or a message that contains one. Sequences and mappings of texts are short."""
+    """True if the field is a text, or a message that contains one. Sequences and mappings of texts are short."""
     hint = hints[name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]

@@ -50,11 +50,11 @@ class Member(Protocol):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the process is stopped."""
+        """True if the process is stopped."""
         ...
 
     def is_in(self, entry: "Entry") -> bool:
-        """Whether it waits for the result of what it brought."""
+        """True if it waits for the result of what it brought."""
         ...
 
     def on_formed(self, generation: GenerationId) -> None:
@@ -134,7 +134,7 @@ class Collective:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
 
     def can_meet(self, generation: GenerationId, members: "Sequence[Member]") -> bool:
-        """Whether no link that they need between any two of them is broken."""
+        """True if no link that they need between any two of them is broken."""
         if (members[0].attempt, generation) in self._relayed:
             return True
         ranks = {int(member.address["rank"]) for member in members}

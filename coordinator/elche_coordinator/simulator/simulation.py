@@ -97,11 +97,11 @@ class Simulation:
     saved: dict[int, Saved] = field(default_factory=dict)
     """Complete checkpoints, by version."""
     is_deadly: Callable[[Lease], bool] = lambda _: False
-    """Whether a batch of these samples kills whoever trains it."""
+    """True if a batch of these samples kills whoever trains it."""
     check: bool = True
     """Check every invariant after every event."""
     crashes: bool = False
-    """Whether the coordinator keeps what it goes on with after `crash`."""
+    """True if the coordinator keeps what it goes on with after `crash`."""
     new_rank: Callable[..., SyntheticRank] = SyntheticRank
     """What makes the process of a rank."""
     clock: VirtualClock = field(default_factory=VirtualClock)

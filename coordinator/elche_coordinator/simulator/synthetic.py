@@ -150,11 +150,11 @@ class SyntheticRank:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the process is stopped."""
+        """True if the process is stopped."""
         return self.is_alive and self.clock.is_frozen
 
     def is_in(self, entry: Entry) -> bool:
-        """Whether it waits for the result of what it brought."""
+        """True if it waits for the result of what it brought."""
         return self._entry is not None and self._entry[1] is entry
 
     def receive(self, command: SessionCommand) -> None:

@@ -39,7 +39,7 @@ class Identity:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nobody holds the file's lock."""
+    """True if nobody holds the file's lock."""
     file = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

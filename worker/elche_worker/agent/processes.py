@@ -70,7 +70,7 @@ class Exit:
     log_path: str = ""
     """Its log, if it is not the rank's main log."""
     was_stopped: bool = False
-    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
+    """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class Processes:
             return self._changed.wait_for(lambda: not self._running, timeout=limit_s)
 
     def has(self, job_id: str, rank: int) -> bool:
-        """Whether the rank runs here."""
+        """True if the rank runs here."""
         with self._changed:
             return any(key[:2] == (job_id, rank) for key in self._running)
 
@@ -407,7 +407,7 @@ def _end_sessions(pids: list[int]) -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie counts as ended."""
+    """True if a process has ended; a zombie counts as ended."""
     return _state_of(pid) in ("Z", "X", None)
 
 

@@ -1,1 +1,1 @@
-"""What ranks do together: all-reduce over gloo, NCCL or the coordinator, and averaging on top of it."""
+"""Collectives of ranks, over gloo, NCCL or the coordinator, and averaging on top of them."""

@@ -34,8 +34,8 @@ class Place(Enum):
     """Where a round holds its values."""
 
     DEVICE = "on the device of the group's collectives, which may be the host"
-    PINNED = "in host memory that a GPU reads and writes beside other work"
-    PAGEABLE = "in host memory that is given back when it is not used any more"
+    PINNED = "in page-locked host memory, which a GPU copies from and to asynchronously"
+    PAGEABLE = "in pageable host memory, which is freed after the round"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Average:
     rows: list[Row]
     """The header, in order of position."""
     broadcast_bytes: torch.Tensor
-    """Of the source: of buffers that are not averaged, and of frozen parameters where they differed."""
+    """The source's bytes: buffers that are not averaged, and frozen parameters where they differed."""
     collective_ms: float
     """Time from entry to result."""
     sent_bytes: int = 0
     """Payload sent by this rank."""
     distance: tuple[float, float] | None = None
-    """L2 norms over trained parameters: (rank's values - result, result). None when not measured."""
+    """L2 norms over trained parameters: of (rank's values - result), and of the result. None when not measured."""
     is_discarded: bool = False
-    """Whether this rank's values are not in it."""
+    """True if this rank's values were left out of it."""
     is_finite: bool = True
-    """Whether they were."""
+    """True if this rank's values were finite."""
     state: bytes = b""
-    """What the source hands to a rank that joins, beside its model; empty on others."""
+    """The source's state beside the model, for a rank that joins; empty on other ranks."""
 
     @property
     def version(self) -> int:
@@ -66,14 +66,16 @@ class Average:
 
     @property
     def samples(self) -> int:
-        """Samples of the job in the result: a rank that has died or has just joined does not change their sum."""
+        """Samples that the job has trained by this result: those of the newest version, and what the ranks bring. It
+        does not depend on ranks that have died or just joined.
+        """
         newest = max(self.rows, key=lambda row: row.version)
         return newest.samples + sum(row.weight for row in self.rows)
 
     @property
     def divergence(self) -> float | None:
-        """The distance of the rank's values from the result, relative to the result's norm: 0 if the norm is tiny, NaN
-        if the values are not finite, None if not measured.
+        """L2 distance of the rank's values from the result, relative to the result's norm: 0 if the norm is at most
+        1e-10, NaN if the values are not finite, None if not measured.
         """
         if self.distance is None:
             return None
@@ -82,7 +84,7 @@ class Average:
 
 
 class Averaging:
-    """A rank's rounds, one at a time. `wake` is called on the collective's thread when it has ended."""
+    """A rank's rounds, one at a time. `wake` is called on the collective's thread when the collective has ended."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Averaging:
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """`agree` returns whether a condition holds in all processes of the rank; it is called on the collective's
+        """`agree` returns True if a condition holds in all processes of the rank. It runs on the collective's
         thread.
         """
         self._agree = agree
@@ -106,21 +108,20 @@ class Averaging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._watch = StepWatch()
         self._waits_for_check = options.nonfinite == "skip"
-        """Whether nothing is trained on values that are not finite: it could not be undone. (With "fail" the job ends.)
+        """With `nonfinite="skip"`, the rank does not train before its values are checked: steps on values that are left
+        out could not be undone. (With "fail" the job ends.)
         """
         self._is_checked = threading.Event()
         self.is_unusual = False
-        """True once this rank's values in the round that runs are such that they may be left out of it: it does well to
-        wait for the result.
+        """True once this rank's values may be left out of the running round: it should wait for the result, since steps
+        on them would be dropped.
         """
         self.place = Place.DEVICE
         """Where the next round holds its values."""
         self._gathered: Any = None
-        """The event after which the parameters are gathered for the round that was started last; None once it is waited
-        for.
-        """
+        """The device event after which the latest round's snapshot is complete; None once it is waited for."""
         self._is_alone = False
-        """Whether the model is the result of the round that was started last."""
+        """True if the model is the result of the round that was started last."""
         self._running: Future[Average] | None = None
         self._group: Collectives | None = None
         """The group of the round that was started last."""
@@ -128,27 +129,27 @@ class Averaging:
         """Copies, made at the entry, of tensors that are broadcast and that training changes."""
 
     def num_copies(self, keeps_snapshot: bool) -> int:
-        """How many values a round holds for each that is averaged, at most."""
+        """Values that a round holds at most for each averaged value."""
         return 1 + keeps_snapshot + self.reduction.num_copies
 
     @property
     def is_running(self) -> bool:
-        """Whether a round was started and not completed."""
+        """True if a round was started and not completed."""
         return self._running is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether the round's collective has ended, so that `complete` does not wait."""
+        """True if the round's collective has ended, so that `complete` does not wait."""
         return self._running is not None and self._running.done()
 
     def start(
         self, group: Collectives, row: Row, *, keeps_snapshot: bool, keeps_result: bool = True, state: bytes = b""
     ) -> None:
-        """Takes the snapshot and starts the collective, on whose thread and stream all else is done: nobody waits for
-        the device here. The snapshot is kept when the rank may train on. `state` goes to ranks that join.
+        """Takes the snapshot and starts the collective. All else runs on the collective's thread and stream: this call
+        does not wait for the device. The snapshot is kept when the rank may train on. `state` goes to ranks that join.
 
-        A rank alone has its result at once, unless there is an outer step or a moving average: its model is that. A
-        copy of it is made if `keeps_result`: somebody may ask for it when the rank has trained on.
+        A rank alone has its result at once, its own model, unless there is an outer step or a moving average. With
+        `keeps_result` the model is copied, for readers of the result after the rank has trained on.
         """
         self._is_alone = group.size == 1 and not self.reduction.follows_one
         if self._is_alone:
@@ -176,14 +177,16 @@ class Averaging:
             self._is_checked.wait()
 
     def order_change(self) -> None:
-        """What is queued from now on may change parameters: it begins when they are gathered."""
+        """Has the device queue wait until the snapshot is gathered. Call it before queueing work that changes
+        parameters, which would otherwise change them under the snapshot.
+        """
         if self._gathered is not None:
             self._streams.receive(self._gathered)
             self._gathered = None
 
     def _alone(self, group: Collectives, row: Row, *, keeps_result: bool) -> Average:
-        """The round of a rank alone. It waits for the device, as its caller just has, to read of its values. A copy is
-        given back after the round; one in host memory that is not pinned takes 30 ms for 400 MB on an H100.
+        """The round of a rank alone. Waits for the device, as its caller just has, to check the values. A copy is freed
+        after the round; one to pageable host memory takes 30 ms for 400 MB on an H100.
         """
         started_s = time.perf_counter()
         if keeps_result:
@@ -200,11 +203,11 @@ class Averaging:
         return self.reduction.of_one(row, elapsed_ms)
 
     def abort(self, patience_s: float) -> bool:
-        """Aborts a collective that waits for other ranks, and waits until it has returned: only then are the flat
-        buffers free, and nothing on the device waits for it (W9). Whether it has within `patience_s`; the abort may
-        itself hang. One that has not ended the collective is made again.
+        """Aborts a collective that waits for other ranks, and waits until it has returned: only then may the flat
+        buffers be used again, and nothing on the device waits for it (W9). Returns True if it returned within
+        `patience_s`. The abort itself may hang, so it runs on a thread; it is repeated until the collective has ended.
 
-        No round can follow on the same group. `complete` says how the round has ended.
+        No round can follow on the same group. `complete` returns the round's result, or raises its error.
         """
         running, group = self._running, self._group
         if running is None or group is None or running.done():
@@ -222,7 +225,7 @@ class Averaging:
         return running.done()
 
     def _on_ended(self, ended: Future[Average]) -> None:
-        self._is_checked.set()  # also where it has failed before it could check anything
+        self._is_checked.set()  # also when it failed before the check: the loop waits for this event
         self._wake()
 
     def _run(self, group: Collectives, row: Row, sent: "Sent | None", state: bytes) -> Average:
@@ -236,14 +239,16 @@ class Averaging:
             return replace(averaged, distance=self._compared())
 
     def _compared(self) -> tuple[float, float] | None:
-        """How far this rank's values are from the result, if that is measured; corrections are made in any case."""
+        """The L2 norms of `Average.distance`, or None if not measured. `compare` also prepares the correction, so it
+        runs whenever a snapshot is kept.
+        """
         if not self._measures_divergence and not self._layout.is_kept:
             return None
         distance = self._layout.compare()
         return distance if self._measures_divergence else None
 
     def _check(self, row: Row) -> Row:
-        """The row with what is to be said of this rank's values."""
+        """The row, with flags that say if this rank's values are finite and its step is unusually long."""
         is_finite = self._agree(not row.weight or self._layout.is_finite())
         is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
         if not (is_finite and is_usual):
@@ -252,8 +257,8 @@ class Averaging:
         return replace(row, finite=int(is_finite), unusual=int(not is_usual))
 
     def complete(self, *, has_newer_steps: bool) -> Average:
-        """Waits for the result and brings it into the model: without newer steps it replaces the parameters bit for
-        bit, with newer steps it is added as a correction. Newer steps on values that were left out are dropped, too.
+        """Waits for the result and puts it into the model. Without newer steps it replaces the parameters bit for bit;
+        with newer steps it is added as a correction. Newer steps on values that were left out are dropped.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; the model is then unchanged.
         """
@@ -275,7 +280,7 @@ class Averaging:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the source sends to all: buffers that are not averaged, and frozen parameters where a rank has others."""
+    """Bytes that the source broadcasts: buffers that are not averaged, and frozen parameters where ranks differ."""
 
     buffers: torch.Tensor
     frozen_digest: int
@@ -283,13 +288,13 @@ class Sent:
 
     @classmethod
     def of(cls, layout: Layout) -> "Sent":
-        """As the layout's tensors are now."""
+        """From copies of the layout's tensors as they are now."""
         frozen = layout.frozen_bytes()
         return cls(layout.buffer_bytes(), layout.frozen_digest(), lambda: frozen)
 
     @classmethod
     def lazily(cls, layout: Layout, copies: Mapping[str, torch.Tensor] | None = None) -> "Sent":
-        """With frozen parameters read when they are sent, which is seldom: there may be many."""
+        """Reads the frozen parameters only when they are sent, which is seldom: they may be large."""
         return cls(layout.buffer_bytes(copies), layout.frozen_digest(), layout.frozen_bytes)
 
 
@@ -306,12 +311,12 @@ class Memory:
     num_steps: torch.Tensor
     """Number of outer steps; a tensor, so that it can be broadcast."""
     spread: Spread
-    """Of no rows, unless the job merges by them."""
+    """Empty unless the job has `merge="adascale"`."""
     mean: torch.Tensor
     """The moving average of the parameters and buffers that rounds average; empty unless the job has one."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of it."""
+        """All tensors, in the order in which they are broadcast."""
         return [self.last, *self.moments, self.num_steps, *self.spread.tensors(), self.mean]
 
     def clone(self) -> "Memory":
@@ -329,7 +334,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What ranks that join get of the source, beside the model."""
+    """What ranks that join receive from the source beside the model."""
 
     memories: dict[Kind, Memory]
     state: bytes
@@ -337,31 +342,32 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the ranks say of a round's steps."""
+    """What the ranks report of a round's steps, summed over the ranks."""
 
     most_gain: float
     parts: tuple[torch.Tensor, ...]
-    """Of each kind the squared norms of the steps' rows, those of the last round's mean, and what `Bounds` says."""
+    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `Bounds.say`."""
 
 
 class Reduction:
     """Computes the result of a round: the average, compressed or not, and the outer step on it."""
 
     def __init__(self, layout: Layout, options: AveragingOptions, *, agree: Callable[[bool], bool] = bool) -> None:
-        """`agree` returns whether all processes of the rank have a round's result: all take it, or none."""
+        """`agree` returns True if all processes of the rank have a round's result: all take it, or none."""
         self._agree = agree
         self._layout = layout
         self._options = options
         self._memories: dict[Kind, Memory] = {}
         self._loaded: dict[Kind, Mapping[str, Any]] = {}
-        """Of a checkpoint, until the first round, which tells all ranks the last result."""
+        """Memories of a checkpoint, kept until the first round, in which all ranks have the last result."""
         self._loaded_mean: Mapping[str, torch.Tensor] = {}
         """By name."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
-        """Of earlier generations, whose errors are still to be sent: parts of the sum have other owners since."""
+        """Compression of earlier generations whose errors are still to be sent: parts of the sum have other owners now.
+        """
         self._sends_unsent = False
-        """Whether the round in progress sends them."""
+        """True if the round in progress sends the errors in `_unsent`."""
         self._bounds = Bounds()
 
     @property
@@ -375,13 +381,13 @@ class Reduction:
 
     @property
     def num_copies(self) -> int:
-        """How many values it holds for each that is averaged, at most."""
+        """Values that it holds at most for each averaged value."""
         num_errors = 0 if self._options.compress is None else 3  # of two ranks; of more it is less
         return num_errors + (1 + self._options.outer.num_moments() if self._has_memory else 0)
 
     @torch.no_grad()
     def step_norm(self) -> float:
-        """The L2 norm of the step from the last result to the values in the flat buffers, of a model in parts for this
+        """L2 norm of the step from the last result to the values in the flat buffers, for a sharded model of this
         process's part; NaN while there is no last result, or none is kept.
         """
         squares = []
@@ -394,12 +400,12 @@ class Reduction:
 
     @property
     def has_outer_step(self) -> bool:
-        """Whether an outer optimizer changes the average."""
+        """True if an outer optimizer changes the average."""
         return not isinstance(self._options.outer, PlainAverage)
 
     @property
     def follows_one(self) -> bool:
-        """Whether each round of a rank alone changes what is kept: an outer optimizer's state, a moving average."""
+        """True if a round of a single rank changes kept state: an outer optimizer's, or a moving average."""
         return self.has_outer_step or self._options.decay is not None
 
     def run(self, group: Collectives, row: Row, sent: "Sent | None" = None, state: bytes = b"") -> Average:
@@ -425,9 +431,8 @@ class Reduction:
         return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state)
 
     def of_one(self, row: Row, elapsed_ms: float) -> Average:
-        """The result of a rank alone, which is what it has, where no round `follows_one`. Keeps no last result: its
-        next step with others begins at its values then. What is known of the gains stays, as does what compression has
-        lost.
+        """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step
+        with others begins at the rank's values of that time. Gains and compression errors stay.
         """
         self._loaded |= self._kept()
         self._memories = {}
@@ -438,8 +443,8 @@ class Reduction:
     def _collect(
         self, group: Collectives, row: Row, sent: "Sent", state: bytes
     ) -> tuple[list[Row], "Handed", Said | None, bool, torch.Tensor]:
-        """The collectives of a round: header, what is handed to newcomers, what the ranks say of their steps, whether
-        no rank brought samples, and the bytes of the source.
+        """Runs a round's collectives. Returns the header's rows, what newcomers receive, the report on the steps, True
+        if no rank brought samples, and the source's bytes.
         """
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
@@ -485,7 +490,7 @@ class Reduction:
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _send_unsent(self, group: Collectives, fraction: float) -> None:
-        """Adds to this rank's values what compression has lost in earlier generations."""
+        """Adds the compression errors of earlier generations to this rank's values."""
         compression = self._compression
         if compression is not None and compression.generation != group.generation:
             self._unsent.append(compression)
@@ -506,8 +511,8 @@ class Reduction:
         flat.add_(last)
 
     def _hear_spread(self, group: ValueCollectives, weights: list[int], source: int) -> Said:
-        """The collective in which ranks say how far they have gone, row by row: their squared norms' weighted mean, and
-        the source's squared norms of the last round's mean.
+        """All-reduces, per row, the weighted mean of the steps' squared norms, and the source's squared norms of the
+        last round's mean.
         """
         own, parts = weights[group.position] / sum(weights), []
         for kind, flat in self._layout.flat_buffers.items():
@@ -523,10 +528,10 @@ class Reduction:
         return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: Memory, said: Said) -> None:
-        """Merges the ranks' steps, of which `trained` has the mean."""
+        """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
         rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
         memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
-        moved = said.parts[at] > 0  # the mean of no steps is a step by rounding at most
+        moved = said.parts[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
@@ -569,8 +574,8 @@ class Reduction:
         return memory
 
     def mean(self) -> dict[str, torch.Tensor]:
-        """The moving average of the weights by name, as of the last result: views of what rounds keep of it. Empty
-        unless the job has one.
+        """The moving average of the weights by name, as of the last result: views of the kept tensors. Empty unless the
+        job has one.
         """
         if self._options.decay is None:
             return {}
@@ -578,7 +583,7 @@ class Reduction:
         return {name: view for kind, one in kinds for name, view in self._layout.weights(kind, one.mean).items()}
 
     def _new_mean(self, kind: Kind) -> torch.Tensor:
-        """It begins at the checkpoint's, or at the weights."""
+        """A new moving average: the checkpoint's, else the weights."""
         flat = self._layout.flat_buffers[kind]
         weights = self._layout.weights(kind, flat) if self._options.decay else {}
         parts = [self._loaded_mean.get(name, view).to(flat).reshape(-1) for name, view in weights.items()]
@@ -599,7 +604,9 @@ class Reduction:
         return Memory(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
     def memories(self) -> dict[str, Mapping[str, Any]]:
-        """Checkpoint state of all memories: plain values, tensors and pieces. The last result is the model itself."""
+        """Checkpoint state of all memories: plain values, tensors and pieces, without the last result: that is the
+        model.
+        """
         return {str(kind): memory for kind, memory in (self._loaded | self._kept()).items()}
 
     def _kept(self) -> dict[Kind, Mapping[str, Any]]:
@@ -613,7 +620,7 @@ class Reduction:
         }
 
     def _stored(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
-        """A flat tensor; of a divided model one piece per parameter, so that groups of other sizes can read it."""
+        """A flat tensor; for a sharded model one piece per parameter, so that groups of other sizes can read it."""
         entries = self._layout.trained(kind)
         if not self._layout.is_divided or not entries:
             return flat
@@ -626,7 +633,9 @@ class Reduction:
         self._loaded = {cast(Kind, kind): memory for kind, memory in memories.items()}
 
     def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `_stored`, from a whole model or a group of any size, for this process's part."""
+        """The inverse of `_stored`: this process's part, read from the state of a whole model or of a group of any
+        size.
+        """
         entries = self._layout.trained(kind)
         if isinstance(kept, torch.Tensor):
             if not self._layout.is_divided or not entries:
@@ -638,7 +647,7 @@ class Reduction:
         return torch.cat([one.reshape(-1) for one in own])
 
     def _handed_state(self, group: ValueCollectives, source: int, state: bytes) -> bytes:
-        """The source's state, which it broadcasts."""
+        """Broadcasts the source's state and returns it."""
         size = torch.full((1,), len(state), dtype=torch.int64, device=self._layout.device)
         group.broadcast(size, source)
         own = bytearray(state) if group.position == source else bytearray(int(size))
@@ -649,9 +658,7 @@ class Reduction:
         return given.cpu().numpy().tobytes()
 
     def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, Memory]:
-        """The source's memories before the step, which it broadcasts for ranks that have another version; theirs are
-        equal after it.
-        """
+        """Broadcasts the source's memories as they were before the step, for ranks with another version."""
         handed: dict[Kind, Memory] = {}
         if not self._has_memory:
             return handed

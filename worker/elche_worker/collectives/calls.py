@@ -1,8 +1,8 @@
-"""The calls that ranks make together, by number: where ranks differ in one, they wait for each other for ever.
+"""Finds collective calls in which ranks differ, in which they would wait for each other for ever.
 
-Each rank numbers its calls. One that has waited in a call for a while tells the others, over the store at which their
-group was formed, which its latest calls are, and reads theirs. The same number with another call is certain to be the
-script's fault, however slow a rank is: nothing is judged by time.
+Each rank numbers its calls. A rank that has waited in a call for a while writes its latest calls to the store at which
+the group was formed, and reads those of others. Different calls of the same number are an error of the script, however
+slow a rank is: no time limit decides.
 """
 
 import json
@@ -26,9 +26,10 @@ NUM_TOLD = 64
 NUM_READ = 32
 """Ranks that are read at each look, beside the first one: of many, others each time."""
 NUM_WAITS = 3
-"""Looks that the others get to find out, too, before connections are shut."""
+"""Looks for which a rank waits until the others know of the difference, before it shuts connections."""
 STUCK_S = 5.0
-"""How long a call may take to end then. Over NCCL, and in a group that the script has made, nothing can end it."""
+"""Seconds that a call may take to end then, before the process is ended: over NCCL, and in a group that the script has
+made, nothing can end a call."""
 
 WHAT_TO_DO = (
     "every rank has to make the same calls, as often as the others: decide `continue`, `break` and `return` alike on "
@@ -45,11 +46,11 @@ class Calls:
 
     def __init__(self, number: int) -> None:
         self.parted = ""
-        """How the ranks' calls differ, once that is known."""
+        """The message on how the ranks' calls differ; "" until a difference is found."""
         self.end_call: Callable[[], None] = lambda: None
-        """Ends a call that waits, as far as that is possible. From any thread."""
+        """Ends a call that waits, where that is possible. Called on the watching thread."""
         self.on_stuck: Callable[[], Callable[[str], None] | None] = lambda: None
-        """What to call before the process is ended, because its call cannot be."""
+        """Called with the message before the process is ended because its call cannot be."""
         self._number = number
         self._members: tuple[int, ...] = ()
         self._store: Store | None = None
@@ -63,12 +64,12 @@ class Calls:
         self._has_left = False
 
     def follow(self, store: Store | None, members: Sequence[int]) -> None:
-        """The ranks with these numbers are a group now, which was formed at this store."""
+        """Compares calls among these ranks from now on, over the store at which their group was formed."""
         self._members = tuple(members)
         self._store = PrefixStore("calls", store) if store is not None and len(members) > 1 else None
 
     def open(self) -> None:
-        """One more loop uses it."""
+        """Counts one more loop that uses it; the first one starts the watching thread."""
         self._num_users += 1
         if self._num_users == 1 and self._store is not None:
             self._stopped = threading.Event()
@@ -78,16 +79,16 @@ class Calls:
 
     @property
     def is_open(self) -> bool:
-        """Whether a loop uses it."""
+        """True if a loop uses it."""
         return self._num_users > 0
 
     def close(self) -> None:
-        """A loop is over."""
+        """Counts one loop less; the last one stops the watching thread."""
         self._num_users -= 1
         if self._num_users == 0:
             self._stopped.set()
             if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join(STUCK_S)  # a process that ends while it asks the store is aborted
+                self._thread.join(STUCK_S)  # exiting while a thread is in the store's C++ code aborts the process
 
     @property
     def call(self) -> str:
@@ -95,18 +96,18 @@ class Calls:
         return self._calls[-1] if self._calls else ""
 
     def begin(self, call: str) -> None:
-        """This rank makes a call, in which it may wait for others."""
+        """Records that this rank makes a call, in which it may wait for others."""
         self._calls.append(call)
         self._has_left = False
         self._num_calls += 1
         self._is_waiting = True
 
     def end(self) -> None:
-        """The call is over."""
+        """Records that the call is over."""
         self._is_waiting = False
 
     def leave(self, call: str) -> None:
-        """This rank does what waits for nobody, and tells it, since it may make no further call."""
+        """Records a call that waits for nobody, and publishes it at once, since no further call may follow."""
         self.begin(call)
         self.end()
         self._has_left = True
@@ -114,7 +115,7 @@ class Calls:
             self._tell()
 
     def look(self) -> str:
-        """How the ranks' calls differ, as far as they have told; "" if they do not."""
+        """Publishes this rank's calls and compares the others'. Returns how they differ, or "" if they do not."""
         if self._store is None:
             return ""
         with suppress(RuntimeError, ValueError):
@@ -131,7 +132,7 @@ class Calls:
             self._store.set(str(self._number), json.dumps(self._told()))
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        """What other ranks have told, by number."""
+        """Published calls of some other ranks, by number: the first rank's always, and `NUM_READ` others in turn."""
         store = self._store
         assert store is not None
         others = [number for number in self._members if number != self._number]
@@ -141,7 +142,7 @@ class Calls:
         return {number: json.loads(store.get(str(number))) for number in chosen if store.check([str(number)])}
 
     def _difference(self, told: dict[int, dict[str, Any]]) -> str:
-        """The first call in which ranks differ, of those that this one and others have told."""
+        """The message on the first call in which ranks differ, or ""."""
         calls = {number: _numbered(one) for number, one in told.items()}
         for at in sorted(calls[self._number]):
             made = {number: one[at] for number, one in sorted(calls.items()) if at in one}
@@ -150,8 +151,8 @@ class Calls:
         return ""
 
     def watch(self, last: int, stopped: threading.Event) -> int:
-        """Looks at the others' calls if this rank has been waiting in the same call, number `last`, before. Returns the
-        number of the call that it waits in now, or -1.
+        """Compares calls if this rank already waited in call `last` at the previous look. Ends the call, or the
+        process, on a difference. Returns the number of the call that it waits in now, or -1.
         """
         now, is_waiting = self._num_calls, self._is_waiting
         if is_waiting and now == last and self.look():
@@ -162,7 +163,7 @@ class Calls:
         return now if is_waiting else -1
 
     def _wait_for_others(self, stopped: threading.Event) -> None:
-        """They are to find out by themselves, and the store may end with this process."""
+        """Waits until the others know of the difference, since the store may end with this process."""
         for _ in range(NUM_WAITS):
             with suppress(RuntimeError, ValueError):
                 self._tell()
@@ -188,12 +189,12 @@ def _watch(watched: "ref[Calls]", stopped: threading.Event) -> None:
 
 
 def differ(calls: Iterable[str]) -> bool:
-    """Whether calls differ in more than the epoch: of loops over loaders of their own, ranks may be in several."""
+    """True if calls differ in more than the epoch: loops over loaders of their own may be in different epochs."""
     return len({call.partition(" (epoch")[0] for call in calls}) > 1
 
 
 def difference(members: Sequence[int], made: dict[int, str]) -> str:
-    """What to say of calls that differ, each by the number of its rank; those of most ranks come first."""
+    """The message on calls that differ, `made` by rank number; the calls of most ranks come first."""
     by_call: dict[str, list[int]] = {}
     for number, call in made.items():
         by_call.setdefault(call, []).append(members.index(number))

@@ -25,7 +25,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        """What `encode` made, as float32 (rows, length)."""
+        """Decodes to float32 (rows, length)."""
         ...
 
 
@@ -108,19 +108,19 @@ class Compression:
             yield change[start + at.start : start + at.stop]
 
     def add_unsent(self, change: torch.Tensor, fraction: float) -> None:
-        """Adds to the change of this rank what its errors add to it: its own, and those of the sums of its part, which
-        count whole, and the change by `fraction` only.
+        """Adds this rank's errors to its change: that of its own change, and that of the sum of its part, divided by
+        `fraction`, since the change is multiplied by `fraction` in the sum.
         """
         change += self._error.view(-1)[: self._length].to(change.device)
         own = change[self._position * self._part : (self._position + 1) * self._part]
         own += self._sum_error[0, : len(own)].to(change.device) / fraction
 
     def commit(self) -> None:
-        """The last average is committed: its encoding error is sent with the next."""
+        """Keeps the encoding errors of the last average, which is committed, to be sent with the next."""
         self._error, self._sum_error = self._next
 
     def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The encoded values, and the error of the encoding."""
+        """Returns the encoded values and the encoding error."""
         if not keeps:
             return self._codec.encode(values), error
         values = values + error

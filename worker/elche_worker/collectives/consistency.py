@@ -122,11 +122,12 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
 def buffers_beside(
     model: nn.Module, stepped: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
 ) -> list[torch.Tensor]:
-    """The buffers that may be written when an optimizer has stepped these parameters, and `others` are of optimizers
-    whose graphs may be alive: those of modules with parameters that were stepped. A module without any is as the one
-    around it.
+    """The buffers that may be written after an optimizer has stepped `stepped`: those of modules with such parameters.
+    `others` are parameters of optimizers whose graphs may still be alive. A module without parameters counts with the
+    module around it.
 
-    Statistics of normalisation are aliases, by which autograd does not see a write: no backward pass needs them.
+    Statistics of normalisation layers are returned as aliases, so that autograd does not see the write: no backward
+    pass needs them.
     """
     now, trained = {id(one) for one in stepped}, {id(one) for one in others}
     found: dict[int, torch.Tensor] = {}

@@ -1,8 +1,8 @@
-"""How far a round goes along the mean of its ranks' steps: further where they differ by noise (AdaScale).
+"""Gains: factors on the mean of the ranks' steps, larger where ranks differ only by batch noise (AdaScale).
 
-Sequential training would make the steps of all ranks, one after the other. Their mean is as far as one of them. Where
-the steps agree, as in the first rounds and along steep directions, the mean is right: each rank has come there by
-itself. Where they differ by the noise of their batches, it is the sum that goes as far as sequential training would.
+Sequential training would make the steps of all ranks, one after the other; their mean is as long as one of them. Where
+the steps agree, as in the first rounds and along steep directions, the mean is right: each rank arrived there by
+itself. Where they differ by the noise of their batches, their sum is as long as sequential training's steps.
 AdaScale's gain (Johnson et al., arXiv 2007.05105, there for gradients) tells the two apart: the mean of the steps'
 squared norms, relative to the squared norm of their mean. It is 1 for equal steps, and the number of ranks for
 independent ones. Each row of a weight, and each value of a vector, has its own, smoothed over rounds.
@@ -15,25 +15,25 @@ from math import inf, nan
 import torch
 
 SMOOTHING = 0.9
-"""Factor on what is known of a row with each round. It begins with the first round, in which ranks agree, and whose
-steps are long: so the gain rises late, and not while training has not settled."""
+"""Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
+and steps are long, so that the gain rises only after training has settled."""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 
 
 @dataclass(slots=True)
 class Spread:
-    """What is known of the ranks' steps: squared norms of each row. Equal on all ranks, but for `newest_of_mean`."""
+    """Squared norms of the ranks' steps, per row. Equal on all ranks except `newest_of_mean`."""
 
     of_steps: torch.Tensor
     """Weighted mean over the ranks, smoothed over rounds."""
     of_mean: torch.Tensor
     """Of the ranks' mean step, smoothed over the same rounds."""
     newest_of_steps: torch.Tensor
-    """Of the last round: learned in the next one, in which the source says the norms of its mean."""
+    """Of the last round; smoothed in the next round, in which the source sends the norms of the last mean."""
     newest_of_mean: torch.Tensor
-    """Of the last round's mean, as this rank computed them: other processors may round otherwise, so what is learned is
-    what the source says.
+    """Of the last round's mean, as this rank computed them. Other processors may round differently, so all ranks smooth
+    the source's.
     """
 
     @classmethod
@@ -42,19 +42,19 @@ class Spread:
         return cls(*(torch.zeros(num_rows, dtype=SQUARES, device=device) for _ in fields(cls)))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of it, for newcomers and checkpoints."""
+        """All tensors, for newcomers and checkpoints."""
         return [self.of_steps, self.of_mean, self.newest_of_steps, self.newest_of_mean]
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Spread":
-        """What the function makes of all tensors."""
+        """Applies a function to each tensor."""
         return Spread(*(change(tensor) for tensor in self.tensors()))
 
     def learn(self, of_steps: torch.Tensor, last_of_mean: torch.Tensor) -> None:
-        """Takes in what the ranks say in a round: of its steps, and of the last round's mean. A row of which something
-        is not finite begins anew.
+        """Updates the smoothed norms with those of a round's steps and of the last round's mean. A row with a value
+        that is not finite begins anew.
         """
         for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, last_of_mean)):
-            smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # `lerp` may round otherwise elsewhere
+            smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # `lerp` may round differently elsewhere
             known.copy_(torch.where(known > 0, smoothed, newest))
         is_finite = self.of_steps.isfinite() & self.of_mean.isfinite()
         for known in (self.of_steps, self.of_mean):
@@ -102,11 +102,11 @@ class Rows:
 
 
 class Bounds:
-    """What a rank sees of bounds within which its optimizer keeps the values of tensors: such as one that sets negative
-    weights to 0 after its steps. The mean of values within bounds is within, too; what goes further need not be.
+    """Detects bounds in which an optimizer keeps the values of tensors, such as one that sets negative weights to 0
+    after each step. The mean of values within bounds is within them; a step multiplied by a gain need not be.
 
-    Seen by two values or more, but not all, that are equal and the tensor's least (or greatest) ones, as they were a
-    round ago. Where that is chance, some values go no further than the mean.
+    A tensor has a bound if two or more of its values, but not all, are equal and its least (or greatest), in this round
+    and the last. A bound found by chance only keeps some values from going beyond the mean.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class Bounds:
         """By dtype: of each tensor, its least and its greatest value a round ago."""
 
     def say(self, dtype: str, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """For each tensor whether it has a least value and which, and the same of a greatest one: what `bounds_of`
-        takes, of one rank.
+        """One rank's input to `bounds_of`: for each tensor 1 or 0 and the value, of a lower bound and of an
+        upper one.
         """
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []
@@ -129,7 +129,7 @@ class Bounds:
 
 
 def bounds_of(said: torch.Tensor) -> torch.Tensor:
-    """The bounds of each tensor, (tensors, 2), by the sum of what ranks have said; infinite where no rank has any."""
+    """The bounds of each tensor, (tensors, 2), from the ranks' summed `Bounds.say`; infinite where no rank has any."""
     num_ranks, ends = said.view(len(said) // 4, 2, 2).unbind(-1)
     unbounded = torch.tensor([-inf, inf], dtype=said.dtype).to(said.device)
     return torch.where(num_ranks > 0, ends / num_ranks, unbounded)

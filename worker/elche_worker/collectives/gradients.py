@@ -1,9 +1,8 @@
 """Gradients averaged over the ranks, in buckets that travel while backward still computes the next ones.
 
-Every rank sends every bucket once per step and in the same order, whatever gradients it has, with zeros for those that
-it lacks. The last bucket waits for `finish`. It carries, beside its gradients, a one for each parameter that the rank
-has a gradient of; so a parameter without a gradient on any rank is left alone. (If a rank decided that by itself, the
-others would wait for it.)
+Every rank sends every bucket once per step and in the same order, with zeros for gradients that it lacks: a rank that
+left out a bucket would make the others wait for ever. The last bucket waits for `finish`. It carries, beside its
+gradients, a 1 for each parameter of which the rank has a gradient; a parameter without one on any rank is left alone.
 
 Source: rows T7, G3, G4.
 """
@@ -48,8 +47,9 @@ class Bucket:
 class Gradients:
     """The gradients of parameters, by name, averaged over a world of at least two ranks.
 
-    With `overlaps`, buckets leave during backward, as soon as a step has shown how many times a gradient is added to.
-    `num_requests` numbers of each rank travel along. Those named in `sparse` are in no bucket: ranks send their rows.
+    With `overlaps`, buckets leave during backward, once a step has shown how many times each gradient is accumulated.
+    `num_requests` numbers of each rank are summed with them. Parameters named in `sparse` are in no bucket: ranks send
+    their rows.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Gradients:
         self._most_fired: list[int] = []
         """The most times each gradient was accumulated in one step."""
         self._is_known = False
-        """Whether `_most_fired` is known from a step."""
+        """True if `_most_fired` is known from a step."""
         self._has_counted = True
-        """Whether `_num_fired` is of the whole step."""
+        """True if `_num_fired` counts the whole step."""
         self._may_send = False
         self._failure: RuntimeError | None = None
-        """Why a bucket could not be sent during backward."""
+        """The error by which a bucket could not be sent during backward."""
         self._own: list[bool] = []
-        """Whether this rank has a gradient of each parameter."""
+        """True if this rank has a gradient of each parameter."""
         self._begin_anew()
         self.begin()
 
@@ -101,12 +101,12 @@ class Gradients:
             bucket.num_expected = sum(self._most_fired[index] for index in bucket.indices)
 
     def rejoin(self) -> None:
-        """The world has another group: what was sent of this step is to be sent again, from the gradients that backward
-        has left.
+        """Adopts the world's new group. What was sent of this step is sent again, from the gradients that backward
+        left.
         """
         self._group = self._world.another_group() if self._overlaps and self._world.size > 1 else self._world.group
-        # Some ranks may know already that layers were frozen. So all build their buckets anew, and until then send
-        # nothing during backward, which others may have behind them.
+        # Some ranks may have rebuilt their buckets for frozen layers already. So all rebuild them, and send nothing
+        # during backward until then: ranks that are past backward would not send the same buckets.
         self._trained, self._is_known = [], False
         self._num_sent = 0
         self._may_send = False
@@ -121,8 +121,9 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self, fraction: float, requests: Sequence[float] = ()) -> torch.Tensor:
-        """Averages the gradients; this rank's count as `fraction`, and not at all if that is 0. They stay as they are
-        until `replace`. Returns the sums of the requests over all ranks, on the device.
+        """Averages the gradients, this rank's with weight `fraction`. Parameters keep their own gradients until
+        `replace`. Returns the sums of the requests over all ranks, on the device. Raises `Misuse` where gradients were
+        changed, or accumulated again, after they were sent.
         """
         if self._trained != [name for name, one in self._named.items() if one.requires_grad]:
             self._change_trained()
@@ -154,10 +155,10 @@ class Gradients:
         return sums
 
     def replace(self) -> None:
-        """Gradients become the average, equal on every rank, and None where no rank has one."""
+        """Sets each gradient to the average, equal on every rank; None where no rank has one."""
         own = self._own
         presence = self._buckets[-1].notes[: len(own)]
-        anywhere = own if all(own) else (presence > 0).tolist()  # the host waits only when something is missing here
+        anywhere = own if all(own) else (presence > 0).tolist()  # waits for the device only if one is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._parameters[index].grad = view if anywhere[index] else None
@@ -168,7 +169,7 @@ class Gradients:
             self._is_known = True
 
     def _on_host(self, numbers: list[float]) -> torch.Tensor:
-        """Pinned memory, from which the device copies while the host goes on."""
+        """The numbers as a tensor, in pinned memory if the device is a GPU, so that the copy is asynchronous."""
         return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
 
     def _change_trained(self) -> None:
@@ -230,7 +231,7 @@ class Gradients:
                 bucket = self._buckets[self._num_sent]
                 try:
                     self._send(bucket)
-                except RuntimeError as error:  # said when the step is made: here it would end the user's backward
+                except RuntimeError as error:  # raised by `finish`: here it would end the user's backward
                     self._failure, self._may_send = error, False
                     return
                 gradients = [self._parameters[index].grad for index in bucket.indices]
@@ -265,7 +266,7 @@ class Gradients:
 
 
 def _problem(trained: dict[str, nn.Parameter]) -> str:
-    """Why these parameters cannot be averaged; "" when they can."""
+    """Returns why these parameters cannot be averaged; "" when they can."""
     if not trained:
         return "the model has no parameter to train: all are frozen"
     return next(
@@ -274,8 +275,8 @@ def _problem(trained: dict[str, nn.Parameter]) -> str:
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices of parameters that share a bucket: the last parameters first, in backward's order. One without any where
-    there are no parameters: requests travel in it.
+    """Indices of parameters that share a bucket: the last parameters first, in backward's order. Without parameters one
+    empty bucket, for the requests.
     """
     group: list[int] = []
     num_bytes, limit = 0, FIRST_BUCKET_BYTES

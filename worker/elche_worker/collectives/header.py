@@ -1,4 +1,4 @@
-"""The header of a round: what each rank says of its part, and how the parts are weighted by that."""
+"""The header of a round: one row per rank on what it contributes, and the ranks' weights that follow from the rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,14 +29,14 @@ class Row:
     samples: int = 0
     """Samples of the job, over all ranks, in that version."""
     unusual: int = 0
-    """Whether the step since the last result is far longer than the rank's steps before (`outliers`)."""
+    """True if the step since the last result is far longer than the rank's steps before (`outliers`)."""
     frozen: int = 0
     """Digest of the frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions:
-    """How rounds average, by the job's settings."""
+    """Settings by which rounds average."""
 
     weighting: str = "auto"
     merge: str = "mean"
@@ -45,15 +45,15 @@ class AveragingOptions:
     compress: str | None = None
     outer: OuterOptimizer = field(default_factory=Average)
     decay: Decay | None = None
-    """Of the moving average of the weights; None: there is none."""
+    """Decay of the moving average of the weights; None: there is none."""
 
     @property
     def counts_samples(self) -> bool:
-        """Whether ranks are weighted by their samples; otherwise all that have any count the same."""
+        """True if ranks are weighted by their samples; otherwise all that have any have equal weight."""
         return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
 
     def discarded(self, rows: Sequence[Contribution]) -> list[bool]:
-        """Of each rank, whether its values are left out."""
+        """For each rank, True if its values are left out."""
         return discarded(rows, nonfinite=self.nonfinite, outliers=self.outliers)
 
     def weights(self, rows: Sequence[Contribution]) -> list[int]:
@@ -70,7 +70,7 @@ class AveragingOptions:
 
 
 def check_together(rows: Sequence[Row]) -> None:
-    """Raises `RanksDiffer` where ranks have met in different rounds or with different models."""
+    """Raises `RanksDiffer` if the rows are of different rounds or models."""
     first = rows[0]
     for position, row in enumerate(rows):
         if (row.attempt, row.generation, row.round) != (first.attempt, first.generation, first.round):

@@ -1,7 +1,7 @@
-"""Where the processes of a script find each other: one store for all groups that they form, one after the other.
+"""Rendezvous of a script's processes: one store for all groups that they form, one after the other.
 
-torch's own rendezvous is for one group in a process's life. A second group would find the keys of the first at the same
-address, on those ranks that come before rank 0 has opened it anew.
+torch's own rendezvous serves one group per process. Ranks that form a second group before rank 0 has reopened the store
+would read the first group's keys at the same address.
 """
 
 import atexit
@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from elche.errors import Misuse
 
 ANSWER_S = 2.0
-"""For the process that has the store to answer."""
+"""Seconds in which the process that has the store must answer."""
 POLL_S = 0.05
-"""How often a rank looks whether the others have come, too."""
+"""Seconds between looks for the other ranks."""
 
 
 class Meeting:
@@ -31,15 +31,15 @@ class Meeting:
         store, rank, size = next(dist.rendezvous("env://"))
         self._store: Store = PrefixStore("elche", store)
         self.number = int(rank)
-        """What this process was called at the start."""
+        """This process's rank at the start."""
         self.members = tuple(range(int(size)))
-        """The numbers of those that have not died."""
+        """Ranks at the start of the processes that have not died."""
         self._num_groups = 0
         atexit.register(self._end, os.getpid())
 
     @classmethod
     def of_environment(cls) -> "Meeting":
-        """The only one of this environment."""
+        """The process's only meeting, made of its environment."""
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
         key = tuple(os.environ.get(name, "") for name in names)
         if key not in cls._known:
@@ -48,7 +48,9 @@ class Meeting:
 
     @property
     def is_there(self) -> bool:
-        """Whether the process that has the store still answers: torch writes many lines when it is asked in vain."""
+        """True if the process that has the store accepts connections. Asked first, since torch logs many lines when it
+        cannot connect.
+        """
         try:
             with socket.create_connection(self._address, ANSWER_S):
                 return True
@@ -56,7 +58,7 @@ class Meeting:
             return False
 
     def next(self) -> Store:
-        """Waits until all are about to form their next group; returns the store for that. Raises `Misuse` when one has
+        """Waits until all are about to form their next group; returns the store for it. Raises `Misuse` when one has
         ended before.
         """
         self._num_groups += 1

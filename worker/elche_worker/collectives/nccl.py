@@ -1,15 +1,14 @@
-"""A communicator of NCCL, which a rank can be waited for and told to leave.
+"""An NCCL communicator whose operations can be waited for and aborted without ending the process.
 
-torch's process group is made for programs that end when a peer does. What is different here, and why:
+torch's process group is made for programs that end when a peer does. Differences, and why:
 
-- It is used for values alone, after the ranks have met in the round's header over gloo. A kernel of NCCL spins on the
-  device until all ranks are there, so nothing waits in one for a slower rank.
-- Its communicator is made with the group, not at the first collective: nothing can abort its making, so a peer that
-  dies then must find the others outside of a round.
-- `Work.wait` returns at once, when the operation is queued. Here an operation has ended when its result is there.
-- An abort ends an operation without an error, and leaves anything in its memory. So whoever aborts says so.
-- torch's watchdog would end this process when an operation takes long, or a peer is gone. `SETTINGS` keep it from that:
-  the coordinator knows who is gone, and has the others abandon the group.
+- It carries values only, after the ranks have exchanged the round's header over gloo. An NCCL kernel spins on the
+device until all ranks have entered, so no rank waits in one for a slower rank. - Its communicator is made with the
+group, not at the first collective: nothing can abort its making, so no rank may be in a round when a peer dies
+meanwhile. - `Work.wait` returns at once, when the operation is queued. Here an operation has ended when its result is
+there. - An aborted operation ends without an error, with undefined values in its memory. So `abort` sets a flag that
+`run` reads. - torch's watchdog would end this process when an operation takes long, or a peer is gone. `SETTINGS`
+disable that: the coordinator knows who is gone, and has the others abandon the group.
 """
 
 import os
@@ -28,13 +27,13 @@ from elche_worker.device.faults import Fault, fault_of
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # `NoHandling`: the watchdog ends nothing
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nobody watches the watchdog, which waits while a driver does
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # looks for a key without a prefix, which would stay for later groups
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor would end the process while the watchdog waits for the driver
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it reads a key without a prefix, which would stay for later groups
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Variables that torch reads when a group is made (ProcessGroupNCCL.cpp, torch 2.13)."""
 PATIENCE = timedelta(days=365)
-"""An operation takes as long as its ranks do: who is gone is known to the coordinator."""
+"""Practically no timeout: an operation takes as long as its ranks do, and the coordinator knows who is gone."""
 
 
 def keep_survivors_alive() -> None:
@@ -43,7 +42,7 @@ def keep_survivors_alive() -> None:
 
 
 class Communicator:
-    """Connects ranks with a device each. Making it waits for all of them. Raises `RuntimeError`, as torch does."""
+    """Connects ranks with one device each. The constructor waits for all of them and raises torch's `RuntimeError`."""
 
     def __init__(self, store: Store, position: int, size: int, device: torch.device) -> None:
         nccl: Any = dist.ProcessGroupNCCL  # not in every build
@@ -56,8 +55,9 @@ class Communicator:
             self._group.eager_connect_single_device(device)
 
     def run(self, begin: Callable[[Any], list[Work]]) -> None:
-        """Runs operations that `begin` queues on the group; returns when their results are there. Raises
-        `CollectiveFailed` when that will never be, whatever its memory has, and torch's error of a broken device.
+        """Runs operations that `begin` queues on the group; returns when they have ended on the device. Raises
+        `CollectiveFailed` when they failed or were aborted: their memory is undefined then. Raises torch's error of a
+        broken device.
         """
         new_event: Any = torch.cuda.Event  # untyped
         try:
@@ -69,12 +69,12 @@ class Communicator:
                 ended.synchronize()
         except RuntimeError as error:
             if fault_of(error) is Fault.DEVICE:
-                raise  # this rank's own: it ends, and need not wait to be told that others are well
+                raise  # this rank's own device is broken: no other rank failed, so this is no `CollectiveFailed`
             raise CollectiveFailed(f"a collective failed: {error}") from error
         if self._is_aborted.is_set():
             raise CollectiveFailed("a collective was aborted: its group is abandoned")
 
     def abort(self) -> None:
-        """Ends what runs, and all that would follow. May take as long as the driver does."""
+        """Ends the running operation and all later ones. May block as long as the driver does."""
         self._is_aborted.set()
         self._group.abort()

@@ -12,7 +12,7 @@ class CollectiveFailed(Exception):
 
 
 class OperationStuck(CollectiveFailed):
-    """An operation has not returned although it was aborted: its buffers cannot be used again."""
+    """An operation was aborted and has not returned: its buffers must not be used again."""
 
 
 class RanksDiffer(ElcheError):
@@ -59,18 +59,18 @@ class Collectives(ValueCollectives, Protocol):
 
     attempt: int
     sent_bytes: int
-    """Payload that this rank has sent so far."""
+    """Payload bytes that this rank has sent so far."""
 
     def begin(self, round_id: int) -> None:
         """Begins a round."""
         ...
 
     def finish(self) -> None:
-        """This rank has its whole result; returns when the round can no longer be abandoned."""
+        """Says that this rank has its whole result; returns when the round can no longer be abandoned."""
         ...
 
     def abort(self) -> None:
-        """Called on another thread: makes an operation that waits for other ranks fail, and all later ones."""
+        """Called on another thread: makes the operation that waits for other ranks, and all later ones, fail."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Collectives among the ranks themselves: over gloo in the host's memory, and over NCCL in that of the GPUs.
 
-Ranks that average over NCCL have a group over gloo as well, for what is on the host, such as a round's header: they
-wait for each other there, where waiting costs nothing and can be ended.
+Ranks that average over NCCL also have a gloo group for values on the host, such as a round's header. They wait for each
+other there, where a wait takes no device time and can be ended.
 """
 
 import json
@@ -23,9 +23,9 @@ from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-"""For the ranks to meet."""
+"""Seconds in which all ranks of a group must connect."""
 ATTEMPTS = 5
-"""How often gloo's device is made anew when something else in the process began to listen at the same moment."""
+"""Tries to make gloo's device when something else in the process began to listen at the same moment."""
 _new_device = threading.Lock()
 
 
@@ -55,10 +55,10 @@ class ProcessGroupCollectives:
         self.generation = generation
         self.device = device if backend == "nccl" else CPU
         self.sent_bytes = 0
-        """Payload sent so far, assuming ring algorithms."""
+        """Payload bytes sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         self._own: Address | None = None
-        """Where gloo accepts the connections of this group, and no others."""
+        """Addresses on which gloo accepts this group's connections, and no others."""
         self._others: set[Address] = set()
         """The same of the other ranks."""
         try:
@@ -102,7 +102,9 @@ class ProcessGroupCollectives:
         return
 
     def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """On a device in chunks, of which a rank that keeps its values on the host has one at a time on its device."""
+        """The operands of a collective: chunks of a tensor on the device, since a rank that keeps its values on the
+        host has one chunk at a time there; all ranks must call with the same sizes.
+        """
         return chunks(tensor) if self._is_there(tensor) else [tensor]
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
@@ -120,8 +122,8 @@ class ProcessGroupCollectives:
             raise CollectiveFailed(f"a collective failed: {error}") from error
 
     def abort(self) -> None:
-        """Shuts gloo's own connections, which ends the own operation within some 10 ms; gloo's abort ends none. Each
-        rank shuts its own: one that waits for another pair of ranks is not woken. Then NCCL's communicator.
+        """Shuts this rank's gloo connections, which ends its operation within some 10 ms (gloo's own abort ends none),
+        then aborts NCCL's communicator. Every rank must do so: shutting a connection wakes only its two ends.
         """
         if self._own is not None:
             shut_connections({self._own}, self._others)
@@ -137,7 +139,7 @@ class ProcessGroupCollectives:
         store.set(f"listens/{self.position}", json.dumps(self._own))
         group = gloo(store, self.position, self.size, options)
         group._set_default_timeout(PATIENCE)
-        for position in range(self.size):  # all have said so before the group stood
+        for position in range(self.size):  # all were published before the group stood
             if position != self.position:
                 host, port = json.loads(store.get(f"listens/{position}"))
                 self._others.add((host, port))
@@ -145,7 +147,9 @@ class ProcessGroupCollectives:
 
 
 def _listening_device(host: str) -> tuple[Any, Address]:
-    """A new device of gloo, and where it listens, which gloo does not say."""
+    """A new gloo device and the address on which it listens. gloo does not tell it: it is the process's new listening
+    socket.
+    """
     gloo: Any = ProcessGroupGloo
     for _ in range(ATTEMPTS):
         with _new_device:

@@ -17,9 +17,9 @@ from elche_worker.collectives.operations import RoundAborted
 
 CHUNK_BYTES = 1 << 18
 AHEAD = 16
-"""Chunks that are sent before their answers are awaited: enough for 50 Mbit/s at a round trip of 500 ms."""
+"""Chunks in flight: enough for 50 Mbit/s at a round trip of 500 ms."""
 VERDICT_S = 20.0
-"""How long a rank whose stream broke keeps asking for the round's outcome."""
+"""Seconds for which a rank whose stream broke asks for the round's outcome."""
 SUMS = {torch.float32: averaging_pb2.OPERATION_SUM_FLOAT32, torch.float64: averaging_pb2.OPERATION_SUM_FLOAT64}
 
 
@@ -107,8 +107,8 @@ class Relay:
             self._outgoing.put(None)
 
     def abort(self) -> None:
-        """Ends the stream of the round. Whether the round is complete all the same, when this rank has said that it has
-        everything, is the coordinator's to say, as with any stream that breaks.
+        """Ends the stream of the round. If this rank has already said that it has everything, the round may be complete
+        all the same: the coordinator is asked, as for any stream that breaks.
         """
         self._is_aborted = True
         if self._answers is not None:
@@ -124,7 +124,7 @@ class Relay:
         *,
         source: int = 0,
     ) -> None:
-        """One operation, in chunks of `length` bytes of each row; some are sent before the first answer is read."""
+        """Runs one operation in chunks of `length` bytes of each row, several of them in flight."""
         num_chunks = -(-num_bytes // length)
         for index in range(num_chunks + AHEAD):
             if index < num_chunks:

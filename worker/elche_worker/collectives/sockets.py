@@ -1,5 +1,5 @@
-"""This process's TCP sockets, found by their addresses: gloo shows none of its own, and has no call that ends an
-operation.
+"""This process's TCP sockets, found by their addresses, to end operations of gloo, which neither shows its sockets nor
+has a call for that.
 """
 
 import os
@@ -48,5 +48,5 @@ def _listens(one: socket.socket) -> bool:
 
 
 def _address(name: tuple[str, int]) -> Address:
-    """Without the zone of an IPv6 address, which is another on each host."""
+    """The address without an IPv6 zone, which differs between hosts."""
     return name[0].partition("%")[0], name[1]

@@ -10,11 +10,13 @@ from torch.optim import Optimizer, SparseAdam
 from elche_worker.collectives.world import World
 
 NONE, ROWS, DENSE = 0.0, 1.0, 2.0
-"""What a rank has of a gradient: nothing, rows, or all of it, as where a table is another layer's weight, too."""
+"""Kinds of gradient that a rank has: none, rows, or dense, as where a table is also another layer's weight."""
 
 
 def sparse_names(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> set[str]:
-    """The parameters whose gradients are sparse: of modules that say so, and those that their optimizer needs so."""
+    """Names of the parameters with sparse gradients: of modules with `sparse=True`, and of optimizers that
+    need them.
+    """
     says_so = [one for one in model.modules() if getattr(one, "sparse", None) is True]
     sparse = {id(getattr(one, "weight", None)) for one in says_so}
     for optimizer in optimizers:
@@ -47,7 +49,7 @@ def summed(parameters: Mapping[str, nn.Parameter], fraction: float, world: World
 
 
 def _rows(parameter: nn.Parameter, fraction: float) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """What this rank has of a gradient: its kind, the numbers of its rows, and their values times the fraction."""
+    """This rank's gradient as its kind, the indices of its rows, and their values times the fraction."""
     gradient = parameter.grad
     if gradient is None or not fraction:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
@@ -75,7 +77,7 @@ def clip_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
         return
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # a row that stands twice has the norm of its sum
+            parameter.grad = parameter.grad.coalesce()  # a repeated row counts with its sum
     gradients = [one.grad for one in parameters if one.grad is not None]
     norms = [torch.linalg.vector_norm(one._values() if one.is_sparse else one) for one in gradients]
     total = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))

@@ -1,4 +1,4 @@
-"""Collectives of a device on values in the host's memory."""
+"""Collectives of a device on values in host memory."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ from elche_worker.model.layout import CPU
 
 
 class Staged:
-    """The collectives of a group by way of a buffer on its device, which holds one part at a time. Other ranks may have
-    their values on the device: the group cuts those into the same parts.
+    """Copies values through a buffer on the group's device, one chunk at a time. Other ranks may have their values on
+    the device: the group cuts those into the same chunks, since calls of all ranks must have equal sizes.
     """
 
     device = CPU
@@ -42,5 +42,5 @@ class Staged:
 
 
 def where(group: ValueCollectives, device: torch.device) -> ValueCollectives:
-    """The group's collectives on tensors of a device: the group's own, or the host."""
+    """The group's collectives for tensors on `device`: the group itself if that is its device, else staged."""
     return group if group.device == device else Staged(group)

@@ -13,7 +13,7 @@ from elche.v1 import store_pb2, store_pb2_grpc
 
 CALL_MARGIN_S = 10.0
 NOT_IN_TIME = grpc.StatusCode.FAILED_PRECONDITION
-"""How the service answers when a key does not come within the timeout."""
+"""Status codes of the service for a key that does not come within the timeout."""
 
 
 class CoordinatorStore(Store):
@@ -26,8 +26,8 @@ class CoordinatorStore(Store):
     """
 
     _alive: ClassVar[list["CoordinatorStore"]] = []
-    """All of the process: C++ keeps its own half of a store and not this one, without which it can call nothing. NCCL
-    does so as late as its first collective.
+    """All stores of the process. C++ holds no reference to the Python object, which it calls as late as NCCL's first
+    collective: without this one it would be freed before.
     """
 
     def __init__(self, channel: grpc.Channel, secret: str) -> None:
@@ -38,7 +38,7 @@ class CoordinatorStore(Store):
 
     @property
     def _limit(self) -> timedelta:
-        """That of `set_timeout`, which C++ keeps and a `PrefixStore` sets as well."""
+        """The timeout of `set_timeout`, which C++ keeps and a `PrefixStore` sets as well."""
         return self.timeout  # type: ignore[attr-defined, no-any-return]
 
     def clone(self) -> "CoordinatorStore":
@@ -64,7 +64,7 @@ class CoordinatorStore(Store):
         self._call(self._stub.Wait, store_pb2.WaitRequest(keys=keys, timeout=_duration(limit)), limit)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
+        """True if all keys exist."""
         return bool(self._call(self._stub.Check, store_pb2.CheckRequest(keys=keys)).exist)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -73,11 +73,11 @@ class CoordinatorStore(Store):
         return bytes(self._call(self._stub.CompareSet, request).value)
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; whether it existed."""
+        """Deletes a key; returns True if it existed."""
         return bool(self._call(self._stub.DeleteKey, store_pb2.DeleteKeyRequest(key=key)).deleted)
 
     def num_keys(self) -> int:
-        """How many keys the job has, whatever their prefixes."""
+        """Number of the job's keys, of all prefixes."""
         return int(self._call(self._stub.NumKeys, store_pb2.NumKeysRequest()).count)
 
     deleteKey = delete_key  # noqa: N815 torch's trampoline looks for these names
@@ -97,7 +97,7 @@ class CoordinatorStore(Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """That there are `append`, `multi_get` and `multi_set`."""
+        """True: there are `append`, `multi_get` and `multi_set`."""
         return True
 
     def _call(self, method: Any, request: Any, limit: timedelta = timedelta()) -> Any:

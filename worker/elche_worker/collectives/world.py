@@ -24,17 +24,17 @@ from elche_worker.device.kinds import NAMES, kind_of
 from elche_worker.model.tensors import flattened, unflattened
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and `elche run`, set in the environment of each process."""
+"""Environment variables that torchrun, and `elche run`, set for each process."""
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which ends all processes when one has ended."""
 BUILD_TIMEOUT = timedelta(seconds=30)
-"""Of a new group whose members are all there."""
+"""Seconds in which a new group must form, whose members are all present."""
 _calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
 """Of each process group: several loops may share one."""
 
 
 class World:
-    """One process per device. Alone it has size 1, no process group, and everything below costs nothing.
+    """One process per device. A single process has size 1 and no process group, and its calls return at once.
 
     Numbers and texts are exchanged on the host, over gloo; no pickle is sent.
     """
@@ -46,19 +46,19 @@ class World:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.number = self.rank
-        """What this process was called at the start; its rank changes when others go."""
+        """This process's rank at the start; `rank` changes when others leave."""
         self.members = tuple(range(self.size))
         """The numbers of all processes, in order of rank."""
         self.generation = 0
-        """How many groups there were before this one."""
+        """Number of groups before this one."""
         self._given_up = -1
-        """The newest group that nobody waits in any more."""
+        """Generation of the newest group that was given up."""
         self._meeting = meeting
         self._met = meeting.members if meeting is not None else ()
         """The numbers, in the script, of the processes that formed the group."""
         self._is_own = meeting is not None
         self._own: set[Address] = set()
-        """Where gloo accepts connections of this process's groups."""
+        """Addresses on which gloo accepts connections of this process's groups."""
         self._others: set[Address] = set()
         """The same of the other processes."""
         self._host_group: Any = None
@@ -72,16 +72,16 @@ class World:
         self.calls.open()
 
     def _follow_calls(self) -> None:
-        """The calls of the present group's ranks are compared from now on."""
+        """Has the calls of the present group's ranks compared from now on."""
         self.calls.follow(_store_of(self.group), self.members)
-        own = ref(self)  # several loops may have the same group and calls, and none is to keep the other
+        own = ref(self)  # weak: loops share `calls`, which must not keep one of them alive
         self.calls.end_call = lambda: world.give_up(world.generation) if (world := own()) is not None else None
         if self.group is not None:
             _calls_of[self.group] = self.calls
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Around what all ranks do together. Raises `Parted` where others do something else."""
+        """Wraps a call that all ranks make together. Raises `Parted` where others make a different one."""
         self.calls.begin(call)
         try:
             yield
@@ -93,7 +93,7 @@ class World:
             self.calls.end()
 
     def check_calls(self) -> None:
-        """Another rank was lost: raises `Parted` if the ranks' calls differ, as far as they have told."""
+        """After another rank was lost, raises `Parted` if the published calls of ranks differ."""
         is_told = self._meeting is None or self.generation > 0 or self._meeting.is_there
         if found := self.calls.parted or (self.calls.look() if is_told else ""):
             raise Parted(found)
@@ -129,7 +129,7 @@ class World:
         return world
 
     def another_group(self) -> Any:
-        """A process group of the same ranks, for collectives whose order among others is not the same on all."""
+        """A process group of the same ranks, for collectives whose order relative to others differs between ranks."""
         assert self.group is not None
         before = listening()
         group = self._new_group(str(dist.get_backend_config(self.group)))
@@ -150,7 +150,9 @@ class World:
 
     @property
     def can_regroup(self) -> bool:
-        """Whether the processes can go on without one that has died: their group was made here, and over gloo."""
+        """True if the processes can go on without one that has died: their group was made here, over gloo, and not
+        under torchrun, which ends all processes.
+        """
         return self._is_own and self.device.type == "cpu" and OF_TORCHRUN not in os.environ
 
     @property
@@ -160,17 +162,17 @@ class World:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the present group has come to its end."""
+        """True if the present group was given up."""
         return self._given_up >= self.generation
 
     def give_up(self, generation: int) -> None:
-        """Nothing of this group is to be waited for any more: ends what waits. From any thread."""
+        """Gives up this group: shuts its connections, so that waiting calls fail. From any thread."""
         self._given_up = max(self._given_up, generation)
         if self.is_given_up:
             shut_connections(self._own, self._others)
 
     def regroup(self, store: Store, *, generation: int, position: int, size: int) -> None:
-        """A new group of those that are there, in place of the present one. Raises `PeerLost`."""
+        """Replaces the present group by a new one of the ranks that are left. Raises `PeerLost`."""
         self.give_up(self.generation)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -190,19 +192,19 @@ class World:
         self._keep(tuple(int(number) for (number,) in self.gather_numbers([self.number])))
 
     def _keep(self, members: tuple[int, ...]) -> None:
-        """These are left of those who began."""
+        """Notes which of the first processes are left."""
         self.members = members
         if self._meeting is not None:
             self._meeting.members = tuple(self._met[number] for number in members)
         self._follow_calls()
 
     def _tell_addresses(self, before: set[Address]) -> None:
-        """Exchanges where gloo listens since then, by which `give_up` finds its connections."""
+        """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections."""
         if not self._is_own or self.device.type != "cpu":
             return
         new = listening() - before
         self._own |= new
-        if self.is_given_up:  # said before this group's connections could be found
+        if self.is_given_up:  # given up before `give_up` could find this group's connections
             raise PeerLost("another rank of this loop has ended")
         for rank, text in enumerate(self.gather_texts(json.dumps(sorted(new)))):
             if rank != self.rank:
@@ -218,7 +220,7 @@ class World:
         self._is_own = False
 
     def agree(self, problem: str) -> None:
-        """Raises `Misuse` on every rank when any rank has a problem; "" means none."""
+        """Raises `Misuse` on every rank if any rank has a problem; "" means none."""
         for rank, text in enumerate(self.gather_texts(problem)):
             if text:
                 raise Misuse(f"rank {rank}: {text}" if self.size > 1 else text)
@@ -242,14 +244,14 @@ class World:
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
     def share_text(self, text: str, source: int = 0) -> str:
-        """The text of one rank, rank 0's if no other is given."""
+        """Returns the text of rank `source` on every rank."""
         if self.size == 1:
             return text
         numbers = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(torch.int64)
         return self.share_whole_numbers(numbers, source).to(torch.uint8).numpy().tobytes().decode()
 
     def share_whole_numbers(self, numbers: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The int64 numbers of one rank, on the host; as many as that has."""
+        """Returns rank `source`'s int64 numbers, on the host, on every rank."""
         if self.size == 1:
             return numbers
         count = int(self.gather_numbers([numbers.numel()])[source][0])
@@ -259,7 +261,7 @@ class World:
         return shared
 
     def share_state(self, state: Any, source: int) -> Any:
-        """A nested value of one rank, of plain values and tensors, which are on the host."""
+        """Returns rank `source`'s nested value, of plain values and host tensors, on every rank."""
         tensors: dict[str, torch.Tensor] = {}
         text = ""
         if self.rank == source:
@@ -275,8 +277,8 @@ class World:
         return unflattened(described, tensors)
 
     def gather_tensors(self, name: str, parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Each rank's parts, of any lengths in dimension 0 and otherwise of one shape and dtype. Raises `Misuse` on
-        every rank.
+        """Each rank's parts, of any lengths in dimension 0. Raises `Misuse` on every rank if they differ otherwise, in
+        shape or dtype.
         """
         if self.size == 1:
             return [parts]
@@ -309,7 +311,7 @@ class World:
         ]
 
     def gather_rows(self, own: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Each rank's rows; all ranks know all `sizes`, and all else must be equal."""
+        """Each rank's rows, `sizes` of them; dtype and other dimensions must be equal on all ranks."""
         if self.size == 1:
             return [own]
         padded = own.new_zeros((max(sizes), *own.shape[1:]))
@@ -329,7 +331,7 @@ class World:
 
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
-    """Turns an error of a collective into `PeerLost`: another rank has gone, and its own error tells why."""
+    """Turns an error of a collective into `PeerLost`: another rank has ended, and its own error says why."""
     try:
         yield
     except RuntimeError as error:
@@ -368,7 +370,7 @@ def _advice(wanted: str) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """A device's total memory in bytes; for a CPU the host's."""
+    """Total memory of a device in bytes; for a CPU that of the host."""
     return kind_of(device).memory(device).total
 
 
@@ -389,13 +391,13 @@ def _cpu_name() -> str:
 
 
 def _store_of(group: ProcessGroup | None) -> Store | None:
-    """The store at which a group was formed; None where torch does not tell it."""
+    """The store at which a group was formed; None where torch does not know it."""
     known: Any = dist.distributed_c10d._world.pg_map if group is not None else {}
     return known[group][1] if group in known else None
 
 
 def _timeout_of(group: ProcessGroup) -> Any:
-    """The timeout of a process group, so that groups made of it have the same; None: torch's default."""
+    """The timeout of a process group, for groups derived from it; None: torch's default."""
     for device in ("cuda", "cpu"):
         with suppress(RuntimeError, AttributeError):
             of_device: Any = group._get_backend(torch.device(device))
@@ -404,7 +406,7 @@ def _timeout_of(group: ProcessGroup) -> Any:
 
 
 def _set_timeout(group: Any) -> None:
-    """Gives operations of a group the time that torch gives them, now that it stands."""
+    """Sets torch's default timeout for a group's operations, once it has formed within a shorter one."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(default_pg_timeout)
 
 

@@ -160,7 +160,7 @@ class LeaseLoader:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` has a batch."""
+        """True if `take` has a batch."""
         return bool(self._ready)
 
     @property

@@ -160,7 +160,7 @@ class CudaTransfer:
         self._most_waiting_bytes = 0
         """Most bytes that have waited so far: the peak may have been measured while batches waited."""
         self._has_trained = False
-        """Whether a batch was trained since the last `plan`."""
+        """True if a batch was trained since the last `plan`."""
 
     @property
     def room(self) -> int | None:

@@ -28,7 +28,7 @@ class Reserve:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is handed over."""
+        """True if all is handed over."""
         return not self._leases
 
     def add(self, lease: Lease, *, is_reserve: bool) -> None:

@@ -214,10 +214,10 @@ def _has(row: Row, line: str) -> bool:
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the process cannot use its device any more, through no fault of the program that could be told."""
+    """True if the process cannot use its device any more, through no fault of the program that could be told."""
     return fault_of(error) is Fault.DEVICE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a device or on the host."""
+    """True if memory ran out, on a device or on the host."""
     return fault_of(error) is Fault.MEMORY

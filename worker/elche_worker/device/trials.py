@@ -38,7 +38,7 @@ class Trials:
         self._all = _Forked(lambda told: _try_all(wanted, limit_s, told))
 
     def still_hold(self, wanted: str) -> bool:
-        """Whether they are of these devices, and nobody has changed since then which ones there are."""
+        """True if they are of these devices, and nobody has changed since then which ones there are."""
         return wanted == self.wanted and _of_drivers(os.environ) == self._environment
 
     def outcome(self) -> tuple[list[str], dict[str, Device | Unusable]]:

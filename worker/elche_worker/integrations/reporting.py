@@ -31,7 +31,7 @@ class Reporting:
 
     @property
     def is_heard(self) -> bool:
-        """Whether there is a coordinator."""
+        """True if there is a coordinator."""
         return self._progress.attachment.is_attached
 
     def begin_epoch(self, epoch: int) -> None:

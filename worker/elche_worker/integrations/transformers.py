@@ -34,7 +34,7 @@ class ElcheCallback(TrainerCallback):
         self._elche: Trainer | None = None
         self._reporting: Reporting | None = None
         self._has_loss = False
-        """Whether Hugging Face has logged a loss in this epoch."""
+        """True if Hugging Face has logged a loss in this epoch."""
         self._max_norm = 0.0
 
     def _see_own_gpu(self, index: int) -> None:
@@ -137,11 +137,11 @@ class ElcheCallback(TrainerCallback):
 
 
 def _is_of_model(name: str) -> bool:
-    """Whether a metric is of the model: no time, no speed, and not the epoch."""
+    """True if a metric is of the model: no time, no speed, and not the epoch."""
     return name != "epoch" and not name.endswith(("_runtime", "_per_second"))
 
 
 def _is_of_training(name: str) -> bool:
-    """Whether a logged number is of batches that were trained; evaluations and the learning rate are told otherwise."""
+    """True if a logged number is of batches that were trained; evaluations and the learning rate are told otherwise."""
     is_other = name.startswith(("eval_", "train_")) or name in ("learning_rate", "total_flos")
     return _is_of_model(name) and not is_other

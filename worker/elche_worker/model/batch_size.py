@@ -35,7 +35,7 @@ def rank_batch_size(job: JobDefinition, device: Device, dataset_size: int) -> in
 
 
 def is_auto(job: JobDefinition, device: Device) -> bool:
-    """Whether the batch size on a device is chosen by its memory."""
+    """True if the batch size on a device is chosen by its memory."""
     given = _given(job, device)
     return bool((_called(given, device) if callable(given) else given) == "auto")
 

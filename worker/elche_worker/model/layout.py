@@ -44,7 +44,7 @@ class Entry:
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
-    """Whether it is a parameter; one that is broadcast is frozen."""
+    """True if it is a parameter; one that is broadcast is frozen."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
     moment: str = ""
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def is_corrected(self) -> bool:
-        """Whether it keeps newer steps when a result comes as a correction."""
+        """True if it keeps newer steps when a result comes as a correction."""
         return self.is_trained or bool(self.moment)
 
     @property
@@ -110,7 +110,7 @@ class Layout:
         self._snapshot: dict[Kind, torch.Tensor] = {}
         """Copy of what this rank brought into the round, kept while it may train on; then the corrections."""
         self.is_kept = False
-        """Whether the snapshot is of the last round that was gathered."""
+        """True if the snapshot is of the last round that was gathered."""
         self._by_kind = {
             kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
         }
@@ -129,7 +129,7 @@ class Layout:
 
     @property
     def has_result(self) -> bool:
-        """Whether there are flat buffers: they have the last round's result."""
+        """True if there are flat buffers: they have the last round's result."""
         return self._device is not None
 
     def check(self, model: nn.Module) -> None:
@@ -180,7 +180,7 @@ class Layout:
 
     @property
     def is_divided(self) -> bool:
-        """Whether this is one process's part of a sharded model."""
+        """True if this is one process's part of a sharded model."""
         return any(entry.whole is not None for entry in self.entries)
 
     def trained(self, kind: Kind) -> list[Entry]:
@@ -242,12 +242,12 @@ class Layout:
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Whether all values in the flat buffers are finite."""
+        """True if all values in the flat buffers are finite."""
         return all(_is_finite(flat) for flat in self.flat_buffers.values())
 
     @torch.no_grad()
     def is_model_finite(self) -> bool:
-        """Whether all values that would be in the flat buffers are finite. Waits for the device once."""
+        """True if all values that would be in the flat buffers are finite. Waits for the device once."""
         tensors = [entry.tensor for kind in DTYPES for entry in self.of_kind(kind)]
         extremes = [extreme.double() for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
         return not extremes or bool(torch.stack(extremes).isfinite().all())
@@ -259,7 +259,7 @@ class Layout:
 
     @property
     def is_part(self) -> bool:
-        """Whether this process has only a part of the model's tensors."""
+        """True if this process has only a part of the model's tensors."""
         return any(entry.whole is not None for entry in self.entries)
 
     @property

@@ -54,7 +54,7 @@ class Built:
     sharded: ShardedModel | None = None
     """The model's handle when the processes of a replica group share it."""
     came_in_eval_mode: bool = False
-    """Whether `model()` returned it in eval mode as a whole, as libraries return pretrained ones."""
+    """True if `model()` returned it in eval mode as a whole, as libraries return pretrained ones."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:

@@ -56,7 +56,7 @@ class Piece:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether it is a `DTensor`, of which each process of a replica group has a part."""
+    """True if it is a `DTensor`, of which each process of a replica group has a part."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
@@ -120,12 +120,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor that is neither sparse nor quantized."""
+    """True if it is a tensor that is neither sparse nor quantized."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 def can_hold(value: Any) -> bool:
-    """Whether files can hold it: a plain tensor of a type that the safetensors format has."""
+    """True if files can hold it: a plain tensor of a type that the safetensors format has."""
     return is_plain(value) and value.dtype in DTYPES
 
 

@@ -24,7 +24,7 @@ OF_STEP = frozenset(
 
 
 def put_off() -> bool:
-    """Whether optimizers import no compiler from now on; False where it is there, or PyTorch's are not as known here.
+    """True if optimizers import no compiler from now on; False where it is there, or PyTorch's are not as known here.
     They are left as they are then.
     """
     steps = [step for step in map(_step_of, _optimizers(torch.optim.Optimizer)) if step is not None]

@@ -52,7 +52,7 @@ class EnterRound:
 
     row: Row
     may_be_checkpoint: bool = False
-    """Whether the round's result may become a checkpoint that this group writes."""
+    """True if the round's result may become a checkpoint that this group writes."""
 
 
 @dataclass(frozen=True, slots=True)

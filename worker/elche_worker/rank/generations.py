@@ -23,7 +23,7 @@ class Build:
         self.group: Future[Collectives] = Future()
         """Fails with `CollectiveFailed` when the ranks cannot meet."""
         self.is_finished = False
-        """Whether it stands in all processes of the rank."""
+        """True if it stands in all processes of the rank."""
         self._connect = connect
         self._wake = wake
         threading.Thread(target=self._run, name=f"generation {act.generation}", daemon=True).start()

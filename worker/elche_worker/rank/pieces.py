@@ -34,7 +34,7 @@ class Pieces:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process writes everything else, too."""
+        """True if this process writes everything else, too."""
         return self._world.rank == 0
 
     def agree(self, folder: str) -> str:

@@ -113,7 +113,7 @@ class Parts:
     batch_size: int
     """Samples in this rank's batches."""
     backs_off: bool = False
-    """Whether a batch goes through the model in more parts when memory runs out."""
+    """True if a batch goes through the model in more parts when memory runs out."""
     eval_dataset: Any = None
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None
@@ -193,7 +193,7 @@ class Replica:
         self._handing = Handing(self.rates, self.own_state)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
-        """Whether its values were left out of the last round."""
+        """True if its values were left out of the last round."""
         self.version = 0
         """Version that the model holds; 0 until the first round."""
         self._result = ResultExtent(0, 0, 0)
@@ -256,7 +256,7 @@ class Replica:
 
     @property
     def has_newer_steps(self) -> bool:
-        """Whether batches were trained since the round was entered."""
+        """True if batches were trained since the round was entered."""
         return self.local_step != self.entered.local_step
 
     def take_lease(self, lease: Lease) -> None:
@@ -413,7 +413,7 @@ class Replica:
         return self.entered
 
     def _use_generation(self, generation: int) -> bool:
-        """Whether it is new."""
+        """True if it is new."""
         act = self.generations.use(generation)
         if act is not None:
             self._handing.begin_generation()

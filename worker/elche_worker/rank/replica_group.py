@@ -31,7 +31,7 @@ class ReplicaGroup(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process is at position 0."""
+        """True if this process is at position 0."""
         ...
 
     def send(self, act: Act) -> None:
@@ -43,7 +43,7 @@ class ReplicaGroup(Protocol):
         ...
 
     def agree(self, holds: bool) -> bool:
-        """Whether it holds in every process. Called on the thread that averages, beside everything else."""
+        """True if it holds in every process. Called on the thread that averages, beside everything else."""
         ...
 
     def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:

@@ -306,7 +306,7 @@ def _import(*modules: str) -> None:
 
 
 def _put_off_compiler() -> bool:
-    """Whether ranks import PyTorch's compiler only when they use it."""
+    """True if ranks import PyTorch's compiler only when they use it."""
     if "torch" not in sys.modules:
         return False
     from elche_worker.process.compiler import put_off

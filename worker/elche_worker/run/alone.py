@@ -227,7 +227,7 @@ class _Watch:
         self._metrics: dict[str, float] = {}
         self._last_finite: dict[str, int] = {}
         self.is_best = False
-        """Whether the last epoch is the best one so far."""
+        """True if the last epoch is the best one so far."""
 
     def judge(self, metrics: dict[str, float], num_epochs: int) -> None:
         """Takes in the evaluation after so many epochs. Raises `InvalidJob` when it does not give the metric."""
@@ -253,7 +253,7 @@ class _Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has not improved for as long as the job's patience."""
+        """True if it has not improved for as long as the job's patience."""
         return self._job.patience is not None and self._num_since >= self._job.patience
 
 

@@ -15,7 +15,7 @@ class Control:
 
     wake: threading.Condition = field(default_factory=threading.Condition)
     has_news: bool = False
-    """Whether `inbox` or `leaving` has changed, a group is built, or the coordinator is away. The loop reads it without
+    """True if `inbox` or `leaving` has changed, a group is built, or the coordinator is away. The loop reads it without
     the lock before every batch.
     """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)

@@ -43,7 +43,7 @@ class Launch:
     """Settings that replace those of the file."""
     verify_rounds: bool = False
     warms_up: bool = False
-    """Whether it makes a batch of which nothing stays before it is ready: others train already."""
+    """True if it makes a batch of which nothing stays before it is ready: others train already."""
     resume: str = ""
     """Checkpoint to resume from."""
     arguments: list[str] = field(default_factory=list)

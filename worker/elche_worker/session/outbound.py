@@ -39,7 +39,7 @@ class Outbound(Generic[Message]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the coordinator is there, as far as is known."""
+        """True if the coordinator is there, as far as is known."""
         return self._queue is not None
 
     @property
@@ -66,7 +66,7 @@ class Outbound(Generic[Message]):
             self._queue = outgoing
 
     def is_news(self, number: int) -> bool:
-        """Whether a message from the coordinator has not come before on another stream; unnumbered ones never have."""
+        """True if a message from the coordinator has not come before on another stream; unnumbered ones never have."""
         return number == 0 or number > self.num_heard
 
     def forget(self, taken: int) -> None:

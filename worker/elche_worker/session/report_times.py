@@ -21,12 +21,12 @@ class ReportTimes:
         self._every_s = max(EVERY_S, PER_RANK_S * num_ranks)
 
     def is_due(self, now_s: float, local_step: int) -> bool:
-        """Whether a rank that trains is to report its step."""
+        """True if a rank that trains is to report its step."""
         num_batches = local_step - self._reported_step
         return self.is_allowed(now_s) and (now_s - self._reported_s >= self._every_s or num_batches >= MAX_BATCHES)
 
     def is_allowed(self, now_s: float) -> bool:
-        """Whether a report that others may wait for can be sent."""
+        """True if a report that others may wait for can be sent."""
         return now_s >= self.allowed_s
 
     @property

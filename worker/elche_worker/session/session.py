@@ -70,7 +70,7 @@ class Session:
         self._store = ""
         self._closing = threading.Event()
         self._is_leaving = False
-        """Whether nobody need be told any more that the coordinator is away."""
+        """True if nobody need be told any more that the coordinator is away."""
         self._stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
@@ -78,7 +78,7 @@ class Session:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the coordinator is there, as far as is known."""
+        """True if the coordinator is there, as far as is known."""
         return self._outbound.is_open
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:

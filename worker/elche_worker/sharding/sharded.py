@@ -181,7 +181,7 @@ class Sharded:
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether the next forward has parameters that were prefetched for it."""
+        """True if the next forward has parameters that were prefetched for it."""
         return self.strategy == Strategy.FULL_SHARD and bool(self._prefetches) and not self._is_stale
 
     def broadcast_updated_params(self) -> None:

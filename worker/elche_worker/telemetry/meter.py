@@ -122,7 +122,7 @@ class Meter:
 
     @property
     def has_unreported(self) -> bool:
-        """Whether batches have ended since the last report."""
+        """True if batches have ended since the last report."""
         return bool(self._batch_ms)
 
     def take_report(self) -> rank_pb2.BatchesTrained:

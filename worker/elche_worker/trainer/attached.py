@@ -67,7 +67,7 @@ class CoordinatorAttachment:
         self._world = world
         self._store = CoordinatorStore(channel, secret)
         self._goes_on = goes_on
-        """Whether the others go on when a rank dies."""
+        """True if the others go on when a rank dies."""
         self._group: rank_pb2.FormGroup | None = None
         """The newest group that the coordinator has told this rank to form."""
         self._is_lost = False

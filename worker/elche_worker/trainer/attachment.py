@@ -44,7 +44,7 @@ class Attachment(Protocol):
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is a coordinator; without one, nothing need be computed for it."""
+        """True if there is a coordinator; without one, nothing need be computed for it."""
         ...
 
     def add_batches(

@@ -64,7 +64,7 @@ class LoopCheckpoints:
 
     @property
     def has_interval(self) -> bool:
-        """Whether checkpoints are made at intervals."""
+        """True if checkpoints are made at intervals."""
         return self._every_minutes is not None
 
     def take_due(self) -> bool:
@@ -113,7 +113,7 @@ class LoopCheckpoints:
 
     @property
     def has_loader(self) -> bool:
-        """Whether a loader goes on from its state in the loaded checkpoint."""
+        """True if a loader goes on from its state in the loaded checkpoint."""
         return any(name in self._have_got for name in self._loaders)
 
     def at_step(self) -> AtStep:

@@ -93,7 +93,7 @@ class TrainerConfig:
 
     @property
     def has_el_che(self) -> bool:
-        """Whether several batches may go into one step."""
+        """True if several batches may go into one step."""
         return self.max_anchor != 0
 
 

@@ -26,7 +26,7 @@ class Fleet:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether devices are of different models."""
+        """True if devices are of different models."""
         return len({name for name, _ in self._models}) > 1
 
     @property

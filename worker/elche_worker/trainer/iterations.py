@@ -48,7 +48,7 @@ class StepOrder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the present iteration has made its steps: those of the iteration before it."""
+        """True if the present iteration has made its steps: those of the iteration before it."""
         if not self._last and len(self._runs) == 1:
             return len(self._runs[0][0]) == self._num_optimizers
         return self._runs == self._last
@@ -77,7 +77,7 @@ class Iterations:
         self._close = close
         self._order = StepOrder(len(optimizers.by_key))
         self._are_given = False
-        """Whether the present iteration is of a batch that elche has given out."""
+        """True if the present iteration is of a batch that elche has given out."""
         self._due = Requests()
         self._at_step: AtStep | None = None
         """What was at the end of the latest step, from when a checkpoint is due until it is made."""

@@ -38,7 +38,7 @@ class Optimizers:
 
     @property
     def have_schedule(self) -> bool:
-        """Whether a learning rate schedule of torch was made for one of them, as far as torch tells."""
+        """True if a learning rate schedule of torch was made for one of them, as far as torch tells."""
         return any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in self)
 
     def keys_of(self, wanted: Key | None) -> list[Key]:
@@ -115,7 +115,7 @@ def problem_of_optimizers(given: Any, model: nn.Module) -> str:
 
 
 def _steps_once(optimizer: LBFGS) -> bool:
-    """Whether it evaluates the loss once in each step."""
+    """True if it evaluates the loss once in each step."""
     return all(group["max_iter"] == 1 and group["line_search_fn"] is None for group in optimizer.param_groups)
 
 

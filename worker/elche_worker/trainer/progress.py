@@ -27,7 +27,7 @@ class ProgressTracker:
         self.num_epochs = 0
         """Number of epochs that the loop trains; 0 if not known."""
         self.gives_samples = True
-        """Whether elche says which samples are trained, so that the loop can go on within an epoch."""
+        """True if elche says which samples are trained, so that the loop can go on within an epoch."""
         self.epoch_size = 0
         self.batch_size = 0
         self._is_epoch_open = False

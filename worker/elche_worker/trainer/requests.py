@@ -25,7 +25,7 @@ class Requests:
     checkpoint: bool = False
     pause: bool = False
     parted: bool = False
-    """Whether ranks have taken another number of batches than others, or stepped another optimizer."""
+    """True if ranks have taken another number of batches than others, or stepped another optimizer."""
 
 
 class RequestConsensus:
@@ -67,7 +67,7 @@ def mark(num_batches: int, optimizer: int) -> list[float]:
 
 
 def have_parted(sums: Sequence[float]) -> bool:
-    """Whether sums of requests and marks are of ranks that have parted."""
+    """True if sums of requests and marks are of ranks that have parted."""
     return sum(bool(one) for one in sums[RequestConsensus.NUM_REQUESTS :]) > 1
 
 

@@ -27,11 +27,11 @@ class Resumption:
         self._random: dict[str, Any] | None = None
         """Its random numbers, until they go on."""
         self._has_asked = False
-        """Whether the loop has asked where it is."""
+        """True if the loop has asked where it is."""
         self._omits = False
-        """Whether it has asked how many steps of the epoch are made."""
+        """True if it has asked how many steps of the epoch are made."""
         self._begins_again = False
-        """Whether it has begun the checkpoint's epoch from its first batch: random numbers go on when it trains."""
+        """True if it has begun the checkpoint's epoch from its first batch: random numbers go on when it trains."""
         self._at_start: dict[str, str] = {}
         """Digests of the random number generators before training."""
         self._of_epoch: dict[str, Any] | None = None

@@ -155,7 +155,7 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
 
 
 def is_there(path: str) -> bool:
-    """Whether there is a checkpoint in the folder."""
+    """True if there is a checkpoint in the folder."""
     folder = Path(path)
     return (folder / MANIFEST).is_file() or any(folder.glob(f"*/{MANIFEST}"))
 

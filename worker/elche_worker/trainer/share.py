@@ -17,7 +17,7 @@ class StepShare:
         self.samples: int | None = None
         """How many samples this step's gradient is the mean of, if the loop gives that."""
         self._says_samples: bool | None = None
-        """Whether the loop gives `samples`; None before the first step."""
+        """True if the loop gives `samples`; None before the first step."""
         self._lost: list[Part] = []
         """Parts of these batches that were given to ranks which have died: others are to train them."""
 
@@ -28,7 +28,7 @@ class StepShare:
 
     @property
     def is_same_batch(self) -> bool:
-        """Whether the step is made of batches that another optimizer was stepped with."""
+        """True if the step is made of batches that another optimizer was stepped with."""
         return self.plan is None and self._stepped is not None
 
     def add(self, step: Step) -> None:

@@ -41,7 +41,7 @@ class Averaged:
     requests: torch.Tensor | None
     """The sums of the ranks' requests, if there are any."""
     has_gradients: bool
-    """Whether any rank had samples."""
+    """True if any rank had samples."""
     told: list[list[float]] | None
     """What the ranks had measured, for the planner to learn from."""
 
@@ -80,18 +80,18 @@ class Stepper:
         self._restored: Mapping[str, Any] = {}
         """The plan of the checkpoint that was loaded."""
         self._expects_given = False
-        """Whether there is a loader whose batches elche is to give out."""
+        """True if there is a loader whose batches elche is to give out."""
         self.num_given = 0
         """Batches that elche has given out, to this rank as to the others."""
         self._takes_own: bool | None = None
-        """Whether the latest step was of batches that the loop has taken itself; None before the first."""
+        """True if the latest step was of batches that the loop has taken itself; None before the first."""
         self._has_gradients = True
         """Whether any rank has samples in this step."""
         self._num_averaged = 0
         """How often gradients were averaged."""
         self._is_normalised = False
         self._is_finished = True
-        """Whether the step that was averaged last is made."""
+        """True if the step that was averaged last is made."""
         self._adopted: Any = None
         """What the present step makes of model and optimizers, where another rank has made it."""
         self._batch_ms: list[float] = []
@@ -347,7 +347,7 @@ class Stepper:
 
     @property
     def _has_cadence(self) -> bool:
-        """Whether El Che chose this step's number of batches; not in a loop over its own loader."""
+        """True if El Che chose this step's number of batches; not in a loop over its own loader."""
         return self.el_che is not None and self.share.known is not None
 
     def _measure(self) -> list[float] | None:

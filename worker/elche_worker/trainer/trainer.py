@@ -177,17 +177,17 @@ class Trainer:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self._world.size > 1
 
     @property
     def has_el_che(self) -> bool:
-        """Whether ranks train several batches per step, each as many as it is fast."""
+        """True if ranks train several batches per step, each as many as it is fast."""
         return self._stepper.el_che is not None
 
     @property
     def is_mixed(self) -> bool:
-        """Whether devices are of different models."""
+        """True if devices are of different models."""
         return self._fleet.is_mixed
 
     @property
@@ -334,7 +334,7 @@ class Trainer:
 
     @property
     def has_loss_fn(self) -> bool:
-        """Whether `forward_batch` computes the loss, and calls backward."""
+        """True if `forward_batch` computes the loss, and calls backward."""
         return self._forward.loss_fn is not None
 
     def capture(self, *, tags: Sequence[str] = (), traces: Sequence[str] = ()) -> None:

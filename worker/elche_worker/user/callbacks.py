@@ -129,7 +129,7 @@ class Callbacks:
     def __init__(self) -> None:
         self.num_errors = 0
         self._are_on_every_rank = False
-        """Whether a callback that every rank calls is running."""
+        """True if a callback that every rank calls is running."""
 
     def check_on_every_rank(self, what: str) -> None:
         """Raises `Misuse` unless a callback that every rank calls is running."""

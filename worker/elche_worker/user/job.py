@@ -243,12 +243,12 @@ class JobDefinition(Settings):
 
     @property
     def has_evaluation(self) -> bool:
-        """Whether epochs are evaluated."""
+        """True if epochs are evaluated."""
         return self.evaluate is not None or self.eval_step is not None
 
     @property
     def wants_metrics(self) -> bool:
-        """Whether the job has a `metrics_fn` or loggers."""
+        """True if the job has a `metrics_fn` or loggers."""
         return self.metrics_fn is not None or bool(self.loggers)
 
 

@@ -56,7 +56,7 @@ class LearningRates:
         self._optimizers = optimizers
         self._bases = [float(group["lr"]) for group in self._groups]
         self._were_set = False
-        """Whether callbacks have set the bases."""
+        """True if callbacks have set the bases."""
         self._schedule = schedule
         self._schedulers: list[LRScheduler] = []
         if scheduler is not None:
@@ -69,7 +69,7 @@ class LearningRates:
 
     @property
     def is_constant(self) -> bool:
-        """Whether rates are independent of the progress, so that they need not be set before each batch."""
+        """True if rates are independent of the progress, so that they need not be set before each batch."""
         return self._schedule is None and not self._schedulers
 
     @property

@@ -35,7 +35,7 @@ class Strategy:
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether gathered parameters are freed after forward, and gathered again for backward."""
+        """True if gathered parameters are freed after forward, and gathered again for backward."""
         return self.name != "SHARD_GRAD_OP"
 
     def num_shards(self, world_size: int) -> int:

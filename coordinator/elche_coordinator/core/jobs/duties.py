@@ -34,7 +34,7 @@ def duty_of(record: RankRecord, training: Training | None, generation: Generatio
 
 
 def has_batch_due(record: RankRecord, generation: Generation | None) -> bool:
-    """Whether the rank trains now, and neither waits for others nor does something else."""
+    """True if the rank trains now, and neither waits for others nor does something else."""
     return generation is not None and _is_member(record, generation) and generation.should_work(record)
 
 

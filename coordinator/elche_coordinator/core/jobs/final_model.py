@@ -18,7 +18,7 @@ class FinalModel:
         self.folder = ""
         """Identifies the work folder of that host."""
         self.model_is = ""
-        """Whether it is the best one or the last, once that is known."""
+        """True if it is the best one or the last, once that is known."""
         self.best_problem = ""
         """Why the best model is not beside it."""
         self._job_id = job_id
@@ -26,7 +26,7 @@ class FinalModel:
         self._saver: RankRecord | None = None
         """The rank that has written the last model."""
         self._awaits_best = False
-        """Whether that rank is to say that the best model is kept."""
+        """True if that rank is to say that the best model is kept."""
 
     def on_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
         """The last model is on disk."""
@@ -34,7 +34,7 @@ class FinalModel:
         self.agent_id, self.folder = record.agent_id, record.folder
 
     def awaits_best_of(self, record: RankRecord) -> bool:
-        """Whether the rank still has to confirm that the best model is stored."""
+        """True if the rank still has to confirm that the best model is stored."""
         return self._awaits_best and record is self._saver
 
     def on_best_kept(self, event: BestKept, training: Training) -> None:
@@ -50,7 +50,7 @@ class FinalModel:
             self.best_problem = f"rank {lost.rank}, which was to put it there, is gone"
 
     def complete(self, training: Training) -> bool:
-        """Whether all is written; if not, orders what is missing."""
+        """True if all is written; if not, orders what is missing."""
         if self._saver is None or not training.is_idle:
             return False
         if not self.model_is and not self._awaits_best:

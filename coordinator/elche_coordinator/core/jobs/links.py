@@ -38,12 +38,12 @@ class LinkWatch:
         self._answers: dict[Rank, frozenset[Rank]] = {}
 
     def is_of(self, generation: Generation | None) -> bool:
-        """Whether those that are asked build the group of this generation."""
+        """True if those that are asked build the group of this generation."""
         return generation is not None and self._watched == ("group", generation.id)
 
     @property
     def is_of_group(self) -> bool:
-        """Whether those that are asked build a group, and have no averaging yet."""
+        """True if those that are asked build a group, and have no averaging yet."""
         return self._watched is not None and self._watched[0] == "group"
 
     def check(

@@ -59,7 +59,7 @@ class Membership:
         self._relay: Choice | None = None
         """Ranks of several hosts average through the coordinator, and why; None: as `choose` says."""
         self._have_met = False
-        """Whether ranks of several hosts have averaged among themselves: a group of theirs has stood."""
+        """True if ranks of several hosts have averaged among themselves: a group of theirs has stood."""
         self._num_failed = 0
         """Generations in a row that were abandoned without a death and without a round."""
 

@@ -38,7 +38,7 @@ class _Offers:
         return self._num_slots[spec.conditions]
 
     def overlap(self, one: JobSpec, other: JobSpec) -> bool:
-        """Whether there is a slot that both could have."""
+        """True if there is a slot that both could have."""
         return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
 
     def keep(self, spec: JobSpec) -> None:

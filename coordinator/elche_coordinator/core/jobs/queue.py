@@ -18,7 +18,7 @@ from elche_coordinator.core.records.ranks import staying
 
 
 def holds_back(job: TrainingJob, fleet: Fleet) -> bool:
-    """Whether others wait behind a job for which there are too few free slots: not when there are too few at all."""
+    """True if others wait behind a job for which there are too few free slots: not when there are too few at all."""
     return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
@@ -64,7 +64,7 @@ def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, share
 
 
 def _has_only(job: TrainingJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
-    """Whether all slots of the job meet the conditions."""
+    """True if all slots of the job meet the conditions."""
     living = [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
     return not conditions or all(
         place.agent_id in fleet.agents and fleet.meets(place, conditions)
@@ -74,7 +74,7 @@ def _has_only(job: TrainingJob, fleet: Fleet, conditions: tuple[str, ...]) -> bo
 
 
 def _can_give(job: TrainingJob) -> bool:
-    """Whether ranks of the job can leave soon: a paused one makes no round with which they could."""
+    """True if ranks of the job can leave soon: a paused one makes no round with which they could."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
     return job.can_scale and not job.is_paused and (trains or (job.phase is JobPhase.STARTING and job.can_begin_again))
 

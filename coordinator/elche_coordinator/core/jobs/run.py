@@ -82,12 +82,12 @@ class Run:
 
     @property
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """True if somebody has paused it."""
         return self.training is not None and Hold.ASKED in self.training.holds
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its ranks are too few to train."""
+        """True if its ranks are too few to train."""
         return self.training is not None and Hold.TOO_FEW in self.training.holds
 
     # On the way to training

@@ -8,7 +8,7 @@ from elche_coordinator.core.records.machine import JobPhase
 
 
 def is_unsaved(job: TrainingJob) -> bool:
-    """Whether a checkpoint that is asked for now comes, and has more than the newest one."""
+    """True if a checkpoint that is asked for now comes, and has more than the newest one."""
     training = job.run.training
     if job.phase is not JobPhase.TRAINING or training is None or training.replay is not None or training.is_paused:
         return False
@@ -16,7 +16,7 @@ def is_unsaved(job: TrainingJob) -> bool:
 
 
 def is_being_saved(job: TrainingJob) -> bool:
-    """Whether it writes its final state, or a checkpoint, or is about to."""
+    """True if it writes its final state, or a checkpoint, or is about to."""
     training = job.run.training
     if job.phase is JobPhase.FINISHING:
         return True

@@ -34,7 +34,7 @@ class Duty:
     """What a rank has to do at one moment, and what it would cost to go on without it."""
 
     is_busy: bool = False
-    """Whether it has something to do; if not, it waits for others."""
+    """True if it has something to do; if not, it waits for others."""
     stall_s: float | None = None
     """Silence after which people are told, by its own history or that of others; None while no batch is due."""
     hang_s: float | None = None

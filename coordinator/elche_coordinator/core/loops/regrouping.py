@@ -30,7 +30,7 @@ class Regrouping:
         self._left: Rank | None = None
         """A rank that has come to its end while the group stood."""
         self._has_lost = False
-        """Whether a member has died while the group stood."""
+        """True if a member has died while the group stood."""
 
     @property
     def members(self) -> list[RankRecord]:

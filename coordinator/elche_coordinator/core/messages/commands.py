@@ -52,7 +52,7 @@ class SendLease(RankCommand):
 
     lease: Lease
     is_reserve: bool = False
-    """Whether it is only begun when that is permitted, or while the coordinator is away."""
+    """True if it is only begun when that is permitted, or while the coordinator is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class SendFormGroup(RankCommand):
     world_size: int
     backend: str
     sends_digest: bool = False
-    """Whether it may send the digest of a round's header in place of its rows, which another member sends."""
+    """True if it may send the digest of a round's header in place of its rows, which another member sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class SendKeepBest(RankCommand):
     checkpoint: str
     """Where it is; empty: the final state is the best."""
     restores: bool
-    """Whether it takes the final state's place."""
+    """True if it takes the final state's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ class StartRank(RankCommand):
     more_slots: tuple[int, ...] = ()
     """Of a replica group: those of its other processes, by position from 1."""
     warms_up: bool = False
-    """Whether others train already, which must not wait for its first batch."""
+    """True if others train already, which must not wait for its first batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class StopRank(RankCommand):
     agent_id: AgentId
     grace_s: float
     waits_while_stopped: bool = False
-    """Whether a process that somebody has stopped (SIGSTOP) is left alone until it continues."""
+    """True if a process that somebody has stopped (SIGSTOP) is left alone until it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,7 +181,7 @@ class EvaluationDone(RankEvent):
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     """What is summed over all parts, by name."""
     is_made: bool = False
-    """Whether these are the metrics that were made of the summed tensors."""
+    """True if these are the metrics that were made of the summed tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class CheckpointFailed(RankEvent):
     version: Version
     reason: str
     is_late: bool = False
-    """Whether the rank had gone on before it knew of it: another round is to become one."""
+    """True if the rank had gone on before it knew of it: another round is to become one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +309,7 @@ class RankExited(RankEvent):
     log_path: str = ""
     """Of that process, where it is not the rank's own."""
     was_stopped: bool = False
-    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
+    """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +372,7 @@ class LoopAttached:
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
     can_regroup: bool = False
-    """Whether its ranks can go on without one that has died."""
+    """True if its ranks can go on without one that has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,12 +40,12 @@ class TensorSum:
 
     shape: tuple[int, ...]
     is_integer: bool
-    """Whether its values are int64, and not float64."""
+    """True if its values are int64, and not float64."""
     data: bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are as many values as the shape says."""
+        """True if there are as many values as the shape says."""
         return len(self.data) == 8 * prod(self.shape)
 
     def plus(self, other: "TensorSum") -> "TensorSum":
@@ -195,7 +195,7 @@ class Slot:
     memory_bytes: int = 0
     """Its memory, or its share of it; 0: unknown."""
     repeats: bool = False
-    """Whether one job may get the device as often as it is offered. CPUs need not say so."""
+    """True if one job may get the device as often as it is offered. CPUs need not say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class Build:
     cuda: str = ""
     nccl: str = ""
     needs_encryption: bool = False
-    """Whether nothing that leaves its host may be sent unencrypted, as gloo and NCCL do."""
+    """True if nothing that leaves its host may be sent unencrypted, as gloo and NCCL do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ class HeaderRow:
     version: int = 0
     """The version of its parameters before the round; 0: none yet."""
     unusual: bool = False
-    """Whether its step is far longer than its steps before."""
+    """True if its step is far longer than its steps before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class EpochWork:
     num_samples: int
     loss_sum: float
     has_loss: bool = True
-    """Whether the losses are known, as they may not be in a loop of the user's own."""
+    """True if the losses are known, as they may not be in a loop of the user's own."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Name to (sum, count)."""
 

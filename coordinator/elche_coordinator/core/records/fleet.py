@@ -30,7 +30,7 @@ class AgentRecord:
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
     is_drained: bool = False
-    """Whether it gets no more ranks."""
+    """True if it gets no more ranks."""
     folder: str = ""
     """Identifies its work folder; empty: not known."""
     jobs: tuple[JobId, ...] = ()
@@ -58,7 +58,7 @@ class HostView:
     ranks: Mapping[int, tuple[JobId, Rank]]
     """Index of a busy slot to the rank on it."""
     is_drained: bool = False
-    """Whether it gets no more ranks."""
+    """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,7 +119,7 @@ class Fleet:
             self.agents[agent_id].is_drained = is_drained
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
-        """Whether the slot, of a host that is here, meets all conditions."""
+        """True if the slot, of a host that is here, meets all conditions."""
         return place.slot in self._slots_meeting(conditions)[place.agent_id]
 
     def _slots_meeting(self, conditions: tuple[str, ...]) -> dict[AgentId, dict[int, Place]]:

@@ -49,7 +49,7 @@ class Machine(Generic[Phase, Trigger]):
         self.phase = start
 
     def accepts(self, trigger: Trigger) -> bool:
-        """Whether the trigger has a place in the present phase."""
+        """True if the trigger has a place in the present phase."""
         return (self.phase, trigger) in self._table
 
     def advance(self, trigger: Trigger) -> None:

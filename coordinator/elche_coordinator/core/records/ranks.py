@@ -128,7 +128,7 @@ class RankRecord:
 
     @property
     def tells_losses_at_rounds(self) -> bool:
-        """Whether its losses stay on the device until a round."""
+        """True if its losses stay on the device until a round."""
         return self.build is not None and self.build.device_type != "cpu"
 
     @property
@@ -147,7 +147,7 @@ class RankRecord:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the rank has opened its session and not left."""
+        """True if the rank has opened its session and not left."""
         return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
 
     def departs(self, trigger: DepartureTrigger) -> None:

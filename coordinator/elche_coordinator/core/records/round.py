@@ -23,9 +23,9 @@ class Round:
     at_s: float
     """When it was announced or last revised."""
     is_fixed: bool = False
-    """Whether its targets are never revised."""
+    """True if its targets are never revised."""
     is_granted: bool = False
-    """Whether it was not announced, but entered by a member for which the coordinator was away."""
+    """True if it was not announced, but entered by a member for which the coordinator was away."""
     checkpoint_writer: Rank | None = None
     """The member that copies what a checkpoint of the result needs; None: the round becomes none."""
     first_targets: dict[Rank, int] = field(init=False)
@@ -42,12 +42,12 @@ class Round:
 
     @property
     def is_received_by_all(self) -> bool:
-        """Whether the round may commit."""
+        """True if the round may commit."""
         return len(self.results) == len(self.targets)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no member will receive the result."""
+        """True if no member will receive the result."""
         return len(self.failures) == len(self.targets)
 
     @property

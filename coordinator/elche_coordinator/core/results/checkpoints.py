@@ -41,13 +41,13 @@ class Checkpoints:
         self._is_requested = True
 
     def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
-        """Whether a round that completes these epochs is to be one."""
+        """True if a round that completes these epochs is to be one."""
         every_s = self.settings.checkpoint_every_s
         is_time = every_s is not None and now_s - self._since_s >= every_s
         return self._is_requested or is_time or self.wants_end_of(epochs)
 
     def wants_end_of(self, epochs: list[Epoch]) -> bool:
-        """Whether the end of one of these epochs is to be one."""
+        """True if the end of one of these epochs is to be one."""
         every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
         return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
 
@@ -88,12 +88,12 @@ class Checkpoints:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether one is being written, or asked for."""
+        """True if one is being written, or asked for."""
         return self._is_requested or not self.is_idle
 
     @property
     def is_idle(self) -> bool:
-        """Whether none is being written."""
+        """True if none is being written."""
         return not self._writing
 
     @property

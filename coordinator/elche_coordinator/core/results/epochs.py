@@ -92,7 +92,7 @@ class Epochs:
                 self._tell(members, epoch, told.report, told.metrics)
 
     def is_waited_for(self, rank: Rank) -> bool:
-        """Whether a callback of the user's runs there, as far as is known."""
+        """True if a callback of the user's runs there, as far as is known."""
         return any(told.rank == rank for told in self.untaken.values())
 
     def to_json(self) -> dict[str, object]:

@@ -31,7 +31,7 @@ class Evaluation:
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     """Sums over the parts that are there, of which a rank makes metrics when all are."""
     is_asked: bool = False
-    """Whether a rank was asked to make metrics of the tensors; it is in `waiting` until it has."""
+    """True if a rank was asked to make metrics of the tensors; it is in `waiting` until it has."""
     duration_ms: float = 0.0
     failure: Failure | None = None
     """Why the parts cannot be one evaluation, if so."""
@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def lacks_metrics(self) -> bool:
-        """Whether all parts are there, and nobody was asked to make metrics of their tensors."""
+        """True if all parts are there, and nobody was asked to make metrics of their tensors."""
         return bool(self.tensors) and not self.waiting and not self.is_asked and self.failure is None
 
     def add(self, part: EvaluationDone) -> None:
@@ -104,7 +104,7 @@ class Evaluations:
 
     @property
     def is_idle(self) -> bool:
-        """Whether none is under way."""
+        """True if none is under way."""
         return not self._open
 
     @property
@@ -118,7 +118,7 @@ class Evaluations:
         return [epoch for evaluation in self._open for epoch in evaluation.epochs]
 
     def has(self, rank: Rank) -> bool:
-        """Whether the rank has a part to make."""
+        """True if the rank has a part to make."""
         return bool(self._void.get(rank)) or any(rank in evaluation.waiting for evaluation in self._open)
 
     def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:

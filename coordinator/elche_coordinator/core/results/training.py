@@ -147,26 +147,26 @@ class Training:
             self.ledger.set_batch_size(rank, record.batch_size)
 
     def has_model(self, record: RankRecord) -> bool:
-        """Whether the rank can give others the model. Before the first round it is what the attempt begins with."""
+        """True if the rank can give others the model. Before the first round it is what the attempt begins with."""
         return record.has_model or (self.started is None and record.model is Model.START)
 
     def is_waited_for(self, rank: Rank) -> bool:
-        """Whether the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
+        """True if the rank evaluates, or calls user code with a finished epoch: it does not train meanwhile."""
         return self.evaluations.has(rank) or self.epochs.is_waited_for(rank)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every sample of every epoch is committed."""
+        """True if every sample of every epoch is committed."""
         return self.ledger.is_complete
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is owed beside training: evaluations, checkpoints, callbacks."""
+        """True if nothing is owed beside training: evaluations, checkpoints, callbacks."""
         return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
 
     @property
     def is_paused(self) -> bool:
-        """Whether ranks stop at the last announced round, and no other is announced."""
+        """True if ranks stop at the last announced round, and no other is announced."""
         return bool(self.holds)
 
     def stop_if_decided(self) -> None:

@@ -18,7 +18,7 @@ class Choice:
 
     @property
     def is_relayed(self) -> bool:
-        """Whether ranks average through the coordinator, and so not while it is away."""
+        """True if ranks average through the coordinator, and so not while it is away."""
         return self.backend == "cpu"
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class Generation:
         """Members that have said that nothing of it runs there any more; None unless it is being abandoned."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
         self.is_closing = False
-        """Whether it announces no more rounds, since another generation is to go on."""
+        """True if it announces no more rounds, since another generation is to go on."""
         self.num_given_up = 0
         """Rounds that were given up."""
         self._given_up_in_a_row = 0
@@ -66,12 +66,12 @@ class Generation:
 
     @property
     def is_formed(self) -> bool:
-        """Whether every member's process group stands."""
+        """True if every member's process group stands."""
         return len(self.formed) == len(self.members)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nothing of it runs any more in any member that is there."""
+        """True if nothing of it runs any more in any member that is there."""
         return self.abandoned is not None and all(
             rank in self.abandoned or not record.is_present for rank, record in self.members.items()
         )
@@ -116,7 +116,7 @@ class Generation:
 
     @property
     def is_torn(self) -> bool:
-        """Whether some members have a round's result and others never will: it can make no more rounds."""
+        """True if some members have a round's result and others never will: it can make no more rounds."""
         return any(opened.results and opened.failures for opened in self.rounds)
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
@@ -128,7 +128,7 @@ class Generation:
     # Silence that is explained
 
     def should_work(self, record: RankRecord) -> bool:
-        """Whether the rank has a batch to make now: it has work, and waits for nobody."""
+        """True if the rank has a batch to make now: it has work, and waits for nobody."""
         training = self._training
         overlaps = training.settings.averaging == "overlapped"
         trains = record.phase is RankPhase.TRAINING or (overlaps and record.phase is RankPhase.AVERAGING)
@@ -140,7 +140,7 @@ class Generation:
         return not is_limited and training.ledger.has_work(record.rank)
 
     def should_enter(self, record: RankRecord) -> bool:
-        """Whether the rank has come to a round, by its steps or by the end of its work, and has not entered it."""
+        """True if the rank has come to a round, by its steps or by the end of its work, and has not entered it."""
         if self._training.is_paused or record.phase is not RankPhase.TRAINING:
             return False
         opened = next((one for one in self.rounds if record.rank not in one.entered), None)
@@ -150,7 +150,7 @@ class Generation:
         return is_there or not self._training.ledger.has_work(record.rank)
 
     def is_averaging(self, record: RankRecord) -> bool:
-        """Whether the rank is in a round that every member has entered, so that it waits for nobody any more."""
+        """True if the rank is in a round that every member has entered, so that it waits for nobody any more."""
         return self.scheduler.has_committed and any(
             record.rank in opened.entered
             and record.rank not in opened.results

@@ -52,7 +52,7 @@ class IntervalSet:
         self._parts[first:last] = [(start, end)]
 
     def contains(self, number: int) -> bool:
-        """Whether the number is in it."""
+        """True if the number is in it."""
         return self._end_of(number) is not None
 
     def end_of(self, number: int) -> int:

@@ -83,7 +83,7 @@ class Ledger:
         self.recalled: dict[Rank, None] = {}
         """Ranks whose reserve is wanted back, and which have not answered: they get nothing more until then."""
         self.is_stopped = False
-        """Whether nothing more is leased: what is leased is trained, and then the job is complete."""
+        """True if nothing more is leased: what is leased is trained, and then the job is complete."""
         self._batch_sizes = dict(batch_sizes or {})
         """Of ranks whose batches are not the job's."""
         self._shards = shards
@@ -103,7 +103,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that is to be trained is committed."""
+        """True if all that is to be trained is committed."""
         if self.is_stopped:
             return not any(leases.committed < leases.end for leases in self.rank_leases.values())
         return self.epoch >= self.num_epochs
@@ -192,7 +192,7 @@ class Ledger:
         return through_epoch, total
 
     def has_work(self, rank: Rank) -> bool:
-        """Whether the rank has leased samples that it may train and has not reported as trained."""
+        """True if the rank has leased samples that it may train and has not reported as trained."""
         leases = self.rank_leases.get(rank)
         return leases is not None and leases.processed < leases.permitted
 
@@ -267,12 +267,12 @@ class Ledger:
         return True
 
     def is_recalled(self, rank: Rank) -> bool:
-        """Whether the rank's reserve is wanted back, and it has not answered."""
+        """True if the rank's reserve is wanted back, and it has not answered."""
         return rank in self.recalled
 
     @property
     def has_reserve(self) -> bool:
-        """Whether any rank has samples in reserve."""
+        """True if any rank has samples in reserve."""
         return any(leases.permitted < leases.end for leases in self.rank_leases.values())
 
     def reserve_of(self, rank: Rank) -> int:

@@ -54,7 +54,7 @@ class Replay:
 
     @property
     def is_over(self) -> bool:
-        """Whether no recorded round is left."""
+        """True if no recorded round is left."""
         return self._next >= len(self._rounds)
 
     def begin(self) -> dict[Rank, RankPart]:
