@@ -401,7 +401,7 @@ def misuse(kind: str) -> None:
     [
         ("clipped", "changed after backward, when it had been sent: call trainer.average_gradients() first"),
         ("zeroed", "changed after backward"),
-        ("optimizer", "gradients of this rank alone: call trainer.step() in its place"),
+        ("optimizer", "gradients of this rank alone: call trainer.step() instead"),
         ("samples", "give step(samples=...) at every step, or never"),
         ("negative", "samples is -1"),
         ("one rank", "some ranks say how many samples they have"),
@@ -473,9 +473,7 @@ def test_a_step_of_lbfgs_says_where_its_closure_goes() -> None:
     model = new_model()
     trainer = Trainer.setup(model, torch.optim.LBFGS(model.parameters(), max_iter=1), TrainerConfig(device="cpu"))
     model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(
-        Misuse, match=r"call average_gradients\(\), optimizer.step\(lambda: loss\), and finish_step\(\)"
-    ):
+    with pytest.raises(Misuse, match=r"call average_gradients\(\), optimizer.step\(lambda: loss\) and finish_step\(\)"):
         trainer.step()
 
 

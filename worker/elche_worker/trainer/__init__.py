@@ -1,4 +1,4 @@
-"""The user-owned loop: one process per device, and `step()` in place of the optimizer's."""
+"""User-owned training loops: one process per device, and `step()` instead of `optimizer.step()`."""
 
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch

@@ -39,17 +39,17 @@ from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
 from elche_worker.user.scalars import MAX_SCALARS, Sum
 
 REPORT_EVERY_S = 0.05
-"""Progress reports are at least this far apart."""
+"""Least time in seconds between progress reports."""
 READ_EVERY_S = 1.0
-"""Losses on a device are read at most this often, since the host waits for the device then."""
+"""Least time in seconds between reads of losses from a device, since each makes the host wait for the device."""
 ATTACH_TIMEOUT_S = 20.0
 AWAY_LIMIT_S = 60.0
-"""For how long a rank that needs another group waits for a coordinator that is away."""
+"""Seconds for which a rank that needs a new group waits for an absent coordinator."""
 MAX_BATCH_TIMES = 64
 LAST_WORDS_S = 10.0
-"""For how long a loop that has ended tries to tell that to a coordinator that is away: no agent would."""
+"""Seconds for which a loop that has ended tries to tell an absent coordinator: it has no agent that would."""
 STUCK_S = 5.0
-"""How long a rank of a failed loop may take to come to its next step, if it may wait for another one over NCCL."""
+"""Seconds that a rank of a failed loop has to reach its next step, where it may be waiting over NCCL."""
 MAX_NAME_CHARS = 100
 MAX_REASON_CHARS = 300
 
@@ -67,9 +67,9 @@ class CoordinatorAttachment:
         self._world = world
         self._store = CoordinatorStore(channel, secret)
         self._goes_on = goes_on
-        """True if the others go on when a rank dies."""
+        """True if the other ranks go on when one dies."""
         self._group: rank_pb2.FormGroup | None = None
-        """The newest group that the coordinator has told this rank to form."""
+        """The newest group that the coordinator has ordered this rank to form."""
         self._is_lost = False
         self._is_leaving = False
         self._timeline: Timeline | None = None
@@ -82,10 +82,10 @@ class CoordinatorAttachment:
         self._num_samples = 0
         self._batch_ms: list[float] = []
         self._losses = EpochSums()
-        """Losses that no report has read yet."""
+        """Losses on the device that were not reported yet."""
         self._epoch = EpochSums()
         self._num_losses = 0
-        """Batches of the epoch whose losses are known."""
+        """Number of the epoch's batches whose losses are known."""
         self._waited_ms = 0.0
         self._data_wait_ms = 0.0
         self._reported_s = self._read_s = 0.0
@@ -173,7 +173,7 @@ class CoordinatorAttachment:
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         if not self._session.is_connected and not self._is_lost:
             print(
-                f"elche: the loop has ended; the coordinator is away, and gets {LAST_WORDS_S:.0f} s to hear of it",
+                f"elche: the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -222,14 +222,14 @@ class CoordinatorAttachment:
             operator.changed.notify_all()
 
     def _end_if_stuck(self) -> None:
-        """The job has failed. A collective over NCCL waits for a rank that is gone until torch's watchdog ends the
-        process, minutes later and in words of its own: nothing but the end of the process ends it.
+        """Ends the process of a failed loop that does not reach its next step. Nothing else ends a collective over NCCL
+        that waits for a lost rank: torch's watchdog would take minutes, and its message does not name the cause.
         """
         time.sleep(STUCK_S)
         if not self._is_leaving:
             print(
-                f"elche: rank {self._world.rank} ends: {self.operator.cancelled}; and it has not come to its next step "
-                f"in {STUCK_S:g} s: it may wait for a rank that is gone, over NCCL",
+                f"elche: rank {self._world.rank} exits: {self.operator.cancelled}; it has not reached its next step "
+                f"in {STUCK_S:g} s, and may be waiting over NCCL for a rank that has ended",
                 file=sys.stderr,
                 flush=True,
             )
@@ -272,7 +272,7 @@ def coordinator_address(config: TrainerConfig, world: World) -> str:
     """
     address = config.coordinator or os.environ.get("ELCHE_COORDINATOR", "")
     if len(set(world.gather_texts(str(bool(address))))) > 1:
-        raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR for all, or for none")
+        raise Misuse("some ranks have a coordinator and some have none: set ELCHE_COORDINATOR on all ranks or on none")
     return address
 
 
@@ -307,7 +307,7 @@ def attach(
 
 
 def _opened(address: str, world: World) -> grpc.Channel:
-    """A channel to the coordinator. Raises `Misuse` on every rank when one of them cannot have any."""
+    """A channel to the coordinator. Raises `Misuse` on every rank if one of them cannot open one."""
     channel, problem = None, ""
     try:
         channel = open_channel(address, named_folder())

@@ -1,4 +1,4 @@
-"""What a user-owned loop reports to a coordinator, and what operators request of it; or nothing, without one."""
+"""Interface between a user-owned loop and a coordinator: the loop's reports, and operators' requests."""
 
 import threading
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from elche_worker.user.scalars import Sum
 
 @dataclass(slots=True)
 class OperatorRequests:
-    """What operators have asked for, written by the session's thread."""
+    """Pending requests of operators, written by the session's thread."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     cancelled: str = ""
-    """Why the loop is to end; empty while it goes on."""
+    """Reason for which the loop is to end; empty while it goes on."""
     wants_checkpoint: bool = False
     is_paused: bool = False
 
     def take_requests(self) -> tuple[float, float, float]:
-        """As ranks exchange them: end, checkpoint, pause. Each request for a checkpoint is taken once."""
+        """Returns (end, checkpoint, pause) as 0.0 or 1.0, as ranks exchange them. Clears a request for a checkpoint."""
         with self.changed:
             wants_checkpoint, self.wants_checkpoint = self.wants_checkpoint, False
             return float(bool(self.cancelled)), float(wants_checkpoint), float(self.is_paused)
@@ -34,17 +34,17 @@ class NextGroup:
     position: int
     world_size: int
     store: Any
-    """Where they find each other: a `torch.distributed.Store`."""
+    """The `torch.distributed.Store` for the group's rendezvous."""
 
 
 class Attachment(Protocol):
-    """What a loop tells a coordinator. `CoordinatorAttachment` and `NoAttachment` are its forms."""
+    """A loop's connection to a coordinator. `CoordinatorAttachment` and `NoAttachment` implement it."""
 
     operator: OperatorRequests
 
     @property
     def is_attached(self) -> bool:
-        """True if there is a coordinator; without one, nothing need be computed for it."""
+        """True if there is a coordinator, so that values must be computed for it."""
         ...
 
     def add_batches(
@@ -54,7 +54,7 @@ class Attachment(Protocol):
         ...
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
-        """Adds times per batch, and time that was spent averaging and waiting for data."""
+        """Adds times in ms: of each batch, spent averaging, and spent waiting for data."""
         ...
 
     def add_span(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
@@ -66,8 +66,8 @@ class Attachment(Protocol):
         ...
 
     def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
-        """This rank has ended an epoch, of which all ranks together have trained `num_done` samples. Reads its losses
-        from the device.
+        """Reports that this rank has ended an epoch, of which all ranks together have trained `num_done` samples. Reads
+        the losses from the device.
         """
         ...
 
@@ -76,26 +76,26 @@ class Attachment(Protocol):
         ...
 
     def report_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
-        """A checkpoint is complete. From any thread."""
+        """Reports a complete checkpoint. From any thread."""
         ...
 
     def report_not_saved(self, version: int, reason: str) -> None:
-        """A checkpoint cannot be written. From any thread."""
+        """Reports that a checkpoint cannot be written. From any thread."""
         ...
 
     def leave(self, error: BaseException | None) -> None:
-        """The loop has ended; `error` is what it raised, if anything."""
+        """Reports that the loop has ended, with `error` if it raised one."""
         ...
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
-        """Says that nothing of this group runs here any more, and waits for the next one. None when nobody can form it,
-        or the loop is to end.
+        """Reports that this rank has left the group, and waits for the next one. None if none can be formed, or the
+        loop is to end.
         """
         ...
 
 
 class NoAttachment:
-    """Where there is no coordinator: reports go nowhere, and nobody requests anything."""
+    """Without a coordinator: drops reports, and has no requests."""
 
     is_attached = False
 

@@ -16,17 +16,17 @@ from elche_worker.trainer.optimizers import Key, Optimizers
 
 
 class GradientAverager:
-    """The gradients of each optimizer. On one process it averages nothing, and lets any optimizer be stepped."""
+    """The gradients of each optimizer. With one process it averages nothing, and any optimizer may be stepped."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, world: World) -> None:
         self._model = model
         self._optimizers = optimizers
         self._world = world
         self.gradients: dict[Key, Gradients] = {}
-        """By optimizer; a single optimizer has those of the whole model. Empty on one process."""
+        """By optimizer; a single optimizer has those of the whole model. Empty with one process."""
         self._hooks: list[RemovableHandle] = []
         self.averaged: list[Key] = []
-        """The optimizers whose gradients are averaged and that are not stepped yet."""
+        """Optimizers whose gradients are averaged and that were not stepped yet."""
 
     def begin(self, *, overlaps: bool, num_requests: int) -> None:
         """Prepares averaging among several processes."""
@@ -49,7 +49,7 @@ class GradientAverager:
         self.weigh(1 / self._world.size)
 
     def rejoin(self) -> None:
-        """The world has another group: what was sent of this step is sent again. Collective."""
+        """Adopts the world's new group: what was sent of this step is sent again. Collective."""
         for gradients in self.gradients.values():
             gradients.rejoin()
 
@@ -76,19 +76,19 @@ class GradientAverager:
         return summed
 
     def replace(self) -> None:
-        """The gradients of `averaged` become their average."""
+        """Replaces the gradients of `averaged` by their average."""
         for key in self.averaged:
             self.gradients[key].replace()
 
     def _check_before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        # A closure makes the gradients itself, and may average them.
+        # With a closure the check cannot decide: it computes the gradients itself, and may average them.
         if not any(arguments) and not any(named.values()):
             self._check_averaged(optimizer)
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
         if not any(self._optimizers.by_key[key] is optimizer for key in self.averaged):
             raise Misuse(
-                "the optimizer is stepped with gradients of this rank alone: call trainer.step() in its place, or "
+                "the optimizer is stepped with gradients of this rank alone: call trainer.step() instead, or "
                 "trainer.average_gradients() before it and trainer.finish_step() after it"
             )
 

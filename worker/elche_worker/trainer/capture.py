@@ -26,7 +26,7 @@ class Capture:
         self.traces: Traces = {}
         self.tag_names = tuple(tags)
         self.trace_names = tuple(traces)
-        modules = dict(getattr(model, "_orig_mod", model).named_modules())  # of what torch.compile was given
+        modules = dict(getattr(model, "_orig_mod", model).named_modules())  # names in the uncompiled module
         for name in (*tags, *traces):
             if name not in modules:
                 near = difflib.get_close_matches(name, modules, n=3) or sorted(name for name in modules if name)[:10]
@@ -102,10 +102,10 @@ def detached(value: Any) -> Any:
 
 
 def joined(values: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
-    """Concatenates the batches' values (dimension 0), structures entry by entry; returns a single value as it is.
+    """Concatenates the batches' values (dimension 0), structures entry by entry; returns a single value unchanged.
 
-    With the batches' `sizes`, what is one number of each batch, such as a loss that the model returns, becomes the mean
-    over samples; without, all of them.
+    With the batches' `sizes`, scalars of each batch, such as a loss that the model returns, become their mean over
+    samples; without, a tensor of all of them.
     """
     if len(values) == 1:
         return values[0]

@@ -1,4 +1,4 @@
-"""The checkpoints of a user-owned loop: where they go, when one is due, and which one it resumes from."""
+"""The checkpoints of a user-owned loop: their place, when one is due, and the one from which it resumes."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from elche_worker.trainer.saving import Position, Saver, is_there, restore
 
 @dataclass(frozen=True, slots=True)
 class AtStep:
-    """What a checkpoint has of the end of a step: later, the batch of the next one may have been drawn."""
+    """State at the end of a step that a checkpoint stores: later, the next batch may have been drawn already."""
 
     random: dict[str, Any]
     """Random numbers."""
@@ -41,24 +41,24 @@ class LoopCheckpoints:
         self._name = config.name or Path(sys.argv[0]).stem
         self._every_minutes = config.checkpoint_every_minutes
         self.place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
-        """Where checkpoints go; "" if that is not configured."""
+        """Folder or URL of checkpoints; "" if not configured."""
         self.resumption = Resumption(world)
         self._loader: Mapping[str, Any] = {}
         """The loader's state in the checkpoint, until its epoch begins."""
         self._registered: dict[str, Any] = {}
         """Objects of the script whose state is in checkpoints."""
         self._states: dict[str, Any] = {}
-        """State in the loaded checkpoint that no such object has got yet."""
+        """State in the loaded checkpoint that no registered object has received yet."""
         self._have_got: set[str] = set()
-        """Names of those that have got theirs."""
+        """Names of the objects that have received theirs."""
         self._settings: list[dict[str, Any]] = []
-        """The optimizers' settings in it."""
+        """The optimizers' settings in the loaded checkpoint."""
         self._has_hinted = False
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
 
     def check(self) -> None:
-        """Raises `Misuse` when checkpoints are configured without a place."""
+        """Raises `Misuse` if checkpoints are configured without a place."""
         if self.has_interval and not self.place:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
 
@@ -94,7 +94,9 @@ class LoopCheckpoints:
                 self._say(f"the checkpoint has no state of {name!r}, which begins anew")
 
     def check_states(self) -> None:
-        """Raises `Misuse` when the loop trains on without a state that is in its checkpoint."""
+        """Raises `Misuse` if the loop trains on without having registered an object whose state is in its
+        checkpoint.
+        """
         for name in self._states:
             raise Misuse(
                 f"the checkpoint has the state of {name!r}, and the script has registered nothing of that name: call "
@@ -113,11 +115,11 @@ class LoopCheckpoints:
 
     @property
     def has_loader(self) -> bool:
-        """True if a loader goes on from its state in the loaded checkpoint."""
+        """True if a registered loader goes on from its state in the loaded checkpoint."""
         return any(name in self._have_got for name in self._loaders)
 
     def at_step(self) -> AtStep:
-        """What is of the end of a step in a checkpoint."""
+        """The state at the end of this step, for a checkpoint."""
         loaders = {name: self._registered[name].state_dict() for name in self._loaders}
         return AtStep(capture_rng_state(), copied(loaders))
 
@@ -126,7 +128,7 @@ class LoopCheckpoints:
             print(f"elche: {text}", file=sys.stderr, flush=True)
 
     def refuse(self, num_steps: int, attachment: Attachment, reason: str) -> None:
-        """Says why no checkpoint is made."""
+        """Reports why no checkpoint is made."""
         if not self._world.rank:
             self._say(f"no checkpoint of step {num_steps}: {reason}")
             attachment.report_not_saved(num_steps, reason)
@@ -139,7 +141,7 @@ class LoopCheckpoints:
         place: str = "",
         at_step: AtStep | None = None,
     ) -> None:
-        """Starts writing, on rank 0, with what was at the end of a step, or is now. Raises `Misuse` without a place."""
+        """Starts writing, on rank 0, with the state `at_step`, or the present one. Raises `Misuse` without a place."""
         place = place or self.place
         if not place:
             raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")

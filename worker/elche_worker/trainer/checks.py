@@ -14,11 +14,11 @@ from elche_worker.trainer.optimizers import problem_of_optimizers
 
 
 def problem_of(model: Any, optimizers: Any) -> str:
-    """Why this model and optimizer cannot be trained; "" when they can."""
+    """Returns why this model and optimizer cannot be trained; "" when they can."""
     if not isinstance(model, nn.Module):
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "the model is in DistributedDataParallel, which averages gradients itself: give the one inside"
+        return "the model is in DistributedDataParallel, which averages gradients itself: pass model.module"
     lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
     if lazy:
         return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
@@ -43,7 +43,7 @@ def check_same_config(config: TrainerConfig, world: World) -> None:
 
 
 def check_shares(batch_size: Any, num_steps: int | None, least: int, world: World) -> None:
-    """Raises `Misuse` on every rank unless all ask for the same shares, with at least so many samples for each."""
+    """Raises `Misuse` on every rank unless all ask for the same shares, with at least `least` samples for each rank."""
     needed = least * world.size if world.size > 1 else 1
     is_number = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     problem = ""

@@ -54,15 +54,15 @@ class StepClock:
         return self._timer.finish() if waits else self._timer.take()
 
     def take_intervals(self) -> list[Interval]:
-        """When those batches were computed, for the timeline."""
+        """Intervals in which those batches were computed, for the timeline."""
         return self._timer.take_intervals()
 
     def take_sizes(self, batch_ms: Sequence[float]) -> list[tuple[int, float]]:
-        """(samples, ms) of the oldest batches, whose times these are."""
+        """Pairs the times, in ms, with the sizes of the oldest batches: (samples, ms)."""
         return [(self._sizes.popleft(), ms) for ms in batch_ms]
 
     def forget_sizes(self) -> None:
-        """Forgets the sizes of batches, which only several ranks compare."""
+        """Forgets the sizes of batches, which are used only with several ranks."""
         self._sizes.clear()
 
     def slow_down(self) -> None:

@@ -11,24 +11,24 @@ MAX_ANCHOR = 200
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Settings of a user-owned loop. Giving a config at all enables El Che, also on equal devices.
+    """Settings of a user-owned loop. Passing any config enables El Che, also on equal devices.
 
-    Raises `Misuse` for a value that cannot work, and names it.
+    Raises `Misuse`, which names the value, for one that is not possible.
     """
 
     max_anchor: int | None = None
-    """Upper limit of the anchor, the slowest rank's batches between two steps; None: chosen by El Che; 0: no El Che, a
-    step after every batch, which is split among the ranks by their speed.
+    """Upper limit of the anchor, the number of the slowest rank's batches between two steps. None: El Che chooses it.
+    0: no El Che, but a step after every batch, which is split among the ranks by their speed.
     """
     anchor: int = 10
-    """The anchor: batches of the slowest rank between two steps, at first and at least."""
+    """The first and least anchor: the number of the slowest rank's batches between two steps."""
     overhead_target: float = 0.10
-    """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
+    """The anchor grows while averaging takes more than this fraction of the time for batches; in [0.01, 0.50]."""
     speed_hint: tuple[int, float] | None = None
-    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+    """(slowest rank, factor by which the others are faster): a first guess until times are measured."""
     max_grad_norm: float | None = None
-    """Gradient clipping threshold (L2 norm over all parameters): under El Che for each rank's sum before it is
-    averaged, else for the average.
+    """Gradient clipping threshold, an L2 norm over all parameters. Applied under El Che to each rank's sum before it is
+    averaged, else to the average.
     """
     overlap: bool = True
     """Send gradients during backward. Set it to False if steps have different numbers of backward passes."""
@@ -45,7 +45,7 @@ class TrainerConfig:
     checkpoint_every_minutes: float | None = None
     """Minutes between checkpoints; None: only on request."""
     on_rank_loss: str = "continue"
-    """What is done when a rank's process dies: "continue", the others go on, or "fail", the loop ends."""
+    """When a rank's process dies: "continue" has the others go on, "fail" ends the loop."""
     device: str = "auto"
     """"auto": the GPU of LOCAL_RANK, or the CPU; or a torch device."""
 
@@ -78,7 +78,7 @@ class TrainerConfig:
         )
 
     def _check_el_che(self) -> None:
-        """The settings of El Che fit each other."""
+        """Raises `Misuse` if El Che's settings contradict each other."""
         if self.max_anchor == 0:
             for name in ("anchor", "overhead_target"):
                 value = getattr(self, name)

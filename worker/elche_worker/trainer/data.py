@@ -1,4 +1,4 @@
-"""Reads a user's `DataLoader` so that each rank fetches its own part of every step, and the parts make the epoch."""
+"""Splits a user's `DataLoader`: each rank fetches its own part of every step, and all parts together are the epoch."""
 
 import inspect
 from collections import deque
@@ -38,8 +38,8 @@ class Batch(Mapping[str, Any]):
         self.sizes = sizes
         """Samples of each."""
         self.size = sum(sizes) if counts else 0
-        """Samples that count; 0 for a placeholder: where the end of an epoch has no samples for this rank, it gets
-        samples that count elsewhere, so that it makes the same collective calls as the others.
+        """Samples that count. 0 for a placeholder: a rank for which the end of an epoch has no samples gets another
+        rank's, so that it makes the same collective calls as the others.
         """
         self._joined: Fields = {}
 
@@ -60,7 +60,7 @@ class Batch(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Which fields of a batch go into the model, and where."""
+    """Mapping of a batch's fields to the arguments of the model."""
 
     primary: str
     others: tuple[str, ...]
@@ -101,7 +101,7 @@ class Data:
         self._num_planned = 0
         """Samples of the present epoch that were given out, to all ranks."""
         self._next_start: int | None = None
-        """The sample from which the present epoch is to be planned anew; None: its plan stands."""
+        """Position of the sample from which the present epoch is to be planned anew; None: its plan stays."""
         self._generator = torch.Generator()
         self._order = torch.empty(0, dtype=torch.int64)
         """Seed of worker processes, followed by the order, of the epoch that was begun last."""
@@ -116,8 +116,8 @@ class Data:
         together: Together,
         problem: str,
     ) -> "Data":
-        """The loader, once all ranks have attached an equal one. Raises `Misuse` on all of them where one has a
-        problem, or its loader differs.
+        """Attaches the loader on all ranks. Collective. Raises `Misuse` on every rank if one has a problem, or loaders
+        differ.
         """
         data = None if problem else cls(loader, world, names, planner, together)
 
@@ -150,7 +150,7 @@ class Data:
 
     @property
     def facts(self) -> list[int]:
-        """What must be equal on all ranks."""
+        """Numbers that must be equal on all ranks; see `check_same_loader`."""
         return [self.num_samples, self.batch_size, self._loader.num_workers, self._loader.prefetch_factor or 0]
 
     def state(self, *, is_within: bool) -> dict[str, Any]:
@@ -166,8 +166,8 @@ class Data:
         return state.get("order")
 
     def plan_again(self, planner: Planner, lost: list[Part]) -> None:
-        """After the step that is made now, samples are split anew. What ranks that have died had of it, `lost`, goes to
-        the epoch's end.
+        """Splits the samples after the present step anew. Appends `lost`, the parts that dead ranks had of it, to the
+        epoch.
         """
         self._parts.planner, self.members = planner, planner.members
         order = self._order[1 : self.num_samples + 1]
@@ -197,7 +197,7 @@ class Data:
         works and any number of ranks train the same batches.
         """
         seed = torch.empty(1, dtype=torch.int64)
-        if order is None:  # a seed first, as torch's own loader draws them
+        if order is None:  # seed before order, as torch's own loader draws them
             seed.random_(generator=self._loader.generator)
 
         def shared() -> torch.Tensor:
@@ -303,11 +303,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_loader(loader: Any) -> str:
-    """Why a loader's batches cannot be split among ranks; "" when they can."""
+    """Returns why a loader's batches cannot be split among ranks; "" when they can."""
     if not isinstance(loader, DataLoader):
         return f"set_data_loader needs a torch DataLoader, not {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
-        return "set_data_loader needs a map-style data set, with len() and [index]; iterate yours in your own loop"
+        return "set_data_loader needs a map-style data set, with len() and [index]; iterate others in your own loop"
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -348,8 +348,8 @@ def wire(
     names: Sequence[str] | None,
     inputs: Sequence[str] | None = None,
 ) -> Wiring:
-    """Decides which fields go into the model: those named as inputs of its `forward`, or in `inputs`; `forward_input`
-    is the first.
+    """Decides which fields are passed to the model: `forward_input` first, then those named as arguments of its
+    `forward`, or in `inputs`.
 
     Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields. Row G6.
     """

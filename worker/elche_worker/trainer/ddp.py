@@ -14,7 +14,7 @@ from elche_worker.collectives.world import World
 
 
 class Ddp:
-    """A model on every rank of a process group, averaged only when a method is called; on one process methods do
+    """A model on every rank of a process group, averaged only when a method is called. With one process the methods do
     nothing.
 
     `Ddp.wrap` makes one; every rank calls the same methods in the same order.
@@ -76,7 +76,8 @@ class Ddp:
     def all_reduce_gradients(self) -> None:
         """Averages all ranks' gradients; call it after backward and before the optimizer's step.
 
-        A parameter that some ranks have no gradient of counts as zeros there; one that no rank has one of is left out.
+        Where a rank has no gradient of a parameter, it counts as zeros; a parameter without one on any rank is left
+        out.
         """
         self._average(1 / self._world.size)
 
@@ -103,6 +104,6 @@ class Ddp:
             self._gradients.begin()
             self._gradients.finish(fraction)
             self._gradients.replace()
-            for parameter in self._model.parameters():  # so that the next averaging leaves what was kept of this one
+            for parameter in self._model.parameters():  # averages are views of buckets, which the next call overwrites
                 if parameter.requires_grad and parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()

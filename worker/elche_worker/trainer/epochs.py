@@ -1,4 +1,4 @@
-"""Gives out the batches of epochs, from where a loaded checkpoint was."""
+"""Gives out the batches of epochs, from the position of a loaded checkpoint on."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Epochs:
         self._iterations = iterations
         self._check_open = check_open
         self._in_progress: object | None = None
-        """Stands for the epoch, or the shares, that batches are taken of."""
+        """Token of the iterator that gives out batches now; an older iterator that is used again finds another."""
 
     def batches(self, data: Data, epoch: int) -> Iterator[Batch]:
         """See `Trainer.epoch`."""
@@ -49,7 +49,7 @@ class Epochs:
         for batch, step in data.epoch(epoch, start, order if start else None):
             self._check_open()
             if self._in_progress is not own:
-                raise Misuse(f"epoch {epoch} was left for another: take its batches before you begin that")
+                raise Misuse(f"epoch {epoch} was left for another: take all its batches before you begin the next")
             progress.add_data_wait(waited_s)
             stepper.begin_batch(batch.size, step)
             with self._iterations.given():
@@ -79,7 +79,7 @@ class Epochs:
         self._in_progress = None
 
     def _begin(self, *, gives_samples: bool) -> object:
-        """Stands for what batches are taken of now; batches that were left before it are forgotten."""
+        """Returns the token of a new iterator, and forgets batches of the one before that were not trained."""
         if self._in_progress is not None:
             self._stepper.forget_batches()
         self._in_progress, self._progress.gives_samples = object(), gives_samples

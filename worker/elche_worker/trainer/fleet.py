@@ -9,17 +9,17 @@ from elche_worker.user.device import Device
 
 
 class Fleet:
-    """Every rank's device; alike on every rank. Making it is collective."""
+    """Every rank's device; equal on every rank. The constructor is collective."""
 
     def __init__(self, world: World) -> None:
         self.names = world.gather_texts(str(world.device))
-        """Such as "cuda:0", by rank."""
+        """Device names by rank, such as "cuda:0"."""
         described = json.dumps([model_name(world.device), memory_of(world.device)])
         self._models = [json.loads(text) for text in world.gather_texts(described)]
         self._numbers = list(world.members)
 
     def keep(self, members: Sequence[int]) -> None:
-        """Forgets the devices of ranks, by number, that are gone."""
+        """Keeps only the devices of these ranks, by number."""
         self.names = [self.names[self._numbers.index(number)] for number in members]
         self._models = [self._models[self._numbers.index(number)] for number in members]
         self._numbers = list(members)

@@ -17,7 +17,7 @@ from elche_worker.trainer.gathering import Gathered, gather
 
 @dataclass(frozen=True, slots=True)
 class LossContext:
-    """What a loss function gets of one batch; tensors are part of the autograd graph."""
+    """Argument of a loss function, of one batch. Its tensors are part of the autograd graph."""
 
     output: Any
     """The model's output."""
@@ -32,13 +32,13 @@ LossFn = Callable[[LossContext], torch.Tensor]
 
 
 class Forward:
-    """The model's forward passes of the present step. `on_loss` gets the loss of each batch that counts."""
+    """The model's forward passes of the present step. `on_loss` receives the loss of each batch that counts."""
 
     def __init__(self, model: nn.Module, on_loss: Callable[[torch.Tensor], None]) -> None:
         self._model = model
         self._on_loss = on_loss
         self.wiring: Wiring | None = None
-        """Which fields of a batch go into the model; set with the data loader."""
+        """Mapping of a batch's fields to the model's arguments; set with the data loader."""
         self.loss_fn: LossFn | None = None
         self.capture = Capture(model)
         self._caught: Caught | None = None
@@ -55,7 +55,7 @@ class Forward:
         self.capture.forget()
 
     def run(self, batch: Batch) -> Any:
-        """The output of all parts of a batch, end to end; see `Trainer.forward_batch`."""
+        """Returns the concatenated output of all parts of a batch; see `Trainer.forward_batch`."""
         self._caught = self._caught or Caught()
         outputs = []
         for part, size in zip(batch.parts, batch.sizes, strict=True):
@@ -66,7 +66,7 @@ class Forward:
         return joined(outputs, batch.sizes)
 
     def _run_part(self, part: Fields, weight: float, *, counts: bool) -> Any:
-        """One part; with a loss function its graph is freed."""
+        """Runs one part. With a loss function also its backward, which frees the graph."""
         wiring, caught = self.wiring, self._caught
         assert wiring is not None
         assert caught is not None
@@ -98,13 +98,13 @@ class Forward:
             scale(gradients, 1 / self._count)
 
     def set_capture(self, tags: Sequence[str], traces: Sequence[str]) -> None:
-        """Replaces what is captured. Raises `Misuse` for a name that the model does not have."""
+        """Replaces the modules whose outputs are captured. Raises `Misuse` for a name that the model does not have."""
         capture = Capture(self._model, tags, traces)
         self.capture.close()
         self.capture = capture
 
     def gather(self, world: World) -> Gathered:
-        """What all ranks have seen since the last step. Raises `Misuse` before the first batch of a step."""
+        """Gathers the step's batches of all ranks. Raises `Misuse` before the first batch of a step."""
         if self._caught is None:
             raise Misuse("gather() has nothing to gather: call it after forward_batch and before step")
         return gather(world, self._caught, self.capture, self.wiring.targets if self.wiring else ())

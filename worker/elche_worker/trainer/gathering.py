@@ -24,8 +24,8 @@ class Gathered:
 
 
 def gather(world: World, caught: Caught, capture: Capture, targets: tuple[str, ...]) -> Gathered:
-    """Gathers what each rank captured. Raises `Misuse` on every rank for anything that is not a tensor, except targets,
-    which are left out.
+    """Gathers the captured values of all ranks. Raises `Misuse` on every rank for values that are not tensors, except
+    for targets, which are left out.
     """
     fields = {name: [part[name] for part in caught.targets] for name in targets}
     are_tensors = [float(all(isinstance(one, torch.Tensor) for one in parts)) for parts in fields.values()]

@@ -1,8 +1,8 @@
-"""Where iterations of a loop end: a checkpoint that is asked for is of whole ones, with what follows the step.
+"""Finds where iterations of a loop end, so that a requested checkpoint contains whole iterations.
 
-A script steps its learning rate schedule, counts or averages weights after `step()`, and `step()` of one optimizer may
-be half of an iteration. So a checkpoint is not made in the step after which it is due, but as soon as the iteration is
-known to be over: when the next batch of `epoch` or `shares` is asked for, and in loops over a loader of their own with
+After `step()` a script may step its learning rate schedule, count, or average weights, and `step()` of one optimizer
+may be half of an iteration. So a checkpoint is not made in the step after which it is due, but once the iteration is
+known to be over: when the next batch of `epoch` or `shares` is asked for, and in loops over a loader of their own at
 the next forward pass in train mode, before it changes anything.
 """
 
@@ -21,23 +21,23 @@ from elche_worker.trainer.requests import Cancelled, RequestConsensus, Requests
 from elche_worker.trainer.together import Together
 
 MAX_WAIT_STEPS = 100
-"""Steps after which a checkpoint is given up whose iteration's end cannot be told."""
+"""Steps after which a due checkpoint is given up if no end of an iteration was found."""
 SaveNow = Callable[[AtStep | None], None]
-"""Starts writing a checkpoint, with what was at the end of a step instead of what is now."""
+"""Starts writing a checkpoint, of the given state at the end of a step, or of the present state for None."""
 
 
 class StepOrder:
-    """Which of several optimizers are stepped in one iteration: known once an iteration has been repeated."""
+    """Learns which of several optimizers are stepped in one iteration, once an iteration has been repeated."""
 
     def __init__(self, num_optimizers: int) -> None:
         self._num_optimizers = num_optimizers
         self._runs: list[tuple[list[Key], int]] = []
         """The steps of the present iteration: optimizers, and how often they were stepped in a row."""
         self._last: list[tuple[list[Key], int]] = []
-        """Those of the iteration before it."""
+        """The steps of the iteration before it."""
 
     def add(self, keys: list[Key]) -> None:
-        """These optimizers are stepped. An iteration begins with those with which the loop began."""
+        """Records that these optimizers are stepped. An iteration begins with those with which the loop began."""
         runs = self._runs
         if runs and runs[-1][0] == keys:
             runs[-1] = (keys, runs[-1][1] + 1)
@@ -48,14 +48,14 @@ class StepOrder:
 
     @property
     def is_whole(self) -> bool:
-        """True if the present iteration has made its steps: those of the iteration before it."""
+        """True if the present iteration has made the same steps as the one before it."""
         if not self._last and len(self._runs) == 1:
             return len(self._runs[0][0]) == self._num_optimizers
         return self._runs == self._last
 
 
 class Iterations:
-    """Does between iterations what operators ask for: `save` writes a checkpoint, and `close` ends the loop."""
+    """Acts on operators' requests between iterations: `save` writes a checkpoint, and `close` ends the loop."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class Iterations:
         self._close = close
         self._order = StepOrder(len(optimizers.by_key))
         self._are_given = False
-        """True if the present iteration is of a batch that elche has given out."""
+        """True if the present iteration uses a batch that elche has given out."""
         self._due = Requests()
         self._at_step: AtStep | None = None
-        """What was at the end of the latest step, from when a checkpoint is due until it is made."""
+        """State at the end of the latest step, while a checkpoint is due and not made."""
         self._num_waited = 0
         self._hooks: list[RemovableHandle] = []
 
     def take_requests(self) -> Sequence[float]:
-        """What this rank asks all ranks to do: cancel, save, pause."""
+        """Returns this rank's requests to all ranks: (cancel, save, pause), each 0.0 or 1.0."""
         attachment = self._progress.attachment
         if not attachment.is_attached and not self._checkpoints.has_interval:
             return [0.0] * RequestConsensus.NUM_REQUESTS
@@ -93,7 +93,9 @@ class Iterations:
         return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
 
     def end_step(self, keys: list[Key]) -> None:
-        """These optimizers were stepped. Takes in what all ranks have agreed to do after this step."""
+        """Records that these optimizers were stepped, and takes in the requests that all ranks act on after
+        this step.
+        """
         self._order.add(keys)
         asked = self.consensus.take()
         if asked.parted:
@@ -109,13 +111,13 @@ class Iterations:
             self._refuse("the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")
 
     def begin_step(self) -> None:
-        """Gradients are about to be averaged: pauses or ends the loop if that is due, on all ranks alike."""
+        """Called before gradients are averaged: pauses or ends the loop if that is due, on all ranks alike."""
         checkpoints = self._checkpoints
         checkpoints.check_states()
         if checkpoints.resumption.begin_step(is_given=self._are_given, has_loader=checkpoints.has_loader):
             self._progress.epoch_steps = 0
         self._begin()
-        if self._at_step is not None:  # not amidst the iteration that a checkpoint is to be of
+        if self._at_step is not None:  # the due checkpoint must first get the end of this iteration
             return
         due, self._due = self._due, Requests()
         if due.cancel:
@@ -127,7 +129,7 @@ class Iterations:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Around the loop's work on a batch that elche has given out, or whose size it has: one iteration."""
+        """Wraps one iteration: the loop's work on a batch that elche has given out, or whose size it has set."""
         self._are_given = True
         try:
             yield
@@ -136,12 +138,12 @@ class Iterations:
             self.end()
 
     def end(self) -> None:
-        """An iteration is over, and the next one has not begun."""
+        """Called between iterations: makes the checkpoint that is due, of the present state."""
         if self._at_step is not None:
             self._make(None)
 
     def close(self, error: BaseException | None) -> None:
-        """The loop is over, and with it its last iteration, unless `error` has ended it."""
+        """Called at the loop's end, which also ends its last iteration, unless it raised `error`."""
         if self._at_step is not None and error is not None:
             self._give_up("the loop has ended within an iteration")
         self.end()
@@ -156,8 +158,8 @@ class Iterations:
             self._begin()
 
     def _begin(self) -> None:
-        """The next iteration begins, if the present one has made its steps. Random numbers may have been drawn for it:
-        a loop that goes on draws them again, and so goes on from those of the step, and so do loaders.
+        """Makes the checkpoint that is due if the present iteration has made its steps. Random numbers and batches may
+        have been drawn for the next one, and a resumed loop draws them again: so those of the step's end are stored.
         """
         if self._at_step is not None and not self._are_given and self._order.is_whole:
             self._make(self._at_step)

@@ -38,7 +38,7 @@ class Optimizers:
 
     @property
     def have_schedule(self) -> bool:
-        """True if a learning rate schedule of torch was made for one of them, as far as torch tells."""
+        """True if a torch learning rate schedule wraps the `step` of one of them."""
         return any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in self)
 
     def keys_of(self, wanted: Key | None) -> list[Key]:
@@ -53,7 +53,7 @@ class Optimizers:
         return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
     def follow_parameters(self) -> None:
-        """Brings states to where the parameters are now."""
+        """Moves the states to the devices of their parameters."""
         for one in self:
             if one.state:
                 one.load_state_dict(one.state_dict())
@@ -65,11 +65,11 @@ class Optimizers:
         return {str(key): one.state_dict() for key, one in self.by_key.items()}
 
     def moments(self) -> dict[str, Any]:
-        """The optimizers' states of parameters, without their settings, which the script changes as it trains."""
+        """The optimizers' states of parameters, by key, without settings, which the script may change as it trains."""
         return {str(key): one.state_dict()["state"] for key, one in self.by_key.items()}
 
     def set_moments(self, moments: Mapping[str, Any]) -> None:
-        """Replaces the states of parameters by others of `moments`."""
+        """Replaces the states of parameters by those that `moments` returned."""
         for key, one in self.by_key.items():
             one.load_state_dict({**one.state_dict(), "state": moments[str(key)]})
 
@@ -79,12 +79,12 @@ class Optimizers:
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces them by earlier ones."""
+        """Replaces the settings by those that `settings` returned."""
         for group, given in zip((group for one in self for group in one.param_groups), settings, strict=True):
             group.update(given)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state of `state_dict`. Raises `ValueError` for one of other optimizers."""
+        """Loads the result of `state_dict`. Raises `ValueError` if it is of other optimizers."""
         if not self.are_several:
             self.first.load_state_dict(dict(state))
             return
@@ -95,17 +95,17 @@ class Optimizers:
 
 
 def make_step(optimizer: Optimizer) -> None:
-    """Steps it. Raises `Misuse` for LBFGS, whose closure the loop gives itself."""
+    """Steps the optimizer. Raises `Misuse` for LBFGS, which needs a closure from the loop."""
     if isinstance(optimizer, LBFGS):
         raise Misuse(
-            "LBFGS needs a closure, which step() has not: call average_gradients(), optimizer.step(lambda: loss), and "
-            "finish_step() in its place"
+            "LBFGS needs a closure, which step() does not have: call average_gradients(), optimizer.step(lambda: loss) "
+            "and finish_step() instead"
         )
     optimizer.step()
 
 
 def problem_of_optimizers(given: Any, model: nn.Module) -> str:
-    """Why these optimizers cannot train the model; "" when they can."""
+    """Returns why these optimizers cannot train the model; "" when they can."""
     if isinstance(given, Optimizer):
         return _problem(given, model)
     if not isinstance(given, list | tuple | dict) or not given:
@@ -115,7 +115,7 @@ def problem_of_optimizers(given: Any, model: nn.Module) -> str:
 
 
 def _steps_once(optimizer: LBFGS) -> bool:
-    """True if it evaluates the loss once in each step."""
+    """True if the optimizer evaluates the loss once per step."""
     return all(group["max_iter"] == 1 and group["line_search_fn"] is None for group in optimizer.param_groups)
 
 
@@ -124,8 +124,8 @@ def _problem(optimizer: Any, model: nn.Module) -> str:
         return f"Trainer.setup needs a torch optimizer, built of the model's parameters, not {type(optimizer).__name__}"
     if isinstance(optimizer, LBFGS) and not _steps_once(optimizer):
         return (
-            "LBFGS needs a closure, which it calls several times in a step, and the gradients are averaged once: build "
-            "it with max_iter=1 and without line_search_fn, and make steps of average_gradients(), "
+            "LBFGS needs a closure and calls it several times per step, but gradients are averaged once: build it with "
+            "max_iter=1 and without line_search_fn, and step by average_gradients(), "
             "optimizer.step(lambda: loss) and finish_step()"
         )
     own = {id(one) for one in model.parameters()}

@@ -1,6 +1,6 @@
-"""Which samples of an epoch each rank trains in each step; all ranks compute the same plan independently.
+"""Plans which samples of an epoch each rank trains in each step; all ranks compute the same plan independently.
 
-Where loaders fetch ahead, what is learnt at a step takes effect `delay` steps later, on all ranks at once.
+Where loaders fetch ahead, measurements of a step take effect `delay` steps later, on all ranks at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from elche_worker.trainer.config import MAX_ANCHOR, TrainerConfig
 CALIBRATION_STEPS = 10
 REBALANCE_STEPS = 50
 LEAST_STEPS = 20
-"""Least number of optimizer steps in an epoch when El Che chooses the anchor."""
+"""Fewest optimizer steps in an epoch when El Che chooses the anchor."""
 THROUGHPUT_WEIGHT = 0.3
 """Weight of a new measurement in the moving mean (row G2)."""
 
@@ -34,20 +34,20 @@ class Step:
     parts: tuple[tuple[Part, ...], ...]
     """Each rank's batches."""
     members: tuple[int, ...]
-    """The numbers of these ranks, which they keep when others go."""
+    """The numbers of these ranks: their ranks at the start, which do not change when others die."""
 
     @property
     def samples(self) -> list[int]:
-        """For each rank."""
+        """Number of samples of each rank."""
         return [sum(size for _, size in parts) for parts in self.parts]
 
     @property
     def batches(self) -> list[int]:
-        """For each rank."""
+        """Number of batches of each rank."""
         return [len(parts) for parts in self.parts]
 
     def with_next(self, step: "Step") -> "Step":
-        """Merges this step and another whose gradients are accumulated into one."""
+        """This step and the next as one, for gradients that are accumulated over both."""
         parts = tuple((*own, *more) for own, more in zip(self.parts, step.parts, strict=True))
         return Step(step.index, parts, self.members)
 
@@ -56,14 +56,13 @@ class Step:
         return self.parts[self.members.index(number)]
 
     def own(self, number: int) -> tuple[Part, ...]:
-        """The parts that a rank computes: its own, or, without one, another's first part, which then does not count.
-
-        No rank is without a batch, because loops call collectives of their own, which every rank must reach.
+        """The parts that a rank computes: its own, or, if it has none, another rank's first part, which then does not
+        count. Every rank gets a batch, since the loop may call collectives of its own, which every rank must reach.
         """
         return self.of(number) or next(parts for parts in self.parts if parts)[:1]
 
     def among(self, members: Sequence[int]) -> "Step":
-        """The step with the parts of these ranks alone."""
+        """The step with the parts of these ranks only."""
         return Step(self.index, tuple(self.of(number) for number in members), tuple(members))
 
     def without(self, members: Sequence[int]) -> list[Part]:
@@ -72,7 +71,7 @@ class Step:
 
 
 class Planner(Protocol):
-    """How a step's samples are split. `Balance` and `Cadence` implement it."""
+    """Splits the samples of each step among ranks. `Balance` and `Cadence` implement it."""
 
     delay: int
     """Steps that loaders may fetch ahead."""
@@ -84,13 +83,13 @@ class Planner(Protocol):
         ...
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
-        """Takes in this rank's times: `timed` are (samples, ms) of batches that have ended since the last step,
-        `sync_ms` is the time of the last averaging. Returns numbers for all ranks to exchange now, or None.
+        """Records this rank's times: `timed` are (samples, ms) of batches that have ended since the last step,
+        `sync_ms` is the time of the last averaging. Returns numbers that all ranks exchange now, or None.
         """
         ...
 
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
-        """Learns from the numbers that the ranks have exchanged."""
+        """Updates the plan by the numbers that the ranks have exchanged, one sequence per rank."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -98,15 +97,15 @@ class Planner(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state learnt by as many ranks; ignores others."""
+        """Restores the state of `to_json`; ignores one of another number of ranks."""
         ...
 
     def fit(self, num_batches: int) -> None:
-        """Adapts to the number of batches in an epoch."""
+        """Adapts limits to the number of batches in an epoch."""
         ...
 
     def keep(self, members: Sequence[int]) -> "Planner":
-        """The planner for those ranks, by number, that are still there."""
+        """Returns a planner for the remaining ranks, by number."""
         ...
 
     @property
@@ -146,7 +145,7 @@ class Balance:
         self.delay = 0
         self.members = tuple(range(world_size))
         self.least = 1
-        """Samples of each rank at least, where a batch has enough."""
+        """Least samples of each rank, where a batch has enough."""
         self._rank = rank
         self._num_done = num_done
         self._own_throughput = 0.0
@@ -263,8 +262,9 @@ class Cadence:
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
 
     def fit(self, num_batches: int) -> None:
-        """Limits the anchor by the epoch's length. Averaging a small model costs more than its batches, so that the
-        anchor would grow until an epoch is a few steps: unless the config sets a limit, an epoch keeps `LEAST_STEPS`.
+        """Limits the anchor so that an epoch has at least `LEAST_STEPS` steps, unless the config sets a limit.
+        Averaging a small model costs more than its batches: without a limit the anchor would grow until an epoch is a
+        few steps.
         """
         if self._config.max_anchor is None:
             most = max(1, min(MAX_ANCHOR, num_batches // (LEAST_STEPS * self._world_size)))
@@ -277,7 +277,7 @@ class Cadence:
             self._decided = Decisions(self.el_che.batch_counts)
 
     def keep(self, members: Sequence[int]) -> Planner:
-        if len(members) == 1:  # nothing is averaged any more: a step after every batch, as on one device
+        if len(members) == 1:  # a single rank averages nothing: a step after every batch
             alone = Balance(0, 1, replace(self._config, speed_hint=None), num_done=self._num_done)
             alone.members, alone.delay = tuple(members), self.delay
             return alone
@@ -307,7 +307,7 @@ class Cadence:
 
 
 def _fitting(counts: list[int], num_left: int) -> list[int]:
-    """The counts, reduced at an epoch's end; the fastest ranks come first if there are fewer batches than ranks."""
+    """The counts, reduced to the batches left; the fastest ranks come first if there are fewer batches than ranks."""
     if num_left >= len(counts):
         return clamped_counts(counts, num_left)
     served = ranks_by_share(counts)[:num_left]
@@ -315,7 +315,7 @@ def _fitting(counts: list[int], num_left: int) -> list[int]:
 
 
 def part_of(ratios: Sequence[float], kept: Sequence[int]) -> list[float]:
-    """The ratios of those that are kept, by index; sum 1."""
+    """The ratios at the indices `kept`, scaled to sum 1."""
     total = sum(ratios[at] for at in kept)
     return [ratios[at] / total if total else 1 / len(kept) for at in kept]
 

@@ -1,4 +1,4 @@
-"""The position of a loop: steps, epoch and samples, as checkpoints store it and a coordinator gets it."""
+"""The position of a loop: steps, epoch and samples, for checkpoints and the coordinator."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from elche_worker.user.scalars import take_scalars
 
 
 class ProgressTracker:
-    """The loop's position, equal on every rank, and what this rank reports of it to the coordinator."""
+    """The loop's position, equal on every rank, and this rank's reports on it to the coordinator."""
 
     def __init__(self) -> None:
         self.attachment: Attachment = NoAttachment()
@@ -27,7 +27,7 @@ class ProgressTracker:
         self.num_epochs = 0
         """Number of epochs that the loop trains; 0 if not known."""
         self.gives_samples = True
-        """True if elche says which samples are trained, so that the loop can go on within an epoch."""
+        """True if elche decides which samples are trained, so that the loop can resume within an epoch."""
         self.epoch_size = 0
         self.batch_size = 0
         self._is_epoch_open = False
@@ -38,11 +38,11 @@ class ProgressTracker:
 
     @property
     def position(self) -> Position:
-        """Where the loop is: the end of an epoch is the beginning of the next one."""
+        """The position for a checkpoint. The end of an epoch is the beginning of the next one."""
         return Position(self.num_steps, self.epoch, self.done, self.epoch_steps)
 
     def where(self, num_batches: int) -> str:
-        """Where the loop is, in words; so many batches were given out to each rank."""
+        """The position as text; `num_batches` were given out to each rank."""
         batches = f" and {num_batches} batches" if num_batches else ""
         return f"after {self.num_steps} steps{batches} (epoch {self.evaluated_epoch})"
 
@@ -52,7 +52,7 @@ class ProgressTracker:
         self.done, self.epoch_steps = position.done, position.epoch_steps
 
     def begin_epoch(self, epoch: int, resumed: Position | None = None) -> None:
-        """Opens an epoch, which goes on if it is that of the resumed position."""
+        """Opens an epoch; that of the resumed position goes on from there."""
         if not self._is_epoch_open or epoch != self.epoch:
             self._is_epoch_open, self._epoch_started_s = True, time.perf_counter()
         self.epoch, self.done, self.epoch_steps = epoch, 0, 0
@@ -70,7 +70,7 @@ class ProgressTracker:
 
     @property
     def evaluated_epoch(self) -> int:
-        """The epoch that an evaluation made now is of: the open one, else the last one."""
+        """The epoch that an evaluation made now belongs to: the open one, else the last one."""
         return self.epoch if self._is_epoch_open else max(0, self.epoch - 1)
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class ProgressTracker:
         *,
         is_same_batch: bool = False,
     ) -> None:
-        """Counts a step; `is_same_batch`: another optimizer was stepped with its batches before."""
+        """Counts a step; `is_same_batch`: another optimizer was stepped with the same batches before."""
         self.num_steps += 1
         self.epoch_steps += 1
         if step is not None and self.gives_samples:
@@ -100,13 +100,13 @@ class ProgressTracker:
         own = step.of(number) if step is not None else ()
         num_samples = sum(size for _, size in own) if step is not None else told_samples or 0
         num_batches = len(own) if step is not None else int(not is_same_batch)
-        if len(batch_ms) == 1 and num_batches > 1:  # one time of all of them
+        if len(batch_ms) == 1 and num_batches > 1:  # one time for all batches
             batch_ms = [batch_ms[0] / num_batches] * num_batches
         self._add_batches(num_batches, num_samples)
         self.attachment.add_times(batch_ms, sync_ms, 0.0)
 
     def _add_batches(self, num_batches: int, num_samples: int) -> None:
-        """Adds batches, and what was recorded since the last ones."""
+        """Adds batches, with the losses and scalars recorded since the last ones."""
         scalars = take_scalars()
         if not self._num_losses and "loss" in scalars:
             self._loss_sum, self._num_losses = scalars.pop("loss")
@@ -114,7 +114,7 @@ class ProgressTracker:
         self._loss_sum, self._num_losses = 0.0, 0
 
     def _add_rest(self) -> None:
-        """Adds what was recorded after the last step."""
+        """Adds losses and scalars that were recorded after the last step."""
         if self.attachment.is_attached:
             self._add_batches(0, 0)
 
@@ -137,12 +137,12 @@ class ProgressTracker:
         self.attachment.report(progress, learning_rate, is_last=is_last)
 
     def add_data_wait(self, started_s: float) -> None:
-        """The loop has waited for data from `started_s` until now."""
+        """Adds a wait for data from `started_s` until now."""
         if self.attachment.is_attached:
             ended_s = time.perf_counter()
             self.attachment.add_times([], 0.0, (ended_s - started_s) * 1000)
             self.attachment.add_span(timeline.WAIT_DATA, started_s, ended_s)
 
     def add_span(self, kind: int, started_s: float, detail: int = 0) -> None:
-        """A span of the timeline that ends now."""
+        """Adds a span from `started_s` until now to the timeline."""
         self.attachment.add_span(kind, started_s, time.perf_counter(), detail)

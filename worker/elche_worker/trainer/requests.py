@@ -1,7 +1,7 @@
-"""Requests of operators to a loop (pause, checkpoint, end), brought to all ranks at the same step.
+"""Consensus on operators' requests to a loop (pause, checkpoint, end), so that all ranks act after the same step.
 
-They reach ranks at different moments. Each rank adds its own to the last bucket of gradients; when the sums have left
-the device, all ranks read the same ones and act after the same step.
+Requests reach ranks at different moments. Each rank adds its own to the last bucket of gradients; when the sums have
+left the device, all ranks read the same ones and act after the same step.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 NUM_MARKS = 4
-"""Numbers that travel behind the requests: a one in the place that follows from the rank's batches and optimizer. Ranks
-that have parted have ones in several places, in any dtype and whatever their number."""
+"""Numbers that are summed behind the requests: a rank has a 1 at the index that follows from its batches and optimizer.
+If more than one sum is not 0, ranks differ; this holds in any dtype and for any number of ranks."""
 REQUEST_DELAY_STEPS = 2
-"""Steps between a request and what all ranks do about it: by then it has left the device without a synchronisation."""
+"""Steps between a request and the ranks' action: by then its sum has left the device without a synchronisation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What at least one rank asks for, and all do after the same step."""
+    """Requests of at least one rank, on which all act after the same step."""
 
     cancel: bool = False
     checkpoint: bool = False
     pause: bool = False
     parted: bool = False
-    """True if ranks have taken another number of batches than others, or stepped another optimizer."""
+    """True if ranks differ in the number of batches taken, or in the optimizer stepped."""
 
 
 class RequestConsensus:
@@ -49,7 +49,7 @@ class RequestConsensus:
         self._coming.append((copied, event))
 
     def take(self) -> Requests:
-        """The requests that are due after this step."""
+        """Removes and returns the requests that are due after this step."""
         if len(self._coming) <= REQUEST_DELAY_STEPS:
             return Requests()
         sums, event = self._coming.pop(0)
@@ -61,13 +61,13 @@ class RequestConsensus:
 
 
 def mark(num_batches: int, optimizer: int) -> list[float]:
-    """This rank's place, by the batches that it has taken and the number of the optimizer that it steps."""
+    """This rank's mark: a 1 at the index given by its number of batches and of the optimizer that it steps."""
     place = (num_batches + 2 * optimizer) % NUM_MARKS
     return [float(place == one) for one in range(NUM_MARKS)]
 
 
 def have_parted(sums: Sequence[float]) -> bool:
-    """True if sums of requests and marks are of ranks that have parted."""
+    """True if the summed marks, which follow the requests, show that ranks differ."""
     return sum(bool(one) for one in sums[RequestConsensus.NUM_REQUESTS :]) > 1
 
 
@@ -76,7 +76,7 @@ class Cancelled(SystemExit):
 
 
 def failure_of(error: BaseException | None) -> BaseException | None:
-    """The error that a script ended with; None for its cancellation and for a regular exit."""
+    """The error with which a script ended; None if it was cancelled or exited regularly."""
     if isinstance(error, Cancelled) or (isinstance(error, SystemExit) and not error.code):
         return None
     return error

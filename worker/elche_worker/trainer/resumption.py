@@ -1,7 +1,7 @@
-"""Where a loop that is loaded goes on: its random numbers, its epoch, and a line where it trains something twice.
+"""Resumes a loop from its checkpoint: random numbers, epoch, and a warning where it trains something twice.
 
-A script may draw random numbers before it trains, such as a split of its data, and these are to be as they were. So
-those of the checkpoint go on when the loop asks for its epochs, batches, shares or `num_steps`, or trains.
+A script may draw random numbers before it trains, such as for a split of its data, and must draw the same ones again.
+So the generators are restored only when the loop asks for its epochs, batches, shares or `num_steps`, or trains.
 """
 
 import sys
@@ -12,11 +12,13 @@ from elche_worker.device.rng import GENERATORS, capture_rng_state, restore_rng_s
 from elche_worker.trainer.saving import Position, Restored
 
 STEP_SEED = 1_000_003
-"""Between the seeds of two steps."""
+"""Distance between the seeds of two steps, more than there are ranks."""
 
 
 class Resumption:
-    """The loaded checkpoint, until the loop is where it was; in one that begins, what a checkpoint needs for that."""
+    """The loaded checkpoint, until the loop is at its position; and the state at the beginning, for later
+    checkpoints.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -25,40 +27,40 @@ class Resumption:
         self._restored: Restored | None = None
         """The checkpoint, until the first step."""
         self._random: dict[str, Any] | None = None
-        """Its random numbers, until they go on."""
+        """The checkpoint's random generator states, until they are restored."""
         self._has_asked = False
-        """True if the loop has asked where it is."""
+        """True if the loop has asked for its position."""
         self._omits = False
-        """True if it has asked how many steps of the epoch are made."""
+        """True if the loop has asked for `num_epoch_steps`."""
         self._begins_again = False
-        """True if it has begun the checkpoint's epoch from its first batch: random numbers go on when it trains."""
+        """True if it has begun the checkpoint's epoch from the first batch: generators are restored when it trains."""
         self._at_start: dict[str, str] = {}
         """Digests of the random number generators before training."""
         self._of_epoch: dict[str, Any] | None = None
         """Random numbers at the beginning of the present epoch."""
 
     def load(self, restored: Restored) -> None:
-        """A checkpoint is loaded."""
+        """Takes a loaded checkpoint."""
         self._restored, self.position, self._random = restored, restored.position, restored.random
 
     @property
     def begun(self) -> dict[str, Any]:
-        """What checkpoints keep of the beginning of the loop and of the epoch."""
+        """The state at the beginning of the loop and of the epoch, for checkpoints."""
         return {"digests": self._at_start, "epoch": self._of_epoch}
 
     def ask(self) -> None:
-        """The loop asks where it is."""
+        """Called when the loop asks for its position."""
         self._has_asked = True
         if not self._begins_again:
             self.begin()
 
     def ask_epoch_steps(self) -> None:
-        """The loop asks how many steps of the epoch are made, to omit their batches."""
+        """Called when the loop asks for `num_epoch_steps`, to skip that many batches."""
         self._omits = True
 
     def begin_epoch(self, epoch: int) -> None:
-        """The loop begins an epoch. Where it is the checkpoint's, of a loop that takes its batches itself, it begins
-        with the random numbers with which it began, so that a sampler gives the same order.
+        """Called when the loop begins an epoch. For the checkpoint's epoch of a loop that takes its batches itself, the
+        generators are restored to the epoch's beginning, so that a sampler gives the same order.
         """
         self._has_asked, position = True, self.position
         if position is not None and position.epoch == epoch and position.epoch_steps and not position.done:
@@ -71,7 +73,7 @@ class Resumption:
         self._of_epoch = capture_rng_state()
 
     def begin(self) -> None:
-        """Training begins, and random numbers go on. Idempotent."""
+        """Called when training begins: restores the generators. Idempotent."""
         random, self._random = self._random, None
         if random is not None and self._restored is not None:
             self._restore(random, self._restored.position.num_steps)
@@ -81,8 +83,8 @@ class Resumption:
         self._at_start = self._at_start or rng_digests()
 
     def _restore(self, random: dict[str, Any], number: int) -> None:
-        """Restores generators on rank 0, and on other ranks those that began as rank 0's did when the checkpoint's loop
-        began: ranks that draw alike go on so. Others are seeded differently on each rank.
+        """Restores generators on rank 0, and on other ranks those that were equal to rank 0's when the checkpoint's
+        loop began: ranks that draw alike go on so. Others are seeded differently on each rank.
         """
         self._note_start()
         then = self._restored.begun.get("digests", {}) if self._restored is not None else {}
@@ -91,8 +93,9 @@ class Resumption:
         seed_apart(self._world.rank + STEP_SEED * number, [one for one in GENERATORS if one not in alike])
 
     def begin_step(self, *, is_given: bool, has_loader: bool) -> bool:
-        """The loop is about to step. Says, at its first step after a resume, what it trains twice; whether it is the
-        epoch. `is_given`: elche has given out the batch; `has_loader`: the loader has got its state.
+        """Called before each step. At the first one after a resume, prints what is trained twice, if anything; returns
+        True if that is the epoch. `is_given`: elche has given out the batch; `has_loader`: a loader's state is
+        restored.
         """
         self.begin()
         restored, self._restored = self._restored, None

@@ -23,20 +23,20 @@ KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a loop is."""
+    """The position of a loop."""
 
     num_steps: int = 0
     epoch: int = 0
     """The present epoch, or the next one."""
     done: int = 0
-    """Samples of it that all ranks have trained; 0 in a loop that takes its batches itself."""
+    """Samples of this epoch that all ranks together have trained; 0 in a loop that takes its batches itself."""
     epoch_steps: int = 0
-    """Steps that were made in it."""
+    """Steps made in this epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a loop goes on with, beside model and optimizers."""
+    """The state of a checkpoint beside model and optimizers."""
 
     position: Position
     plan: dict[str, Any]
@@ -45,7 +45,7 @@ class Restored:
     registered: dict[str, Any]
     """State by the name under which the script has registered it."""
     begun: dict[str, Any]
-    """What `Resumption` keeps of the beginning of the loop and of the epoch; older checkpoints have none."""
+    """`Resumption.begun`; empty in older checkpoints."""
 
 
 class Saver:
@@ -57,7 +57,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
         self._written: list[str] = []
-        """Folders that this loop has written, and may remove."""
+        """Folders that this loop has written, and so may remove."""
         self._last_step = -1
 
     def save(
@@ -71,8 +71,9 @@ class Saver:
         tell: Callable[[int, str, int, float], None],
         tell_not: Callable[[int, str], None],
     ) -> None:
-        """Starts writing; `tell(version, path, bytes, seconds)` or `tell_not(version, reason)` follows. Waits for the
-        previous checkpoint, so that only one is in memory. A step is saved only once. `kept` is more of its state.
+        """Starts writing; calls `tell(version, path, bytes, seconds)` or `tell_not(version, reason)` later, on another
+        thread. Waits for the previous checkpoint, so that only one copy is in memory. A step is saved only once. `kept`
+        is stored with it.
         """
         if position.num_steps == self._last_step:
             return
@@ -120,7 +121,7 @@ class Saver:
         tell(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
 
     def _free_name(self, wanted: str) -> str:
-        """A free name, where an earlier run has left a checkpoint of the same step."""
+        """Returns an unused name: an earlier run may have left a checkpoint of the same step."""
         names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
         return next(name for name in names if "://" in self.place or not (Path(self.place) / name).exists())
 
@@ -130,7 +131,7 @@ class Saver:
 
 
 def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
-    """Restores model and optimizers from a checkpoint, or the newest in a folder; returns the rest of it.
+    """Restores model and optimizers from a checkpoint, or the newest in a folder; returns its other state.
 
     Raises `Misuse` for one that is incomplete, of another model, or not of a loop.
     """
@@ -155,7 +156,7 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
 
 
 def is_there(path: str) -> bool:
-    """True if there is a checkpoint in the folder."""
+    """True if the path is a checkpoint, or a folder with one."""
     folder = Path(path)
     return (folder / MANIFEST).is_file() or any(folder.glob(f"*/{MANIFEST}"))
 

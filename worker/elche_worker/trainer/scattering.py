@@ -17,7 +17,7 @@ def scattered(
     named: dict[str, Any],
     ratios: Sequence[float],
 ) -> tuple[torch.Tensor, list[int]]:
-    """The output of the whole batch, in its order, and each rank's number of samples, by the ratios.
+    """Returns the output of the whole batch, in its order, and each rank's number of samples, by the ratios.
 
     Tensors, all with equally many rows, are split by rows; other values are passed as they are. The gradient of this
     rank's rows is multiplied by the number of ranks, so that the mean over ranks is the gradient of the whole batch.
@@ -27,7 +27,7 @@ def scattered(
     num_rows = _num_rows(world, [one for one in (*inputs, *named.values()) if isinstance(one, torch.Tensor)])
     sizes = list(shard_sizes(ratios, num_rows))
     size = sizes[world.rank]
-    computed = size or next(one for one in sizes if one)  # a rank without a share takes part in the collectives, too
+    computed = size or next(one for one in sizes if one)  # a rank without a share must still call the collectives
     start = sum(sizes[: world.rank]) if size else 0
 
     def own(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which samples the present step has, and how much this rank's gradient of them counts."""
+"""The samples of the present step, and the weight of this rank's gradient."""
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
@@ -13,26 +13,26 @@ class StepShare:
         self.plan: Step | None = None
         """Batches that `epoch` has given out since the last step; None in a loop over its own loader."""
         self._stepped: Step | None = None
-        """Batches that another optimizer was stepped with, and that the steps of the remaining optimizers use, too."""
+        """Batches with which another optimizer was stepped, and which the remaining optimizers' steps use too."""
         self.samples: int | None = None
-        """How many samples this step's gradient is the mean of, if the loop gives that."""
+        """Samples of which this rank's gradient is the mean, if the loop gives the number."""
         self._says_samples: bool | None = None
-        """True if the loop gives `samples`; None before the first step."""
+        """True if the loop gives `samples` at each step; None before the first."""
         self._lost: list[Part] = []
-        """Parts of these batches that were given to ranks which have died: others are to train them."""
+        """Parts of these batches that were given to ranks which have died: others will train them."""
 
     @property
     def known(self) -> Step | None:
-        """The batches that the step is made of, where elche has given them out."""
+        """The batches of the step, where elche has given them out."""
         return self.plan or self._stepped
 
     @property
     def is_same_batch(self) -> bool:
-        """True if the step is made of batches that another optimizer was stepped with."""
+        """True if another optimizer was stepped with the same batches."""
         return self.plan is None and self._stepped is not None
 
     def add(self, step: Step) -> None:
-        """One more part of an epoch is given out."""
+        """Adds a step's batches that were given out."""
         self._stepped = None
         self.keep()
         self._lost += step.without(self._world.members)
@@ -40,7 +40,7 @@ class StepShare:
         self.plan = step if self.plan is None else self.plan.with_next(step)
 
     def keep(self) -> None:
-        """Takes the parts of ranks that have died out of the step, and notes them to be trained later."""
+        """Moves the parts of ranks that have died from this step to those to be trained later."""
         members = self._world.members
         if self.plan is not None and self.plan.members != members:
             self._lost += self.plan.without(members)
@@ -54,7 +54,7 @@ class StepShare:
         return lost
 
     def say(self, samples: int | None) -> None:
-        """Takes in of how many samples the loop's gradient is the mean, or None. Raises `Misuse` unless the number is
+        """Sets the number of samples of which the loop's gradient is the mean, or None. Raises `Misuse` unless it is
         given at every step or at none.
         """
         if samples is not None and samples < 0:
@@ -64,8 +64,8 @@ class StepShare:
         self.samples = samples
 
     def agree(self) -> None:
-        """Before the first step, raises `Misuse` unless all ranks give the number, or none: they would otherwise wait
-        for each other in different collectives.
+        """Raises `Misuse`, before the first step, unless all ranks give the number or none does: they would wait for
+        each other in different collectives.
         """
         if self._says_samples is None:
             told = [bool(says) for (says,) in self._world.gather_numbers([float(self.samples is not None)])]
@@ -73,25 +73,25 @@ class StepShare:
                 raise Misuse("some ranks say how many samples they have, and some do not: step(samples=...) on all")
 
     def settle(self) -> None:
-        """The step is averaged, on all ranks: they need not agree any more."""
+        """Called once a step is averaged on all ranks: `agree` has nothing to check from then on."""
         self._says_samples = self.samples is not None
 
     def planned_fraction(self) -> float | None:
-        """This rank's fraction of the samples given out; equal fractions in a loop over its own loader. None when those
-        who had all of them have died.
+        """This rank's fraction of the samples given out; equal fractions in a loop over its own loader. None if all the
+        samples were of ranks that have died.
         """
         plan = self.known
         samples = [1] * self._world.size if plan is None else plan.samples
         return samples[self._world.rank] / sum(samples) if sum(samples) else None
 
     def fraction(self) -> float | None:
-        """How much this rank's gradient counts in the average; None when no rank has any samples."""
+        """Weight of this rank's gradient in the average, in [0, 1]; None when no rank has any samples."""
         if self.samples is None:
             return self.planned_fraction()
         total = sum(count for (count,) in self._world.gather_numbers([self.samples]))
         return self.samples / total if total else None
 
     def begin_step(self, *, keeps_batches: bool) -> None:
-        """Begins the next step; with `keeps_batches` it may be of the same batches, for another optimizer."""
+        """Begins the next step; with `keeps_batches` it may use the same batches, for another optimizer."""
         self._stepped = self.known if keeps_batches else None
         self.plan = None

@@ -36,14 +36,14 @@ DRIFT_STEPS = 64
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What came of averaging a step's gradients."""
+    """Result of averaging a step's gradients."""
 
     requests: torch.Tensor | None
-    """The sums of the ranks' requests, if there are any."""
+    """The summed requests of all ranks, if there are any."""
     has_gradients: bool
     """True if any rank had samples."""
     told: list[list[float]] | None
-    """What the ranks had measured, for the planner to learn from."""
+    """The ranks' measurements, for the planner."""
 
 
 class Stepper:
@@ -80,20 +80,20 @@ class Stepper:
         self._restored: Mapping[str, Any] = {}
         """The plan of the checkpoint that was loaded."""
         self._expects_given = False
-        """True if there is a loader whose batches elche is to give out."""
+        """True if there is a loader whose batches elche gives out."""
         self.num_given = 0
-        """Batches that elche has given out, to this rank as to the others."""
+        """Batches that elche has given out to each rank."""
         self._takes_own: bool | None = None
-        """True if the latest step was of batches that the loop has taken itself; None before the first."""
+        """True if the latest step used batches that the loop took itself; None before the first."""
         self._has_gradients = True
         """Whether any rank has samples in this step."""
         self._num_averaged = 0
         """How often gradients were averaged."""
         self._is_normalised = False
         self._is_finished = True
-        """True if the step that was averaged last is made."""
+        """True if the latest averaged step was applied by the optimizer."""
         self._adopted: Any = None
-        """What the present step makes of model and optimizers, where another rank has made it."""
+        """Model and optimizer states after the present step, where another rank has made it."""
         self._batch_ms: list[float] = []
         self._sync_ms = 0.0
 
@@ -104,7 +104,7 @@ class Stepper:
 
     @property
     def ratios(self) -> list[float]:
-        """The share of a batch of each rank that is there."""
+        """Each remaining rank's share of a batch, sum 1."""
         planned, members = self.planner, self._world.members
         return part_of(planned.ratios, [planned.members.index(number) for number in members])
 
@@ -117,13 +117,13 @@ class Stepper:
     # Batches
 
     def expect_given_batches(self) -> None:
-        """There is a loader now."""
+        """Called when a loader was set."""
         self._expects_given = True
         how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
         self._say(how if self.el_che is not None else "every batch is shared")
 
     def _take_own_batch(self) -> None:
-        """The next step is of a batch that the loop has taken itself."""
+        """Called when the next step uses a batch that the loop took itself."""
         if self._takes_own is None and not self._expects_given:
             check_has_effect(self._config, has_shares=bool(self.last_sizes))
             self._say("a step after every batch of the loop's own")
@@ -134,7 +134,9 @@ class Stepper:
             print(f"elche: {how}", file=sys.stderr, flush=True)
 
     def share_batches(self, batch_size: int) -> Iterator[Step]:
-        """Steps without end, of batches that the loop makes itself, in sizes by speed. Every rank calls it."""
+        """Yields steps without end, of batches that the loop makes itself, split by the ranks' speeds. Every rank calls
+        it.
+        """
         check_has_effect(self._config, has_shares=True)
         if not isinstance(self.planner, Balance):
             self.planner = Balance(self._world.rank, self._world.size, self._config)
@@ -144,18 +146,19 @@ class Stepper:
         return self.planner.steps(sys.maxsize, batch_size, 0)
 
     def restore(self, plan: Mapping[str, Any]) -> None:
-        """Goes on with what a checkpoint's planner had learnt."""
+        """Restores the planner's state of a checkpoint."""
         self._restored = plan
         self.planner.restore(plan)
 
     def begin_batch(self, num_samples: int, step: Step) -> None:
-        """Records a batch that is given out, of which this rank's part of `step` has so many samples that count."""
+        """Records a batch that is given out; this rank's part of `step` has `num_samples` that count."""
         is_first, self._takes_own = self.share.plan is None, False
         self.num_given += 1
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.among(self._world.members).samples
-            # Under El Che more batches may follow, and a loop that gives its samples does so only at the step.
+            # The weight is unknown during backward if more batches may follow (El Che), or if the loop gives `samples`,
+            # which it does at the step.
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
         self.clock.begin_batch(num_samples)
@@ -194,15 +197,15 @@ class Stepper:
         return averaged.requests
 
     def _place_of(self, keys: list[Key]) -> int:
-        """A number of these optimizers."""
+        """Index of these optimizers for `mark`."""
         return 0 if len(keys) > 1 else list(self._optimizers.by_key).index(keys[0])
 
     def _call(self, keys: list[Key]) -> str:
-        """What this step is called, alike on every rank."""
+        """Description of this step for `Calls`, equal on every rank."""
         return f"calls step({f'optimizer={keys[0]!r}' if len(keys) < len(self._optimizers.by_key) else ''})"
 
     def _average(self, measured: list[float] | None, requests: Sequence[float]) -> Averaged:
-        """Averages with those that are there; may be repeated with fewer, until it succeeds."""
+        """Averages with the remaining ranks; is repeated with fewer after a loss, until it succeeds."""
         self._follow_members()
         if self._world.size == 1:
             self._normalise()
@@ -217,10 +220,10 @@ class Stepper:
         started_s = time.perf_counter()
         self._normalise()
         summed = self.averager.average(fraction, requests)
-        if summed is not None and summed.device.type == "cpu" and have_parted(summed.tolist()):  # else told later
+        if summed is not None and summed.device.type == "cpu" and have_parted(summed.tolist()):  # on a GPU found later
             self._together.check_calls()
         broadcast(self._free_buffers(), self._world)
-        self.averager.replace()  # all is done that may fail and be repeated
+        self.averager.replace()  # last: nothing after it can fail and be repeated
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
         self._learn(told)
@@ -233,7 +236,7 @@ class Stepper:
             check_still_alike(self._model, self._optimizers.rates, self._world)
 
     def _free_buffers(self) -> list[torch.Tensor]:
-        """The buffers that no graph needs when the present optimizers are stepped."""
+        """The buffers that may be written when the present optimizers are stepped, since no live graph needs them."""
         keys = self.averager.averaged
         others = [key for key in self._optimizers.by_key if key not in keys]
         parameters_of = self._optimizers.parameters_of
@@ -244,13 +247,13 @@ class Stepper:
             self.planner.learn(self.share.plan, told)
 
     def _follow_members(self) -> None:
-        """Leaves out those that have died: their part of this step is trained later, by others."""
+        """Removes ranks that have died from the plan: their part of this step is trained later, by others."""
         if self.planner.members != self._world.members:
             self.planner = self.planner.keep(self._world.members)
             self.share.keep()
 
     def _give(self, averaged: Averaged) -> dict[str, Any]:
-        """What a rank needs that has not averaged this rank's last step: the model after it, or its gradients."""
+        """State for a rank that has not averaged this rank's last step: the model after it, or its gradients."""
         requests = averaged.requests.tolist() if averaged.requests is not None else None
         given: dict[str, Any] = {"requests": requests, "told": averaged.told, "has_gradients": averaged.has_gradients}
         if self._is_finished:
@@ -262,12 +265,14 @@ class Stepper:
         return given
 
     def _take(self, given: dict[str, Any]) -> Averaged:
-        """What came of this step on another rank, which is adopted at its end, or averaged but not made there yet."""
+        """Takes `_give` of another rank: a model and optimizer states, adopted when the step is applied, or
+        gradients.
+        """
         stepped = self._optimizers.parameters_of(self.averager.averaged)
         if "model" in given:
             self._adopted = given
             for parameter in stepped:
-                if parameter.grad is not None:  # a loop that steps by itself finds gradients, of no effect
+                if parameter.grad is not None:  # a loop that steps by itself makes a step of zeros, before `_adopt`
                     parameter.grad.zero_()
         else:
             for parameter, gradient in zip(stepped, given["gradients"], strict=True):
@@ -278,7 +283,7 @@ class Stepper:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Replaces model and moments by those of a rank that has made this step."""
+        """Replaces model and optimizer states by those of a rank that has made this step."""
         given, self._adopted = self._adopted, None
         for own, other in zip(self._tensors(), given["model"], strict=True):
             own.copy_(other)
@@ -288,7 +293,7 @@ class Stepper:
         return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
 
     def apply(self) -> None:
-        """Clips the averaged gradients and steps their optimizers; nothing where no rank had samples."""
+        """Clips the averaged gradients and steps their optimizers; does nothing if no rank had samples."""
         if not self._has_gradients:
             return
         if self._config.max_grad_norm is not None and not self._has_cadence:
@@ -334,7 +339,7 @@ class Stepper:
         self.averager.weigh(None if self.share.samples is not None else 1 / self._world.size)
 
     def _take_times(self) -> list[float]:
-        """Times in ms of batches that have ended; of the host's step in a loop over its own loader."""
+        """Times in ms of batches that have ended, or of the whole step on the host in a loop over its own loader."""
         if self.share.plan is None:
             return [] if self.share.is_same_batch else self.clock.take_step_ms()
         times = self.clock.take_batch_ms(waits=self.el_che is not None)
@@ -351,14 +356,14 @@ class Stepper:
         return self.el_che is not None and self.share.known is not None
 
     def _measure(self) -> list[float] | None:
-        """What this rank has measured, for all to exchange, when the planner asks for it."""
+        """This rank's measurements for all ranks to exchange; None if the planner needs none now."""
         if self.share.plan is None or self._world.size == 1:
             return None
         timed = self.clock.take_sizes(self._batch_ms)
         return self.planner.measure(self.share.plan, timed, self._sync_ms)
 
     def _normalise(self) -> None:
-        """Turns accumulated gradients into their mean, once. Under El Che the sum of each rank is clipped before."""
+        """Divides accumulated gradients into their mean, once. Under El Che each rank's sum is clipped before."""
         if self._is_normalised:
             return
         self._is_normalised = True

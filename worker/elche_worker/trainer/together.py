@@ -1,7 +1,7 @@
-"""What the ranks of a loop do together. When one of them dies, the others do it again without it (protocol P18.9).
+"""Collective operations of a loop. When a rank dies, the survivors retry the collective without it (protocol P18.9).
 
-A rank that has done something together and others that have not are never more than one apart, because the next thing
-needs all of them. Those behind get what came of it from one that has it.
+Ranks are never more than one operation apart, because the next one needs all of them. Those that are behind receive the
+outcome from one that has it.
 """
 
 import sys
@@ -30,13 +30,13 @@ class Together:
         self._world = world
         self.attachment: Attachment = NoAttachment()
         self.where: Callable[[], str] = lambda: ""
-        """Where the loop is, alike on every rank."""
+        """Returns the loop's position as text, equal on every rank."""
         self.on_regrouped: Callable[[], None] = lambda: None
-        """Called on every rank when the world has another group; may be collective."""
+        """Called on every rank when the world has a new group; may be collective."""
         world.calls.on_stuck = WeakMethod(self._end_stuck)
         self._num_done = 0
         self._give: Callable[[], Any] | None = None
-        """What came of the last operation, for ranks that have not ended it; None if that cannot be had."""
+        """Returns the last operation's outcome, for ranks that have not ended it; None if it cannot be sent."""
 
     def run(
         self,
@@ -46,12 +46,12 @@ class Together:
         give: Callable[[Any], Any] | None = _as_it_is,
         take: Callable[[Any], Any] = _as_it_is,
     ) -> Outcome:
-        """The outcome of a collective operation, which may be begun again. `call` says what the
-        rank does, alike on every rank.
+        """Runs a collective operation, again after a loss, and returns its outcome. `call` describes it, equally on
+        every rank.
 
-        `give` makes of the outcome what another rank's `take` makes the outcome of: plain values and tensors. Raises
-        `PeerLost` where the loop cannot go on without the rank that has died, and `Parted` where others make
-        another call.
+        `give` turns the outcome into plain values and tensors, which another rank's `take` turns into the outcome; with
+        None it cannot be sent. Raises `PeerLost` where the loop cannot go on without the rank that has died, and
+        `Parted` where others make another call.
         """
         calls = self._world.calls
         calls.begin(f"{call} {self.where()}")
@@ -64,7 +64,7 @@ class Together:
         return outcome
 
     def _repeated(self, operation: Callable[[], Outcome], take: Callable[[Any], Any]) -> Outcome:
-        """The outcome of an operation, or what others that have it give."""
+        """Returns the outcome of an operation, or the one that another rank sends."""
         while True:
             try:
                 if self._world.is_given_up:
@@ -81,7 +81,7 @@ class Together:
         self.attachment.leave(Parted(parted))
 
     def end(self) -> None:
-        """The loop has come to its end, which waits for nobody."""
+        """Records that the loop has ended, which waits for no other rank."""
         self._world.calls.leave(f"ends its loop {self.where()}")
 
     def wait_while_paused(self) -> None:
@@ -97,9 +97,8 @@ class Together:
         return any(is_paused for is_paused, _ in told) and not any(is_over for _, is_over in told)
 
     def _regroup(self, error: PeerLost) -> tuple[Any] | None:
-        """Goes on without those that have died. Returns what came of the present operation, if others have ended it.
-
-        Raises the error where that cannot be.
+        """Forms a group without the ranks that have died. Returns the present operation's outcome, as a 1-tuple, if
+        others have ended it, else None. Raises `error`, or the coordinator's reason, where no group can be formed.
         """
         world = self._world
         world.check_calls()
@@ -120,12 +119,12 @@ class Together:
             return given
 
     def _last_word(self, error: PeerLost) -> PeerLost:
-        """The error, or why the coordinator has ended the loop."""
+        """The error, or, if the coordinator has ended the loop, one with its reason."""
         reason = self.attachment.operator.cancelled
         return PeerLost(f"the loop is ended: {reason}") if reason else error
 
     def _catch_up(self, error: PeerLost) -> tuple[Any] | None:
-        """Gives ranks that are one operation behind what came of it."""
+        """Sends the last operation's outcome to ranks that are one operation behind; returns it there, as a 1-tuple."""
         counts = [int(count) for (count,) in self._world.gather_numbers([self._num_done])]
         self.check_calls(counts)
         most = max(counts)
@@ -142,7 +141,7 @@ class Together:
         return (state,) if self._num_done < most else None
 
     def check_calls(self, counts: Sequence[int] = ()) -> None:
-        """Raises `Parted` where ranks that have done as much together (`counts`, by rank) are in different calls."""
+        """Raises `Parted` if ranks with equally many operations done (`counts`, by rank) are in different calls."""
         calls = self._world.gather_texts(self._world.calls.call)
         counts = counts or [0] * len(calls)
         for count in set(counts):

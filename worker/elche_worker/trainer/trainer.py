@@ -1,8 +1,8 @@
-"""User-owned loops on one device or many: one process per device, and `step()` in place of the optimizer's.
+"""User-owned loops on one device or many: one process per device, and `step()` instead of `optimizer.step()`.
 
-Each rank computes gradients of its own samples; `step()` averages them, weighted by samples, so that what the optimizer
-sees is the gradient of all samples together. With a loader attached, elche also decides which samples those are: a
-share of every batch by speed, or, on unlike devices, whole batches by El Che's cadence.
+Each rank computes gradients of its own samples; `step()` averages them, weighted by samples, so that the optimizer gets
+the gradient of all samples together. With a loader attached, elche also decides which samples each rank gets: a share
+of every batch by speed, or, on unequal devices, whole batches by El Che's cadence.
 
 `Trainer` is the facade over the parts of a loop: `Forward` (outputs and losses), `Stepper` (averaging and steps),
 `Data` (which samples), `ProgressTracker` (where the loop is), `LoopCheckpoints` and the coordinator's `Attachment`.
@@ -78,13 +78,13 @@ class Trainer:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """Brings the model to this process's device and into train mode; with several processes, makes all models
-        rank 0's. Under torchrun or `elche run` the processes find each other; on one process it adds nothing.
+        """Moves the model to this process's device and into train mode; with several processes, copies rank 0's model
+        to all. Under torchrun or `elche run` the processes find each other; a single process trains as without elche.
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
-        El Che (several batches per step, of those that `epoch` gives) is on where devices differ, and wherever a config
-        is given, unless that has `max_anchor=0`. Says in a line on stderr what it found.
+        El Che (several batches of `epoch` per step) is on where devices differ, and wherever a config is given, unless
+        that has `max_anchor=0`. Prints a line on stderr with the devices found.
 
         With a coordinator (`TrainerConfig.coordinator`, or ELCHE_COORDINATOR) the loop appears there as a job. With
         ELCHE_RESUME it goes on from that checkpoint: `epoch` then gives what is left.
@@ -144,7 +144,7 @@ class Trainer:
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 
     def _rejoin(self) -> None:
-        """A rank has died, and the others have another group."""
+        """Called when a rank has died and the others have a new group."""
         self._fleet.keep(self._world.members)
         self._stepper.averager.rejoin()
 
@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0 without gaps: it changes when one with a lower number dies."""
+        """This process's rank, from 0 without gaps: it changes when a lower one dies."""
         return self._world.rank
 
     @property
@@ -182,7 +182,7 @@ class Trainer:
 
     @property
     def has_el_che(self) -> bool:
-        """True if ranks train several batches per step, each as many as it is fast."""
+        """True if ranks train several batches per step, in proportion to their speed."""
         return self._stepper.el_che is not None
 
     @property
@@ -304,9 +304,9 @@ class Trainer:
         yield from self._epochs.numbers(count)
 
     def shares(self, batch_size: int, num_steps: int | None = None) -> Iterator[int]:
-        """For each iteration of a loop that makes its batches itself: how many of `batch_size` samples are this rank's,
-        at least 2 of them, by the ranks' measured speed. `step()` then makes the step of all `batch_size`, if the loss
-        is a mean over samples. It ends when the loop has made `num_steps`, those before a resume among them.
+        """Yields, for each iteration of a loop that makes its batches itself, the number of this rank's samples among
+        `batch_size`, at least 2, by the ranks' measured speed. `step()` then makes the step of all `batch_size`, if the
+        loss is a mean over samples. Ends when the loop has made `num_steps`, including those before a resume.
 
         Every rank takes all of them. Raises `Misuse` for fewer samples than 2 for each rank, and beside a loader.
         """
@@ -378,13 +378,13 @@ class Trainer:
     # Steps
 
     def step(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
-        """In place of `optimizer.step(); optimizer.zero_grad()`: averages gradients and buffers, then does both.
+        """Replaces `optimizer.step(); optimizer.zero_grad()`: averages gradients and buffers, then does both.
 
-        In a loop over a loader of your own every rank counts alike, unless each says how many `samples` its gradient
-        is the mean of; at every step then, or never. With none on any rank nothing happens.
+        In a loop over a loader of your own all ranks have equal weight, unless each gives `samples`, the number of
+        samples of which its gradient is the mean; at every step then, or never. With 0 on all ranks nothing happens.
 
-        Of several optimizers, `optimizer` is the one that is meant, by its name or number: only its gradients are
-        averaged, and cleared. Clear what else backward has left, with that optimizer's `zero_grad()`, as without elche.
+        `optimizer` selects one of several, by name or number: only its gradients are averaged and cleared. Clear the
+        others that backward has left with their optimizer's `zero_grad()`, as without elche.
         """
         keys = self._optimizers.keys_of(optimizer)
         averaged = self._stepper.averager.averaged
@@ -412,7 +412,7 @@ class Trainer:
             self._data.plan_again(self._stepper.planner, self._stepper.share.take_lost())
 
     def finish_step(self) -> None:
-        """The last part of `step`: gradients are cleared, and the next step begins."""
+        """The last part of `step`: clears the gradients and begins the next step."""
         self._check_open()
         stepped = self._stepper.averager.averaged
         self._stepper.finish()
@@ -421,18 +421,19 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps made, those before a resume among them: begin at it where you count steps."""
+        """Number of steps made, including those before a resume: begin at it where you count steps."""
         self._checkpoints.resumption.ask()
         return self._progress.num_steps
 
     @property
     def num_epoch_steps(self) -> int:
-        """Steps made in the present epoch, those before a resume among them: a loop over a loader of its own that
-        omits as many batches goes on within the epoch, if its order follows from the epoch or from random numbers."""
+        """Steps made in the present epoch, including those before a resume: a loop over a loader of its own that skips
+        as many batches resumes within the epoch, if its order follows from the epoch or from random numbers.
+        """
         self._checkpoints.resumption.ask_epoch_steps()
         return self._progress.epoch_steps
 
-    # What people ask for, and checkpoints
+    # Reports and checkpoints
 
     def report(self, **metrics: Any) -> None:
         """Reports the epoch's held-out metrics to the coordinator, if there is one; those of rank 0 count."""
@@ -457,11 +458,11 @@ class Trainer:
         self._checkpoints.save(self._progress.position, plan, self._progress.attachment, place, at_step)
 
     def register_state(self, **objects: Any) -> None:
-        """Has checkpoints contain the state of these objects, by name: a learning rate schedule, say. Call it on every
-        rank, before the first step; where a checkpoint is resumed, they get what it has of them.
+        """Adds the state of these objects, such as a learning rate schedule, to checkpoints, by name. Call it on every
+        rank, before the first step; in a resumed loop, it loads the objects' state from the checkpoint.
 
-        An object has `state_dict()`, of plain values and tensors, and `load_state_dict()`. That of rank 0 is kept. A
-        loader or sampler (with `__iter__`) goes on behind the batch of the last step. Raises `Misuse` for others.
+        An object has `state_dict()`, of plain values and tensors, and `load_state_dict()`. Rank 0's state is stored. A
+        loader or sampler (with `__iter__`) goes on after the batch of the last step. Raises `Misuse` for others.
         """
         self._check_open()
         self._checkpoints.register(objects)
