@@ -1,4 +1,4 @@
-"""`python -m elche_worker.rank [--compiles-later] SOCKET` is what agents start: what ranks are forked from."""
+"""`python -m elche_worker.rank [--compiles-later] SOCKET`: the spawner, which agents start and fork ranks from."""
 
 import sys
 
@@ -6,5 +6,5 @@ from elche_worker.rank.spawner import serve
 
 if __name__ == "__main__":
     agent, *how = reversed(sys.argv[1:])
-    del sys.argv[1:]  # what a job's file finds there is as without elche
+    del sys.argv[1:]  # a job's file must not see the spawner's arguments
     serve(int(agent), compiles_later=bool(how))

@@ -1,4 +1,4 @@
-"""What the leader of a replica group tells the group's other processes to do: typed records, as JSON between them.
+"""Acts: the commands of a replica group's leader to the group's other processes, sent as JSON.
 
 The leader sends an act before it does the same with its own replica; the others do it in `follower`.
 """
@@ -20,7 +20,7 @@ class TakeLease:
 
 @dataclass(frozen=True, slots=True)
 class JoinGeneration:
-    """Begin to connect to the processes of your position in the other groups."""
+    """Begin to connect to the processes of equal position in the other replica groups."""
 
     attempt: int
     generation: int
@@ -31,14 +31,14 @@ class JoinGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FinishBuild:
-    """Wait until you are connected in a generation, or cannot be, and say so within the group."""
+    """Wait until this process is connected in a generation, or has failed to, and exchange the outcome in the group."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Train your part of the next batch."""
+    """Train this process's part of the next batch."""
 
     samples: int
     """Samples that the job has trained so far, for the learning rate."""
@@ -57,17 +57,17 @@ class EnterRound:
 
 @dataclass(frozen=True, slots=True)
 class EndRound:
-    """Abort the round's collective, which waits for a rank that is gone."""
+    """Abort the round's collective, which waits for a lost rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyResult:
-    """Bring the round's result into the model."""
+    """Put the round's result into the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolveCheckpoint:
-    """The round is committed: write what was captured of it, or discard that."""
+    """The round is committed: write the checkpoint captured of it, or discard it."""
 
     round: int
     version: int
@@ -85,7 +85,7 @@ class UseResult:
     offset: int
     size: int
     calls_back: bool
-    """Show it to the job's `checkpoint_fn`, and write the checkpoint."""
+    """Call the job's `checkpoint_fn` with it, then write the checkpoint."""
     saves_final: bool
 
 
@@ -104,12 +104,12 @@ KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Act)}
 
 
 def encode(act: Act) -> bytes:
-    """The act's kind and fields."""
+    """Encodes the act's kind and fields as JSON."""
     return json.dumps([type(act).__name__, asdict(act)]).encode()
 
 
 def decode(raw: bytes) -> Act:
-    """The act that `encode` was given."""
+    """Decodes an act of `encode`."""
     kind, values = json.loads(raw)
     match kind:
         case "TakeLease":

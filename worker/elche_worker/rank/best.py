@@ -1,4 +1,4 @@
-"""Puts the best model beside the last one, or in its place, when the job ends."""
+"""Stores the best model beside the last one, or replaces it, when the job ends."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from elche_worker.session.launch import BEST, LAST
 
 
 def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
-    """Puts the best model, from its checkpoint, beside the last one, which is at `model_path`; or in its place, and the
-    last one beside it.
+    """Stores the best model, from its checkpoint, beside the last one at `model_path`; with `restores` at `model_path`,
+    and the last one beside it.
 
     Without a checkpoint, the last model is the best one. Raises `InvalidJob` or `OSError` when the best model cannot be
-    read or written, and leaves the last one where it is.
+    read or written; the last one then stays at `model_path`.
     """
     best = model_path.with_name(BEST)
     if not checkpoint:
@@ -28,8 +28,8 @@ def keep_best(model_path: Path, checkpoint: str, *, restores: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Links the file under another name, or copies it where the file system has no links; the target appears complete
-    or not at all.
+    """Hard-links the file, or copies it where the file system has no links. Atomic: `target` appears complete or not at
+    all.
     """
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -37,4 +37,4 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         shutil.copy(source, draft)
     draft.replace(target)
-    draft.unlink(missing_ok=True)  # when both were the same file, nothing was moved
+    draft.unlink(missing_ok=True)  # `replace` does nothing when both are links to the same file

@@ -1,4 +1,4 @@
-"""The folder of the user's file on a rank's host: fetched from the coordinator and unpacked, once for all ranks."""
+"""Fetches the folder of the user's file from the coordinator and unpacks it, once per host for all ranks."""
 
 import fcntl
 import hashlib
@@ -20,11 +20,11 @@ from elche_worker.session.launch import Launch
 
 RETRY_S = 1.0
 GIVE_UP_S = 60.0
-"""How long a coordinator may send nothing."""
+"""Seconds for which a download may receive nothing before it is retried."""
 
 
 def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
-    """Makes the folder that the job was sent with the working directory of this process; modules in it can be imported.
+    """Makes the job's folder the working directory of this process, from which modules can be imported.
 
     Raises `InvalidJob` for a bundle that cannot be unpacked, `Unreachable`, and `ElcheError` when the disk has no room.
     """
@@ -34,7 +34,7 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends
             if not folder.is_dir():
                 _fetch(launch, channel, folder)
         os.chdir(folder)
@@ -49,9 +49,9 @@ def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
         _download(launch, channel, file)
         file.seek(0)
         if hashlib.file_digest(file, "sha256").hexdigest() != launch.bundle:
-            raise ElcheError("the folder of the job was damaged on its way from the coordinator")
+            raise ElcheError("the folder of the job was damaged in transfer from the coordinator: its checksum differs")
         file.seek(0)
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it unpacked
+        shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed while it unpacked
         draft.mkdir(mode=0o700)
         unpack(file, draft)
     draft.rename(folder)
@@ -59,7 +59,7 @@ def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
 
 
 def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
-    """Writes the bundle to a file, and goes on where it was when the connection breaks."""
+    """Downloads the bundle to a file; resumes at the same byte when the connection breaks."""
     stub = bundle_pb2_grpc.BundleServiceStub(channel)
     heard_s = time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""Says in one JSON line whether a job can run here, before anything is started.
+"""Checks a job's file before anything is started, and prints the outcome as one JSON line.
 
 `python -m elche_worker.rank.check FILE`, or a fork of the spawner of `elche run`.
 """
@@ -35,10 +35,10 @@ def check(
     resume: str = "",
     trials: Trials | None = None,
 ) -> dict[str, Any]:
-    """What the file says and where it would run. Raises `ElcheError` for what cannot work.
+    """Returns the job's settings and the devices on which it would run. Raises `ElcheError` if it cannot run.
 
-    `settings` replace the file's. Whether the devices, whose `trials` have begun, and the checkpoint to `resume` exist
-    is checked only if the job `runs_here`.
+    `settings` replace the file's. The devices, whose `trials` have begun, and the checkpoint to `resume` are checked
+    only if the job `runs_here`.
     """
     try:
         source = path.read_text(encoding="utf-8")
@@ -86,14 +86,14 @@ def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
 
 
 def _imports_beside(path: Path) -> list[str]:
-    """Modules that the file has imported from its own folder: when it is sent alone they are not where ranks run."""
+    """Modules that the file has imported from its own folder, which ranks lack when the file is sent without it."""
     folder = path.resolve().parent
     origins = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
     return sorted(
         {
             name.partition(".")[0]
             for name, origin in origins.items()
-            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has names that are no files
+            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has origins that are no files
             if Path(origin).resolve().is_relative_to(folder)
             if "site-packages" not in Path(origin).parts and not name.startswith(("elche", "__"))
         }
@@ -108,14 +108,14 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
     if dataset_size < batch_size * num_ranks:
         return [
             f"the data set of {dataset_size} samples is shorter than one batch of {batch_size} for each of "
-            f"{num_ranks} ranks: it is trained all the same, but some ranks will have nothing to do"
+            f"{num_ranks} ranks: it is trained, but some ranks will have nothing to do"
         ]
     return []
 
 
 def answer(words: Sequence[str], answers: int) -> int:
     """Writes the JSON line for these arguments to a file descriptor; returns the exit code, 2 when the job cannot run.
-    A fork of the spawner gets them as JSON: `words`, and the job's `environment`, which is set before.
+    A fork of the spawner receives them as JSON: `words`, and the job's `environment`, which is set before.
 
     This process is not to be used for anything else: it has loaded the user's file.
     """
@@ -125,15 +125,15 @@ def answer(words: Sequence[str], answers: int) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--settings", default="{}", help="replace the file's: a JSON object")
     parser.add_argument("--resume", default="", help="the checkpoint to go on from")
-    parser.add_argument("--arguments", default="[]", help="what the file finds in sys.argv: a JSON list")
-    parser.add_argument("--runs-here", action="store_true", help="judge also what the devices of this host can do")
+    parser.add_argument("--arguments", default="[]", help="sys.argv of the file: a JSON list")
+    parser.add_argument("--runs-here", action="store_true", help="check the devices of this host, too")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process does")
     arguments = parser.parse_args(words)
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
     take_any_text(encoding="utf-8")
-    os.dup2(2, 1)  # so that what the user's file prints, even at exit, is not taken for the answer
-    trials = begin_trials(arguments.device)  # not later: user code may use a device or start threads
+    os.dup2(2, 1)  # so that output of the user's file, even at exit, does not mix with the answer
+    trials = begin_trials(arguments.device)  # before user code, which may use a device or start threads: trials fork
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
     told = _answer(arguments, trials)

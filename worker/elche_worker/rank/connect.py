@@ -16,8 +16,9 @@ from elche_worker.user.job import JobDefinition
 def connect(
     act: JoinGeneration, launch: Launch, job: JobDefinition, channel: grpc.Channel, device: torch.device
 ) -> Collectives:
-    """The collectives of a generation: gloo or NCCL among the ranks, or the coordinator's relay (backend "cpu"). In
-    replica groups they connect the processes of equal position. Raises `CollectiveFailed`.
+    """Returns the collectives of a generation: gloo or NCCL among the ranks, or the coordinator's relay (backend
+    "cpu"). Waits for the other ranks. Of replica groups it connects the processes of equal position. Raises
+    `CollectiveFailed`.
     """
     attempt, generation = act.attempt, act.generation
     if act.world_size == 1 and job.backend != "nccl":

@@ -1,7 +1,8 @@
-"""A rank of several processes, which share one model (`fully_shard`) and live and die together.
+"""A rank of several processes, which share one model (`fully_shard`); when one ends, all end.
 
-The leader, at position 0, speaks with the coordinator; the others do what it tells them, in its order. They find each
-other through the coordinator's store, with the leader's secret, and talk over loopback: a group lies on one host.
+The leader, at position 0, has the session with the coordinator; the others carry out its acts in order. Their
+rendezvous is the coordinator's store, with the leader's secret; they connect over loopback, since a group is on one
+host.
 """
 
 import json
@@ -38,17 +39,18 @@ if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
 
 PATIENCE = timedelta(days=365)
-"""A follower waits for the next act as long as the job lasts, which may be paused. It ends when the leader ends."""
+"""Practically no timeout: a follower waits for the next act as long as the job lasts, even paused. A leader that ends
+closes the connection."""
 HEADER_BYTES = 4
 """Length of the act that follows, as a little-endian integer."""
 FRAME_BYTES = 512
-"""Bytes of the first broadcast of an act, header included: all but very long acts fit."""
+"""Bytes of the first broadcast of an act, header included; longer acts need a second one."""
 
 
 class DistributedGroup:
-    """A `ReplicaGroup` over gloo. Making it waits until all processes are there; it makes torch's default group.
+    """A `ReplicaGroup` over gloo, which becomes torch's default group. The constructor waits for all processes.
 
-    Raises `CollectiveFailed` when they cannot meet: the coordinator, whose store they meet by, is away.
+    Raises `CollectiveFailed` when they cannot connect, such as when the coordinator, which has their store, is away.
     """
 
     def __init__(self, launch: Launch, channel: grpc.Channel, strategy: Strategy) -> None:
@@ -59,7 +61,7 @@ class DistributedGroup:
         """Parameter norm of the whole model at the last round."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
-        self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object, and does not keep it alive
+        self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object but holds no reference to it
         store = PrefixStore(f"members/{launch.rank}/{launch.incarnation}", self._store)
         try:
             dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
@@ -86,7 +88,7 @@ class DistributedGroup:
             dist.broadcast(frame[FRAME_BYTES:], group=self._acts, group_src=0)
 
     def receive(self) -> Act:
-        """The leader's next act; waits for it. Raises `CollectiveFailed` when the leader is gone."""
+        """Waits for the leader's next act and returns it. Raises `CollectiveFailed` when the leader has ended."""
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(frame, group=self._acts, group_src=0)
@@ -119,7 +121,9 @@ class DistributedGroup:
 
     @torch.no_grad()
     def share_buffers(self, layout: Layout) -> None:
-        """Each process has seen other samples. All get the average, or, of what cannot be averaged, the leader's."""
+        """Averages the buffers, since each process has seen different samples; those that cannot be averaged become the
+        leader's.
+        """
         buffers = [entry for entry in layout.entries if not entry.is_trained]
         averaged = [entry.tensor for entry in buffers if entry.kind != "broadcast"]
         if averaged:
@@ -137,7 +141,7 @@ class DistributedGroup:
     def combine(
         self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
     ) -> tuple[Average, int | None]:
-        """When one process has this, all have the round's result."""
+        """Returns only when all processes have the round's result."""
         part = [] if self.is_leader else work.part()
         told = self.exchange([averaged.distance, digest, part, averaged.sent_bytes, norm])
         distances, digests, parts, sent_bytes, norms = zip(*told, strict=True)
@@ -156,13 +160,13 @@ class DistributedGroup:
         return self._norm
 
     def new_pieces(self) -> "Pieces | None":
-        from elche_worker.rank.pieces import Pieces  # its import takes as long as that of torch
+        from elche_worker.rank.pieces import Pieces  # imported late: it takes as long as torch itself
 
         return Pieces(self._checkpoints, build_mesh(self._checkpoints, self._num_shards, "cpu"))
 
 
 def report_failure(launch: Launch, channel: grpc.Channel, failure: bytes) -> None:
-    """Leaves a process's failure in the coordinator's store, where the leader waits for it."""
+    """Writes a process's failure into the coordinator's store, where the leader waits for it."""
     CoordinatorStore(channel, launch.secret).set(_failed(launch), failure)
 
 
@@ -187,7 +191,7 @@ def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes],
 
 AWAY_S = 0.5
 KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
-"""How the store answers when a key does not come within the timeout."""
+"""The store's answer when a key does not come within the timeout."""
 
 
 def _failed(launch: Launch) -> str:

@@ -1,4 +1,4 @@
-"""What ranks and the coordinator tell each other of an evaluation: metrics, and tensors as little-endian bytes."""
+"""Messages of evaluations between ranks and the coordinator: metrics, and tensors as little-endian bytes."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from elche_worker.model.evaluation import Evaluated
 
 
 def evaluated_message(epoch: int, done: Evaluated, duration_ms: float, *, is_made: bool = False) -> rank_pb2.Evaluated:
-    """A rank's part of an evaluation, or with `is_made` the metrics of its sums."""
+    """The message of a rank's part of an evaluation; with `is_made` of metrics made of the summed tensors."""
     return rank_pb2.Evaluated(
         epoch=epoch,
         duration_ms=duration_ms,

@@ -1,4 +1,4 @@
-"""A process of a replica group that is not its leader: does with its replica what the leader does, until it ends."""
+"""The loop of a replica group's process that is not its leader: carries out the leader's acts until it ends."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Wakeup:
         self._changed = threading.Condition()
 
     def notify(self) -> None:
-        """Lets `wait_for` look again; from any thread."""
+        """Has `wait_for` evaluate its condition again; from any thread."""
         with self._changed:
             self._changed.notify_all()
 
@@ -39,7 +39,7 @@ class Wakeup:
 
 
 def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoReturn:
-    """Carries out the leader's acts. Raises what user code raises, and `CollectiveFailed` when a process is gone."""
+    """Carries out the leader's acts. Raises what user code raises, and `CollectiveFailed` when a process has ended."""
     while True:
         act = group.receive()
         match act:
@@ -53,7 +53,7 @@ def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoRetur
             case EndRound():
                 replica.end_collective()
             case ApplyResult():
-                with suppress(CollectiveFailed, RoundAborted):  # the leader says so
+                with suppress(CollectiveFailed, RoundAborted):  # the leader fails alike and reports it
                     replica.apply_result()
             case ResolveCheckpoint():
                 replica.resolve_checkpoint(act)

@@ -10,8 +10,8 @@ from elche_worker.rank.acts import JoinGeneration
 
 
 class Build:
-    """The group of a generation, built on a thread of its own. Nothing waits for a build that was forgotten: beside a
-    rank that has died it may hang for half a minute.
+    """Builds the group of a generation on a thread of its own. Nothing waits for a build that was forgotten, which may
+    hang for half a minute if a rank has died.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Build:
         self.group: Future[Collectives] = Future()
         """Fails with `CollectiveFailed` when the ranks cannot meet."""
         self.is_finished = False
-        """True if it stands in all processes of the rank."""
+        """True if the group stands in all processes of the rank."""
         self._connect = connect
         self._wake = wake
         threading.Thread(target=self._run, name=f"generation {act.generation}", daemon=True).start()
@@ -37,7 +37,7 @@ class Build:
 
 
 class Generations:
-    """At most one generation is in use, and newer ones stand or are being built."""
+    """The generation in use, if any, and newer ones that stand or are being built."""
 
     def __init__(self, connect: Callable[[JoinGeneration], Collectives], wake: Callable[[], None]) -> None:
         """`connect` builds a group; `wake` is called on another thread when a build has ended."""
@@ -48,12 +48,12 @@ class Generations:
         self._builds: dict[int, Build] = {}
 
     def build(self, act: JoinGeneration) -> None:
-        """Begins to build a group. Those that are not finished are forgotten."""
+        """Begins to build a group. Builds that are not finished are forgotten."""
         self._builds = {generation: one for generation, one in self._builds.items() if one.is_finished}
         self._builds[act.generation] = Build(act, self._connect, self._wake)
 
     def finish(self, generation: int) -> str:
-        """Waits until a build has ended. Why there is no group, if so; else empty."""
+        """Waits until a build has ended. Returns why it failed; "" if it did not."""
         build = self._builds[generation]
         try:
             build.group.result()
@@ -63,12 +63,12 @@ class Generations:
         return ""
 
     def forget(self, generation: int) -> None:
-        """The generation will not be used: its build's outcome is ignored."""
+        """Drops a generation that will not be used: its build's outcome is ignored."""
         self._builds.pop(generation, None)
 
     @property
     def ended(self) -> list[Build]:
-        """Builds that have ended and are to be finished."""
+        """Builds that have ended and were not finished."""
         return [one for one in self._builds.values() if one.group.done() and not one.is_finished]
 
     def standing(self, generation: int) -> Collectives:
@@ -78,7 +78,7 @@ class Generations:
         return self._builds[generation].group.result(0)
 
     def use(self, generation: int) -> JoinGeneration | None:
-        """From here on rounds use this generation; what it consists of, or None when it is in use already."""
+        """Makes rounds use this generation. Returns its description, or None if it was in use already."""
         if self.in_use is not None and self.in_use.generation == generation:
             return None
         build = self._builds[generation]

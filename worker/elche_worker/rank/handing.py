@@ -1,4 +1,4 @@
-"""What a rank that joins others gets of one of them, beside the model and what rounds keep of it."""
+"""State that the source hands to ranks that join, beside the model and the outer optimizer's state."""
 
 from elche_worker.model.own_state import OwnState, packed, unpacked
 from elche_worker.user.schedule import LearningRates
@@ -13,16 +13,16 @@ class Handing:
         self._may_join = True
 
     def begin_generation(self) -> None:
-        """Ranks may have joined: one with an older model gets what the others have in the first result."""
+        """Called when ranks may have joined: one with an older model receives the state with the first result."""
         self._may_join = True
 
     def give(self) -> bytes:
-        """What goes to ranks that join. Objects are only looked at where there may be some: they may be large."""
+        """Packs the state for ranks that join. Objects, which may be large, are packed only where ranks may join."""
         own = self._own_state.storable() if self._may_join else {}
         return packed({"rates": self._rates.to_json(), "own": own})
 
     def take(self, given: bytes) -> None:
-        """A result is there, with what a rank that has joined is given; empty on others. Raises `InvalidJob`."""
+        """Restores the state that came with a result; empty on ranks that have not joined. Raises `InvalidJob`."""
         self._may_join = False
         if given:
             handed = unpacked(given)

@@ -1,4 +1,4 @@
-"""What a rank says of rounds' headers: the rows, or their digest while another member sends these."""
+"""A rank's reports of rounds' headers: the rows, or only their digest if another member sends the rows."""
 
 from collections.abc import Sequence
 
@@ -8,21 +8,21 @@ from elche_worker.collectives.header import Row
 
 
 class Headers:
-    """Keeps the rows of which the digest was sent until their round is committed (protocol P5.5)."""
+    """Keeps rows of which only the digest was sent, until their round is committed (protocol P5.5)."""
 
     def __init__(self) -> None:
         self._send_digests: set[int] = set()
-        """Generations in which another member sends the rows."""
+        """Generations in which this rank sends digests."""
         self._untold: dict[int, tuple[int, Sequence[Row]]] = {}
-        """By round, its generation and rows."""
+        """Generation and rows by round."""
 
     def learn(self, command: rank_pb2.FormGroup) -> None:
-        """A generation is to form."""
+        """Notes from the command that forms a generation if digests are sent in it."""
         if command.sends_digest:
             self._send_digests.add(command.generation)
 
     def put(self, ack: rank_pb2.SyncAck, rows: Sequence[Row]) -> None:
-        """Says in the message what the round's header was."""
+        """Puts the round's header, or its digest, into the message."""
         if ack.generation in self._send_digests:
             ack.header_digest = header_digest(rows)
             self._untold[ack.round] = (ack.generation, rows)
@@ -34,7 +34,9 @@ class Headers:
         self._untold = {one: kept for one, kept in self._untold.items() if one > round_id}
 
     def untold(self, generation: int) -> list[rank_pb2.HeaderTold]:
-        """The rows of the generation's rounds that are not committed, to be said before it is over. Once."""
+        """Removes and returns the unsent rows of the generation's uncommitted rounds. They are sent before `Abandoned`,
+        since the coordinator may need them to commit, and the member that sends rows may be lost.
+        """
         told = [
             rank_pb2.HeaderTold(round=round_id, generation=of, header=map(_message, rows))
             for round_id, (of, rows) in self._untold.items()

@@ -1,4 +1,4 @@
-"""The training loop of a rank: batches, rounds when they are due, and what is done with committed rounds.
+"""The training loop of a rank: batches, rounds when they are due, and chores of committed rounds.
 
 In a replica group this is the leader's loop, which sends each act to the other processes before it carries it out.
 """
@@ -44,7 +44,7 @@ from elche_worker.user.loggers import Loggers
 from elche_worker.user.schedule import Progress
 
 LOGGERS_GRACE_S = 2.0
-"""How long a rank that leaves waits for the job's loggers to finish."""
+"""Seconds for which a rank that leaves waits for the job's loggers to finish."""
 
 MAX_REASON_CHARS = 1000
 
@@ -54,7 +54,7 @@ class Leave(Exception):
 
 
 class RankLoop:
-    """One rank's model, optimizer and data, driven by what the coordinator says."""
+    """Drives one rank's replica by the coordinator's commands."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RankLoop:
         self._reserve = Reserve(parts.batch_size, self._begin_lease)
         self._entered_s = 0.0
         self._stalled_ms = 0.0
-        """Time that the present round has kept the rank from training."""
+        """Time in ms for which the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
         self._headers = Headers()
         self._report_times = ReportTimes()
@@ -107,15 +107,15 @@ class RankLoop:
 
     @property
     def progress(self) -> Progress:
-        """How far the job is, as far as this rank knows."""
+        """The job's progress, as far as this rank knows it."""
         return self._replica.progress
 
     def rehearse(self, *, warms_up: bool) -> None:
-        """Evaluates a batch of which nothing stays, and trains one if it `warms_up`, before the rank is ready."""
+        """Before the rank is ready, evaluates a batch, and trains one if it `warms_up`; both leave no trace."""
         self._replica.rehearse(warms_up=warms_up)
 
     def run(self) -> None:
-        """Trains until the coordinator says to leave; raises `Leave` then, and what user code raises."""
+        """Trains until the coordinator tells the rank to leave. Raises `Leave` then, and what user code raises."""
         while True:
             if self._control.has_news:
                 self._take_in()
@@ -192,7 +192,7 @@ class RankLoop:
         self._reserve.add(lease, is_reserve=message.is_reserve)
 
     def _begin_lease(self, lease: Lease) -> None:
-        """The lease, or this part of one, may be trained."""
+        """Begins a lease, or a part of one, that may be trained now."""
         self._group.send(TakeLease(lease))
         self._replica.take_lease(lease)
 
@@ -202,7 +202,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
 
     def _ride_out(self) -> None:
-        """The coordinator is away: goes on with the rounds and the leases that were granted for that."""
+        """While the coordinator is away, enters the rounds and begins the leases that were granted for that."""
         every = self._rounds.go_on_alone()
         if every and not self._reserve.is_empty:
             left = self._loader.num_leased - self._meter.num_processed
@@ -223,14 +223,14 @@ class RankLoop:
         return self._replica.callbacks.num_errors + self._loggers.num_errors
 
     def say_last_words(self) -> None:
-        """Ends loggers and timeline and sends what they have left, before the rank leaves."""
+        """Ends loggers and timeline and sends their remaining data, before the rank leaves."""
         self._replica.leave()
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Handles a committed round: its checkpoint is written or discarded, its result evaluated or saved."""
+        """Handles a committed round: writes or discards its checkpoint, evaluates or saves its result."""
         self._headers.forget(outcome.round)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
@@ -259,7 +259,9 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=generation)))
 
     def _abandon(self, generation: int) -> None:
-        """Gives a generation up: ends its round, if one runs, says how that has ended, and enters no other."""
+        """Abandons a generation: ends its round, if one runs, reports the outcome, and enters no other. The outcome
+        goes before `Abandoned`, after which the coordinator decides the generation's open rounds by what it has heard.
+        """
         group = self._replica.generations.in_use
         if self._averaging.is_running and group is not None and group.generation == generation:
             self._apply_result()
@@ -274,7 +276,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
 
     def _rest(self) -> None:
-        """Waits for a command or a batch, and records why: for data, for the round, or at the limit."""
+        """Waits for a command or a batch, and records the reason: no data, a round, or the limit."""
         started_s = time.perf_counter()
         starved = self._may_train and not self._is_out_of_work
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
@@ -357,7 +359,7 @@ class RankLoop:
 
     def _enter(self, round_id: int) -> None:
         """Takes the snapshot and starts averaging; a blocking round also applies its result."""
-        if self._control.leaving is not None:  # the other ranks may have ended
+        if self._control.leaving is not None:  # the others may have left too: the collective would wait for them
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
@@ -378,7 +380,7 @@ class RankLoop:
             self._apply_result()
 
     def _apply_result(self) -> None:
-        """Brings the result into the model and reports it, or reports that there is none."""
+        """Puts the result into the model and reports it, or reports that there is none."""
         started_s = time.perf_counter()
         generation = self._await_result()
         entered = self._replica.entered
@@ -411,7 +413,7 @@ class RankLoop:
         self._session.send(rank_pb2.ConverseRequest(sync_ack=ack))
 
     def _await_result(self) -> int:
-        """Waits until the round's collective has ended, and ends it when its generation is given up; returns the
+        """Waits until the round's collective has ended, or aborts it when its generation is abandoned. Returns the
         generation.
         """
         group = self._replica.generations.in_use
@@ -429,8 +431,8 @@ class RankLoop:
         return generation
 
     def _lose_round(self, generation: int, error: RoundAborted | CollectiveFailed) -> None:
-        """Reports a round without a result; its work goes into the next one. When a collective has failed, which was
-        not to be given up, no other round of its generation is entered.
+        """Reports a round without a result; its work goes into the next one. If a collective failed by itself, abandons
+        its generation.
         """
         is_asked = generation in self._control.abandoned
         reason = f"generation {generation} was given up" if is_asked else str(error)
@@ -445,7 +447,9 @@ class RankLoop:
     # Chores
 
     def _do_chore(self, outcome: rank_pb2.RoundOutcome) -> None:
-        """Evaluates, shows or saves the round's result, which the flat buffers hold until the next round."""
+        """Evaluates, saves or passes to callbacks the round's result, which the flat buffers hold until the
+        next round.
+        """
         started_s = time.perf_counter()
         part = outcome.evaluate
         act = UseResult(
@@ -471,7 +475,7 @@ class RankLoop:
         try:
             keep_best(self._launch.model_path, order.checkpoint, restores=order.restores)
         except Exception as error:  # the job keeps its last model, whatever the storage raises
-            kept.error = sendable(f"the best model cannot be kept: {error}"[:MAX_REASON_CHARS])
+            kept.error = sendable(f"the best model cannot be stored: {error}"[:MAX_REASON_CHARS])
             print(kept.error, flush=True)
         self._session.send(rank_pb2.ConverseRequest(best_kept=kept))
 

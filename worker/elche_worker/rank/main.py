@@ -1,4 +1,4 @@
-"""A rank process, from its launch line to its end."""
+"""The main function of a rank's process."""
 
 import os
 import signal
@@ -70,19 +70,19 @@ from elche_worker.user.loading import (
 from elche_worker.user.strategy import Strategy
 
 LEAVE_GRACE_S = 3.0
-"""How long a rank that was told to leave may stay busy in user code or in a collective before it is ended."""
+"""Seconds for which a rank that was told to leave may stay in user code or a collective before the process is ended."""
 MEMBER_GRACE_S = 2.0
-"""How long a process of a replica group waits before it reports an error that may be a failed collective."""
+"""Seconds for which a process of a replica group waits before it reports an error that may be a failed collective."""
 PEERS_GRACE_S = 10.0
-"""The same where it is one. By then the agent has ended a group of which a process is gone, and has reported how that
-one ended, also where the host is busy.
+"""The same where it is one for certain: enough for the agent, even on a busy host, to report how the first process of
+the group ended, and to end the others.
 """
 VERDICT_S = 10.0
-"""How long a rank that has failed waits to be told to leave, which shows that its error has arrived."""
+"""Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
 
 
 def main(launch: Launch) -> None:
-    """Trains, and leaves. Exit code 0 when told to leave, 1 when the rank failed."""
+    """Runs the rank and ends the process: with exit code 0 when told to leave, 1 when the rank failed."""
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     os.environ.update(launch.environment)
@@ -90,7 +90,7 @@ def main(launch: Launch) -> None:
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
-        leave_on_sigterm()  # its leader asks
+        leave_on_sigterm()  # the leader asks the coordinator for all
         _follow(launch, channel)
     control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
@@ -110,7 +110,7 @@ def main(launch: Launch) -> None:
     except CollectiveFailed as error:
         print(f"elche: {error}", file=sys.stderr)
         if not isinstance(error, OperationStuck):
-            _await_verdict(control)  # another replica group is gone: the coordinator hears of it, and says what follows
+            _await_verdict(control)  # another replica group is lost: the coordinator decides what follows
         _end(session, LEFT_ALONE)
 
 
@@ -139,8 +139,8 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
 
 
 def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
-    """Runs a process of a replica group that is not its leader. When it ends, the agent ends the group; the leader
-    reports why.
+    """Runs a process of a replica group that is not its leader. When it ends, the agent ends the group, and the leader
+    reports its error.
     """
     replica: Replica | None = None
     try:
@@ -167,7 +167,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
-    time.sleep(VERDICT_S)  # the leader is told what follows, and the agent ends this process with it
+    time.sleep(VERDICT_S)  # time for the leader to be told what follows; the agent then ends this process too
     os._exit(code)
 
 
@@ -177,8 +177,8 @@ def _pass_on(failure: bytes, session: Session) -> None:
 
 
 def _let_others_tell(launch: Launch, error: BaseException) -> None:
-    """Waits, before a failed collective is reported, for the agent: when a process of the group is gone, the agent
-    knows why, and ends the others.
+    """Delays the report of a failed collective: if a process of the group has ended, the agent knows why, and reports
+    it and ends the others first.
     """
     if launch.group_size > 1 and isinstance(error, PeerLost | RuntimeError):
         time.sleep(PEERS_GRACE_S if isinstance(error, PeerLost) else MEMBER_GRACE_S)
@@ -190,7 +190,7 @@ def _await_verdict(control: Control) -> None:
 
 
 def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
-    """Reads the user's file; the device comes after it, since the file may set the environment."""
+    """Reads the user's file, then selects the device: the file may set environment variables for it."""
     enter_folder(launch, channel)
     enter_packages(launch.requirements, Path(launch.packages_dir))
     if launch.missing_secrets:
@@ -222,7 +222,7 @@ def _prepare(
     streams: Streams,
     links_address: str,
 ) -> tuple[RankLoop, list[object]]:
-    """Builds the rank's parts and reports that it is ready. Also returns what must live as long as the loop."""
+    """Builds the rank's parts and reports that it is ready. Also returns objects to keep alive as long as the loop."""
     group = _new_group(launch, job, channel)
     timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
     parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
@@ -234,7 +234,7 @@ def _prepare(
     merge = merge_of(job, parts.built)
     if (job.merge, merge) == ("auto", "mean") and launch.rank == 0:
         num = len(parts.built.all_optimizers)
-        why = f"train_step steps {num} optimizers itself, and the steps of such a game do not add up to more"
+        why = f"train_step steps {num} optimizers itself; models that train against each other need no larger steps"
         print(f"elche: rounds make the mean (merge='mean'): {why}", file=sys.stderr, flush=True)
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
@@ -274,7 +274,7 @@ def _build(
     timeline: Timeline | None,
     streams: Streams,
 ) -> tuple[Parts, list[object]]:
-    """What the rank, or a process of it, trains with. Also returns what must live as long as its loop."""
+    """Builds model, optimizers and data of this process. Also returns objects to keep alive as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)
     dataset, dataset_size = build_dataset(job, file_name)
     order = build_order(job, dataset, file_name)
@@ -329,15 +329,15 @@ def _build(
 
 
 def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
-    """The checkpoint that the job goes on from; None when it begins. Every rank reads it; of a model that is divided,
-    each process its part.
+    """Reads the checkpoint from which the job resumes; None if it begins. Every rank reads it; of a sharded model each
+    process reads its part.
     """
     if not launch.resume:
         return None
     try:
         loaded = load(launch.resume, new_whole if built.sharded is None else new_like(built.sharded.parameters()[0]))
         if "loop" in loaded.manifest["training"]:
-            raise InvalidJob(f"the checkpoint {loaded.path} is of a loop of its own, and not of a job")
+            raise InvalidJob(f"the checkpoint {loaded.path} was written by a user-owned loop (Trainer), not by a job")
         loaded.check_model(layout.model_tensors)
     except InvalidJob as error:
         raise InvalidJob(f"{error} (rank {launch.rank} on {socket.gethostname()}; every rank reads it)") from None
@@ -345,7 +345,9 @@ def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | N
 
 
 def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
-    """Samples in this rank's batches; "auto" is tried with samples of the data set, halved while memory is short."""
+    """Samples in this rank's batches. "auto" is tried with samples of the data set, and halved while memory
+    is short.
+    """
     device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
     size = rank_batch_size(job, device, dataset_size)
     if not is_auto(job, device):
@@ -399,7 +401,7 @@ def _ready(
 
 
 def _options(job: JobDefinition, merge: str) -> str:
-    """The other options that must be equal on all ranks, as text."""
+    """Text of the further options that must be equal on all ranks."""
     words: list[object] = [job.weighting, merge, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
     words += [] if job.ema is None else ["ema", job.ema]
     words += [] if job.shard is None else [job.shard, "in groups of", job.group_size]
@@ -441,12 +443,12 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
 
 
 def _die_alone(error: BaseException) -> None:
-    """Ends the process when its device has failed, as the driver does with some faults, or a process that fetches its
-    samples was ended: the others go on without it (protocol P24.3).
+    """Ends the process, without failing the job, if its device has failed or a DataLoader worker was killed: the other
+    ranks go on without it (protocol P24.3).
     """
     if is_device_fault(error) or isinstance(error, WorkerLost):
         whose = "the device" if is_device_fault(error) else "the rank's host"
-        print(f"elche: this is a fault of {whose}, not of the job: the rank ends, and is started again", flush=True)
+        print(f"elche: this is a fault of {whose}, not of the job: the rank ends and is restarted", flush=True)
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
@@ -463,10 +465,10 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """Ends this process with its agent, which holds this process's standard input and writes nothing to it.
+    """Ends this process with its agent, which holds the other end of its standard input and writes nothing to it.
 
-    Reads the file descriptor and not `sys.stdin`, whose lock would be held for good: processes that user code forks
-    could not close theirs.
+    Reads the file descriptor, not `sys.stdin`: that would hold its lock for ever, and processes that user code forks
+    would hang when they close theirs.
     """
     while os.read(0, 4096):
         pass
@@ -474,7 +476,7 @@ def _end_with_agent() -> None:
 
 
 def _end(session: Session, code: int) -> NoReturn:
-    """Leaves without running destructors: a stuck collective would block them until its timeout."""
+    """Exits without running destructors: a stuck collective would block them until its timeout."""
     if session.last_words is not None:
         session.last_words()
     session.close()

@@ -1,8 +1,8 @@
-"""The packages that a job requires beside those of its host: installed once, by uv, into a folder of their own.
+"""The packages that a job requires beside those of its host: uv installs them once, into a folder of their own.
 
-What the host has stays: torch, above all, is the agent's. So uv is asked what it would install into the agent's
-environment, where every package keeps its version, and that alone is installed, and found first. Folders are kept by
-the requirements and by what the host has; those that were not used for longest are removed when there are too many.
+The host's packages, above all torch, are used as they are. So uv is asked what it would install into the agent's
+environment with every version pinned; only that is installed, and comes first in `sys.path`. Folders are keyed by the
+requirements and the host's packages; the least recently used ones are removed when there are too many.
 """
 
 import fcntl
@@ -26,21 +26,21 @@ from elche.folders import keep_out
 
 MAX_FOLDERS = 16
 INSTALL_S = 1800.0
-"""Limit for an installation."""
+"""Limit for an installation, in seconds."""
 TOLD_LINES = 12
-"""Of what uv says when it cannot."""
+"""Characters of uv's error that are shown."""
 WOULD = re.compile(r"^ \+ (?P<what>\S+==\S+|\S+ @ .+|\S+)$", re.MULTILINE)
 
 
 def enter_packages(requirements: Sequence[str], cache: Path) -> None:
     """Makes the packages importable, in this process and in those that it starts.
 
-    Raises `InvalidJob` when they cannot be had, or not beside what the host has, `ElcheError` when there is no room.
+    Raises `InvalidJob` if uv cannot install them beside the host's packages, `ElcheError` if the disk has no room.
     """
     if not requirements:
         return
     found: dict[str, str] = {}
-    for one in distributions():  # of a name that is there twice the first is imported
+    for one in distributions():  # of duplicate names the first is imported
         if one.name and one.version:
             found.setdefault(_normal(one.name), one.version)
     pins = sorted(f"{name}=={version}" for name, version in found.items())
@@ -66,7 +66,7 @@ _in_use: list[IO[str]] = []
 
 
 def _lock(folder: Path, kind: str, how: int) -> IO[str]:
-    """A lock beside the folder; it ends when the file is closed."""
+    """Takes a lock beside the folder; closing the file releases it."""
     file = folder.with_name(f".{folder.name}{kind}").open("w")
     try:
         fcntl.flock(file, how)
@@ -99,7 +99,7 @@ def _normal(name: str) -> str:
 
 
 def _uv(*arguments: str) -> str:
-    """What uv says, on standard error, as it does. Raises `InvalidJob` when it fails."""
+    """Runs `uv pip` and returns its output. Raises `InvalidJob` when it fails."""
     try:
         from uv import find_uv_bin
 
@@ -125,11 +125,12 @@ def _uv(*arguments: str) -> str:
 
 
 def _remove_old(cache: Path) -> None:
-    """Removes the folders that were not used for longest, and that no process uses."""
+    """Removes the least recently used folders that no process uses."""
     folders = sorted((one for one in cache.iterdir() if not one.name.startswith(".") and one.is_dir()), key=_used_at)
     for draft in cache.glob(".draft-*"):  # of a process that was killed
         if time.time() - _used_at(draft) > 2 * INSTALL_S:
             shutil.rmtree(draft, ignore_errors=True)
+    # Both locks: a process that holds `.build` has found the folder and is about to take `.use`.
     now = fcntl.LOCK_EX | fcntl.LOCK_NB
     for folder in folders[: max(0, len(folders) - MAX_FOLDERS)]:
         with suppress(BlockingIOError), _lock(folder, ".build", now), _lock(folder, ".use", now):

@@ -1,9 +1,9 @@
-"""Checkpoints of a sharded model: each process of a replica group writes its part, and reads what it needs.
+"""Checkpoints of a sharded model: each process of a replica group writes its part, and reads the parts that it needs.
 
-Written by `torch.distributed.checkpoint`, as safetensors files that say which part of which tensor they have.
+Written by `torch.distributed.checkpoint`, as safetensors files that name the part of each tensor that they contain.
 Parameters are stored by name, an optimizer's moments by the parameter's number, and the outer optimizer's memory tensor
-by tensor, so that a group of another size, or one process, can read them. The files contain no pickle. What the
-processes exchange while they write is pickled, and stays on the host: their sockets are bound to loopback.
+by tensor, so that a group of another size, or one process, can read them. The files contain no pickle. The processes
+exchange pickles while they write, over sockets that are bound to loopback.
 """
 
 import warnings
@@ -34,11 +34,11 @@ class Pieces:
 
     @property
     def is_leader(self) -> bool:
-        """True if this process writes everything else, too."""
+        """True if this process also writes everything that is not sharded."""
         return self._world.rank == 0
 
     def agree(self, folder: str) -> str:
-        """The leader's folder, on every process; empty if nothing is written."""
+        """Returns the leader's folder on every process; empty if nothing is written."""
         return self._world.gather_texts(folder)[0]
 
     def write(self, folder: Path, pieces: Mapping[str, Piece]) -> None:

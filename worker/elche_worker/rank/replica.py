@@ -1,8 +1,8 @@
-"""What one process does with its model, or with its part of one: trains, averages, evaluates and saves it.
+"""One process's model, or its part of one: trains, averages, evaluates and saves it.
 
-The loop of a rank decides when. In a replica group each process has a `Replica`: the leader's loop sends the others
-each act (`acts`) that it carries out itself, and they carry out the same (`follower`). So all processes of the group
-are in the same method when that exchanges something within the group.
+The rank's loop decides when. In a replica group each process has a `Replica`: the leader's loop sends each act (`acts`)
+to the others before it carries it out, and they carry out the same (`follower`). So all processes of the group are in
+the same method when it exchanges something within the group.
 """
 
 import faulthandler
@@ -56,9 +56,9 @@ from elche_worker.user.job import JobDefinition
 from elche_worker.user.schedule import LearningRates, Progress
 
 ABORT_PATIENCE_S = 0.5
-"""How long a rank that leaves waits for the abort of a collective."""
+"""Seconds for which a rank that leaves waits for the abort of a collective."""
 STUCK_S = 10.0
-"""How long an aborted collective may take to return, which takes some 10 ms."""
+"""Seconds after which an aborted collective is stuck; most return within some 10 ms."""
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnteredRound:
-    """The round that was entered last, and what this process brought into it."""
+    """The round that was entered last, and this process's contribution."""
 
     round: int
     local_step: int
@@ -74,19 +74,19 @@ class EnteredRound:
     """Samples that its snapshot contains."""
     work: RoundWork
     state: dict[str, Any] | None = None
-    """State that was captured with the snapshot, for a checkpoint of the result; None if there will be none."""
+    """State captured with the snapshot, for a checkpoint of the result; None if there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultExtent:
-    """How much training the result in the flat buffers contains."""
+    """The training that the result in the flat buffers contains."""
 
     local_step: int
     """Batches of this rank."""
     cut: int
     """Samples of this rank since its incarnation began."""
     samples: int
-    """Samples of all ranks since the job began, those before its checkpoint included."""
+    """Samples of all ranks since the job began, including those before its checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class AppliedResult:
 
     averaged: Average
     digest: int | None
-    """Digest of what must be equal on all ranks; None unless the job verifies rounds."""
+    """Digest of the values that must be equal on all ranks; None unless the job verifies rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a rank trains with, built from the user's file."""
+    """The parts with which a rank trains, built from the user's file."""
 
     built: Built
     layout: Layout
@@ -109,21 +109,21 @@ class Parts:
     extent: Extent
     group: ReplicaGroup
     pieces: "Pieces | None" = None
-    """Writes checkpoints of a model that is divided among the group's processes."""
+    """Writes checkpoints of a model that is sharded over the group's processes."""
     batch_size: int
     """Samples in this rank's batches."""
     backs_off: bool = False
-    """True if a batch goes through the model in more parts when memory runs out."""
+    """True if batches are split into more parts when memory runs out."""
     eval_dataset: Any = None
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None
     """The checkpoint to resume from."""
     timeline: Timeline | None = None
-    """Records what the rank does when."""
+    """Records spans of the rank's work."""
 
 
 class Replica:
-    """The model and its training. `wake` is called when a batch or a result is ready."""
+    """The model and its training. Calls `wake` when a batch or a result is ready."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Replica:
         is_over: Callable[[], bool] = bool,
         note_built: Callable[[], None] | None = None,
     ) -> None:
-        """`is_over` returns whether the rank is leaving, so that nothing is waited for any more. `note_built` is called
-        on another thread when a generation's group is built, or cannot be.
+        """`is_over` returns True when the rank is leaving, which ends waits. `note_built` is called on another thread
+        when the build of a generation's group has ended.
         """
         self._is_over = is_over
         self._streams = streams
@@ -193,15 +193,15 @@ class Replica:
         self._handing = Handing(self.rates, self.own_state)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
-        """True if its values were left out of the last round."""
+        """True if this rank's values were left out of the last round."""
         self.version = 0
         """Version that the model holds; 0 until the first round."""
         self._result = ResultExtent(0, 0, 0)
         self._leased: Counter[int] = Counter()
-        """By epoch: samples that are leased and not trained."""
+        """By epoch: samples leased and not trained."""
         self.epoch = -1
         self._begun_epoch = -1
-        """The last epoch for which this process has called `epoch_fn`."""
+        """The last epoch for which `epoch_fn` was called in this process."""
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self, self.rates, self.callbacks)
         seed = job.seed + MEMBER_SEED * launch.member
@@ -247,7 +247,7 @@ class Replica:
 
     @property
     def progress(self) -> Progress:
-        """How far the job is, as far as this rank knows."""
+        """The job's progress, as far as this rank knows it."""
         return self._progress(self._result.samples + self.meter.num_processed - self._result.cut)
 
     def _progress(self, samples: int) -> Progress:
@@ -270,7 +270,7 @@ class Replica:
         self.generations.build(act)
 
     def finish_build(self, generation: int) -> str:
-        """Waits until all processes of the rank are connected, or one of them cannot be: why, if so; else empty."""
+        """Waits until all processes of the rank are connected, or one has failed. Returns why it failed, else ""."""
         problems = self.replica_group.exchange(self.generations.finish(generation))
         problem = next(filter(None, problems), "")
         if problem:
@@ -278,25 +278,25 @@ class Replica:
         return str(problem)
 
     def end_collective(self) -> None:
-        """Ends a collective that waits for other ranks; `apply_result` then says how the round has ended.
+        """Aborts a collective that waits for other ranks; `apply_result` then returns or raises the round's outcome.
 
-        Raises `OperationStuck`.
+        Raises `OperationStuck` if the collective does not return within `STUCK_S`.
         """
         if not self.averaging.abort(STUCK_S):
-            faulthandler.dump_traceback(2)  # into the rank's log: where it hangs
+            faulthandler.dump_traceback(2)  # the stacks, to the rank's log
             raise OperationStuck(
-                f"round {self.entered.round} was given up, and its collective has not returned within {STUCK_S:.0f} s: "
-                "this rank ends"
+                f"round {self.entered.round} was aborted, and its collective has not returned within {STUCK_S:.0f} s: "
+                "this rank exits"
             )
 
     def leave(self) -> None:
-        """Stops fetching, and ends a collective that still waits for other ranks."""
+        """Stops fetching, and aborts a collective that still waits for other ranks."""
         self.loader.stop()
         self.averaging.abort(ABORT_PATIENCE_S)
 
     def rehearse(self, *, warms_up: bool) -> None:
-        """Looks whether checkpoints and the trained model can be written and read, and evaluates a batch of which
-        nothing stays, where ranks share evaluations (protocol P12.10). If it `warms_up`, it trains one, too.
+        """Checks that checkpoints and the trained model can be written and read. Where ranks share evaluations,
+        evaluates a batch and drops the outcome (protocol P12.10). If it `warms_up`, also trains one.
         """
         check_savable(self.model, self._left_out.names)
         check_state(self.optimizers)
@@ -323,8 +323,8 @@ class Replica:
     # Batches
 
     def warm_up(self) -> None:
-        """Makes a batch of which nothing stays, while no other rank waits for this one (protocol P19.2)."""
-        state = capture_rng_state()  # the data set may draw random numbers, too
+        """Trains a batch and drops its effects, before any other rank waits for this one (protocol P19.2)."""
+        state = capture_rng_state()  # first: the data set may draw random numbers too
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
         with _peers_told_apart():
@@ -413,7 +413,7 @@ class Replica:
         return self.entered
 
     def _use_generation(self, generation: int) -> bool:
-        """True if it is new."""
+        """Uses a generation's group; returns True if it was not in use before."""
         act = self.generations.use(generation)
         if act is not None:
             self._handing.begin_generation()
@@ -438,9 +438,9 @@ class Replica:
         )
 
     def apply_result(self) -> AppliedResult:
-        """Brings the round's result into the model.
+        """Puts the round's result into the model.
 
-        Raises `RoundAborted` or `CollectiveFailed` when there is none; its work then belongs to the next one.
+        Raises `RoundAborted` or `CollectiveFailed` when there is none; its work then goes into the next round.
         """
         self._reshard()
         try:
@@ -463,8 +463,8 @@ class Replica:
         return AppliedResult(averaged, digest)
 
     def _show_result(self, *, has_work: bool) -> None:
-        """Captures the result for a checkpoint, and calls the job's `after_round` with one that has work of a rank:
-        others, such as that which spreads the start, come where training is resumed.
+        """Captures the result for a checkpoint, and calls the job's `after_round` if it contains work of any rank: the
+        round that distributes the initial model has none.
         """
         at_entry = self.entered.state
         if self._job.after_round is not None or (at_entry is not None and self._job.optimizer_state != "local"):
@@ -479,7 +479,7 @@ class Replica:
             self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _call_after_round(self) -> None:
-        """What it changes in the model is changed in the result and in newer steps alike."""
+        """Calls `after_round`. Its changes to the model are applied to the result too, beside newer steps."""
         if self._job.after_round is None:
             return
         self.checkpoints.capture.finish_copy()
@@ -489,28 +489,26 @@ class Replica:
         self.layout.take_changes(before)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer state, unless the round has replaced it, too: of parameters that were not finite, or are
-        left out again, so that the state seems to be spoilt. To begin it anew makes the next steps worse.
+        """Clears the optimizer state, unless the round has averaged it: after parameters that were not finite, or were
+        left out repeatedly, it is probably corrupt too. Done only then, since the next steps are worse without state.
         """
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
 
     def _digest(self) -> int:
-        """Digest of what must be equal on all ranks: the parameters or, if ranks train on meanwhile, the round's
-        result.
-        """
+        """Digest of the values that must be equal on all ranks: the parameters or, if rounds overlap, the result."""
         return self.layout.result_digest() if self._job.overlaps and self.layout.has_result else self.layout.digest()
 
     def _reshard(self) -> None:
-        """Frees parameters that the last forward has left gathered: only then does the model consist of the shards."""
+        """Frees parameters that the last forward has left gathered, so that the model consists of the shards again."""
         if self._parts.built.sharded is not None:
             self._parts.built.sharded.reshard()
 
     # Committed rounds
 
     def resolve_checkpoint(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None = None) -> None:
-        """Writes what was captured of the round, or discards it. Only the leader has `write`."""
+        """Writes the checkpoint captured of the round, or discards it. Only the leader has `write`."""
         if act.is_written:
             self._reshard()
         self.checkpoints.resolve(act, write, self._round_held)
@@ -521,8 +519,8 @@ class Replica:
         write: rank_pb2.WriteCheckpoint | None = None,
         tell: Callable[[Evaluated], None] | None = None,
     ) -> None:
-        """Evaluates, shows or saves the round's result, which the flat buffers hold until the next round; `tell` is
-        called with what the evaluation came to.
+        """Evaluates, saves or passes to callbacks the round's result, which the flat buffers hold until the next round.
+        Calls `tell` with the outcome of the evaluation.
         """
         self._reshard()
         self.averaging.order_change()
@@ -535,7 +533,7 @@ class Replica:
                     tell(done)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
-                # Written only now, so that the job does not end before the callback has returned.
+                # Written after the callback: the job may end once its checkpoint is written.
                 self.resolve_checkpoint(ResolveCheckpoint(act.round, act.version, is_written=True), write)
             if act.saves_final:
                 self._save_final()
@@ -548,8 +546,8 @@ class Replica:
 
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:
-        """Context in which the model has the round's result instead of newer steps, if it is kept: a rank alone may be
-        asked for one of which that could not be foreseen (protocol P12.3).
+        """Context in which the model has the round's result instead of newer steps. A rank alone may not have kept it,
+        since it could not know that it would be asked for (protocol P12.3): the newer steps stay then.
         """
         has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
         if has_newer_steps:
@@ -571,7 +569,7 @@ class Replica:
 
     @property
     def _eval_batch_size(self) -> int:
-        """As many samples as go through the model at once when it trains."""
+        """Samples per evaluation batch: as many as go through the model at once in training."""
         return max(1, self._parts.batch_size // self.step.num_parts)
 
     def _mean_in_model(self) -> AbstractContextManager[None]:
@@ -588,7 +586,9 @@ class Replica:
 
 @contextmanager
 def _peers_told_apart() -> Iterator[None]:
-    """Around user code, whose model may be divided among processes, or have collectives of its own."""
+    """Wraps user code that may use collectives, of a sharded model or of its own: turns their errors into
+    `CollectiveFailed`.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -598,7 +598,7 @@ def _peers_told_apart() -> Iterator[None]:
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:
-    """The place of the job's checkpoints, and the job's part of their manifests."""
+    """Returns the place of the job's checkpoints, and the job's part of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
         job=launch.job_id,

@@ -1,7 +1,7 @@
-"""The processes that share one model and are one rank together: a replica group.
+"""A replica group: the processes that share one model and together are one rank.
 
-Everything in which a rank of several processes differs from a rank of one is behind `ReplicaGroup`: `SingleProcess` is
-the rank of one process, `DistributedGroup` (in `distributed_group`) the one of several.
+All differences between a rank of one process and one of several are behind `ReplicaGroup`: `SingleProcess` implements
+the former, `DistributedGroup` (in `distributed_group`) the latter.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ MEMBER_SEED = 7919
 
 
 class ReplicaGroup(Protocol):
-    """The processes of one rank. All but `send` and `size` is collective: every process calls it in the same order."""
+    """The processes of one rank. All methods but `send` are collective: every process calls them in the same order."""
 
     position: int
-    """0 leads: it speaks with the coordinator."""
+    """This process's position. 0 is the leader, which has the session with the coordinator."""
     size: int
 
     @property
@@ -35,7 +35,7 @@ class ReplicaGroup(Protocol):
         ...
 
     def send(self, act: Act) -> None:
-        """The leader tells the others what it is about to do itself."""
+        """On the leader: sends the others an act that it is about to carry out itself."""
         ...
 
     def exchange(self, value: Any) -> list[Any]:
@@ -43,7 +43,9 @@ class ReplicaGroup(Protocol):
         ...
 
     def agree(self, holds: bool) -> bool:
-        """True if it holds in every process. Called on the thread that averages, beside everything else."""
+        """True if `holds` is true in every process. Called on the thread that averages, concurrently with
+        other calls.
+        """
         ...
 
     def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
@@ -51,7 +53,7 @@ class ReplicaGroup(Protocol):
         ...
 
     def share_learning_rates(self, rates: LearningRates) -> None:
-        """Takes over the learning rates that the leader's callbacks have set."""
+        """Copies the learning rates that the leader's callbacks have set to the other processes."""
         ...
 
     def share_buffers(self, layout: Layout) -> None:
@@ -61,17 +63,17 @@ class ReplicaGroup(Protocol):
     def combine(
         self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
     ) -> tuple[Average, int | None]:
-        """Combines distance, bytes and digest over the processes of the group, and gives the leader's `work` the losses
-        of all. `norm` is the parameter norm of this process's part.
+        """Combines distance, bytes and digest over the processes of the group, and adds all losses to the leader's
+        `work`. `norm` is the parameter norm of this process's part.
         """
         ...
 
     def parameter_norm(self, own: float | None) -> float | None:
-        """The parameter norm of the whole model; `own` is that of this process's part, now."""
+        """The parameter norm of the whole model; `own` is the present one of this process's part."""
         ...
 
     def new_pieces(self) -> "Pieces | None":
-        """The writer of checkpoints of a divided model; None for a model that one process holds."""
+        """The writer of checkpoints of a sharded model; None for a model that one process holds."""
         ...
 
 

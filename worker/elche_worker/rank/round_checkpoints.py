@@ -10,7 +10,7 @@ from elche_worker.rank.checkpoint_writer import CheckpointWriter
 
 
 class RoundCheckpoints:
-    """Keeps what was captured of a round until the coordinator says whether it becomes a checkpoint."""
+    """Keeps the captured state of a round until the coordinator decides if it becomes a checkpoint."""
 
     def __init__(self, capture: CheckpointCapture, writer: CheckpointWriter) -> None:
         self.capture = capture
@@ -34,7 +34,7 @@ class RoundCheckpoints:
         return True
 
     def resolve(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None, newest: int) -> None:
-        """Writes what was captured of the round, or discards it. Only a group's leader has `write`."""
+        """Writes the captured state of the round, or discards it. Only a group's leader has `write`."""
         if act.is_written:
             if not self.capture_late(act.round, newest):
                 if write is not None:

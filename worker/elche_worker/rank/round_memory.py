@@ -1,4 +1,4 @@
-"""Where a rank holds what rounds need beside the model: on its device, where there is room, else in host memory."""
+"""Chooses where a rank holds rounds' copies of the model: on its device, if there is room, else in host memory."""
 
 import sys
 
@@ -7,16 +7,18 @@ from elche_worker.collectives.operations import Collectives
 from elche_worker.data.prefetch import DeviceTransfer
 
 LEAST_BATCHES = 2
-"""Batches after which it is known what training needs: the first one makes the optimizer's state."""
+"""Batches after which training's memory use is known: the first one allocates the optimizer's state."""
 
 
 class RoundMemory:
-    """Chooses once. Until the first batches are trained, host memory serves. What rounds compute is the same in both:
-    ranks choose for themselves.
+    """Chooses once; until the first batches are trained, host memory is used. Results are the same in both, so each
+    rank may choose for itself.
     """
 
     def __init__(self, wanted: str, transfer: DeviceTransfer, size_bytes: int) -> None:
-        """`wanted` is the setting `memory`; rounds need `size_bytes`. Prefetched batches leave them free until then."""
+        """`wanted` is the setting `memory`; rounds need `size_bytes`, which prefetched batches leave free
+        until then.
+        """
         self._transfer = transfer
         self._size_bytes = size_bytes
         self._chosen = {"device": Place.DEVICE, "host": Place.PINNED}.get(wanted)
@@ -24,7 +26,7 @@ class RoundMemory:
             transfer.set_aside_bytes = size_bytes
 
     def place(self, group: Collectives, local_step: int) -> Place:
-        """Where the next round, in this group after so many batches, holds its values."""
+        """The place of the next round's values, in this group and after `local_step` batches."""
         if group.device.type == "cpu":
             return Place.DEVICE
         if self._chosen is None and local_step >= LEAST_BATCHES:
@@ -34,7 +36,7 @@ class RoundMemory:
         return self._chosen or Place.PAGEABLE
 
     def _choose(self, spare_bytes: int) -> Place:
-        is_room = self._transfer.set_aside_bytes >= self._size_bytes  # else batches may wait there by now
+        is_room = self._transfer.set_aside_bytes >= self._size_bytes  # else prefetched batches may have taken it
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))
         where = "on the device" if is_room else "in host memory"

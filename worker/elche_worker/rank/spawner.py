@@ -1,7 +1,7 @@
-"""The process that an agent's ranks are forked from: it has imported torch, which takes most of a rank's start.
+"""The process from which an agent's ranks are forked. It has imported torch, which takes most of a rank's start.
 
-A rank that imports torch itself takes 2.8 s of a processor and 200 MB of memory of its own before it begins. The agent
-does not import torch at all.
+A rank that imports torch itself needs 2.8 s of CPU time and 200 MB of private memory before it begins. The agent does
+not import torch at all.
 
 Requests of the agent and reports of ranks are lines of JSON on a socket. The spawner has no threads, opens no channel
 and never asks torch for a device, so that a forked process begins like a fresh one. When it ends, the kernel ends its
@@ -36,18 +36,18 @@ from elche_worker.session.launch import Launch
 
 CHUNK_BYTES = 1 << 20
 MAX_LAUNCHES = 64
-"""Most file descriptors in one message, one for each launch."""
+"""Most file descriptors in one message; each launch has one."""
 MAX_LOG_BYTES = 64 << 20
 KEPT_LOG_BYTES = 8 << 20
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
-"""How long stray processes of ranks may take to end; later ones are ended when they are found."""
+"""Seconds for which the spawner waits for killed stray processes to end."""
 FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job")
 """Imports of every rank."""
 COMPILER = "torch._dynamo"
-"""What creating an optimizer imports, too, which takes nearly as long as torch itself; see `process.compiler`."""
+"""Imported by creating an optimizer, which takes nearly as long as torch itself; see `process.compiler`."""
 FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
-"""Further imports of replica groups; imported when the first group is wanted."""
+"""Further imports of replica groups, made when the first group is started."""
 
 
 class Spawner:
@@ -56,16 +56,16 @@ class Spawner:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._immortal: set[int] = set()
-        """Strays that were killed and have not ended, in a driver that hangs, say: nobody waits for them again."""
+        """Strays that were killed and have not ended, such as in a driver that hangs: they are not waited for again."""
         self._running: dict[int, int] = {}
-        """The agent's number of each process, by process id. A process stays in it until it is reaped, so that its id
-        is not reused by another.
+        """The agent's number of each process, by process id. A process stays until it is reaped, before which its id
+        cannot be reused.
         """
         self._logs: dict[int, str] = {}
         """Log of each process, by process id."""
         self._launches: deque[int] = deque()
-        """Launch lines as file descriptors, in the order of requests. Only the ranks read them: what this process read
-        would be in the memory of everything that it forks later.
+        """Launch lines as file descriptors, in the order of requests. Only the ranks read them: a secret that this
+        process read would be in the memory of all processes that it forks later.
         """
         self._requests: deque[bytes] = deque()
         self._rest = b""
@@ -77,7 +77,7 @@ class Spawner:
     def serve(self) -> None:
         """Returns when the agent has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever ends all processes of a host: ranks may leave before
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a host: ranks leave in order first
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -96,7 +96,7 @@ class Spawner:
                 shorten_log(path)
 
     def _receive(self) -> bool:
-        """Receives requests; returns whether the agent still runs."""
+        """Receives requests; returns True while the agent runs."""
         data = b""
         with suppress(ConnectionResetError):  # the agent was killed before it had read everything
             data, launches, _, _ = socket.recv_fds(self._agent, CHUNK_BYTES, MAX_LAUNCHES)
@@ -139,7 +139,7 @@ class Spawner:
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
-        """Reports processes that have ended, and ends what user code has left behind."""
+        """Reports processes that have ended, and kills processes that user code has left behind."""
         ended = {}
         for pid in list(self._running):
             gone, status = os.waitpid(pid, os.WNOHANG)
@@ -152,8 +152,8 @@ class Spawner:
             self._end_strays()
 
     def _end_strays(self, session: int | None = None) -> None:
-        """Kills what ended ranks have left behind: the processes of an ended rank's session, and daemons outside of it,
-        which became children of this process when the rank ended. Running ranks adopt their own orphans.
+        """Kills processes that ended ranks have left behind: those of an ended rank's session, and daemons outside of
+        it, which became children of this process when the rank ended. Running ranks adopt their own orphans.
         """
         deadline_s = time.monotonic() + STRAYS_S
         self._immortal = {pid for pid in self._immortal if os.waitpid(pid, os.WNOHANG) == (0, 0)}
@@ -171,7 +171,7 @@ class Spawner:
             time.sleep(0.001)
 
     def _end_all(self) -> None:
-        """Ends what the kernel would not end with this process: processes that user code has started."""
+        """Kills processes that user code has started, which the kernel would not end with this process."""
         for pid in self._running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -183,7 +183,7 @@ class Spawner:
             self._agent.sendall(json.dumps(news).encode() + b"\n")
 
     def _leave(self, parent: int) -> None:
-        """What a forked process does first: nothing of this one is left in it."""
+        """Detaches a forked process from the spawner: session, signals, file descriptors."""
         end_with_parent(parent)
         os.setsid()
         adopt_orphans()
@@ -198,7 +198,7 @@ class Spawner:
         os.close(self._wake)
 
     def _check(self, asked: int, answers: int, parent: int) -> NoReturn:
-        """Makes the forked process one that checks a job's file, and writes what it finds to a file."""
+        """Runs `check` in the forked process, which writes its answer to a file descriptor."""
         try:
             self._leave(parent)
             from elche_worker.rank.check import answer
@@ -216,8 +216,8 @@ class Spawner:
         os._exit(1)
 
     def _become(self, launch_file: int, log_path: str, parent: int, num_threads: int) -> NoReturn:
-        """Makes the forked process a rank, or one of a rank's processes, that computes with so many threads; 0: as many
-        as this one was started for.
+        """Runs a rank, or one of a rank's processes, in the forked process, with `num_threads` threads for computing;
+        0: as many as the spawner was started with.
         """
         try:
             self._leave(parent)
@@ -243,16 +243,16 @@ class Spawner:
 
 
 def _take_threads(number: int) -> None:
-    """Has this process compute with so many threads, where it was forked from one that was to have others."""
+    """Sets this process's number of threads for computing, if it differs from the spawner's."""
     if number and os.environ.get(THREADS) != str(number):
         import torch
 
-        os.environ[THREADS] = str(number)  # for what it starts: torch itself has read it
+        os.environ[THREADS] = str(number)  # for its child processes: torch has read it already
         torch.set_num_threads(number)
 
 
 class _Log(io.FileIO):
-    """What cannot be written, since the disk is full, is dropped: training goes on."""
+    """A log that drops what cannot be written, as when the disk is full, so that training goes on."""
 
     times: TimesWriter | None = None
 
@@ -266,14 +266,16 @@ class _Log(io.FileIO):
 
 
 def open_log(descriptor: int, times: TimesWriter | None = None) -> io.TextIOWrapper:
-    """A rank's output or error stream; each write is in the log at once, and `times` says when."""
+    """A rank's output or error stream. Writes go to the log at once; `times` records when."""
     raw: Any = _Log(descriptor, "w", closefd=False)
     raw.times = times
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEPT_LOG_BYTES) -> None:
-    """Truncates a log that has become too long to its end, and notes that. Writers that append continue after it."""
+    """Truncates a log longer than `max_bytes` to its last `kept_bytes`, and notes that in it. Appending
+    writers go on.
+    """
     with suppress(OSError):
         is_too_long = os.stat(path).st_size > max_bytes
         shorten_times(path, is_cut=is_too_long)
@@ -289,12 +291,12 @@ def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEP
 
 
 def _import(*modules: str) -> None:
-    """Imports what it can. What fails here is imported again by the rank, whose log then shows the error; so is
-    everything on systems whose libraries do not support fork.
+    """Imports modules. An import that fails is made again by the rank, whose log then shows the error; so are all on
+    systems whose libraries do not support fork.
     """
     if not sys.platform.startswith("linux"):
         return
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # a process that has asked CUDA itself whether it is there cannot be forked
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # a process that has initialised CUDA to look for it cannot be forked
     before = os.environ.get(name)
     os.environ[name] = "1"
     with suppress(Exception):
@@ -322,8 +324,8 @@ def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
     if not (compiles_later and _put_off_compiler()):
         _import(COMPILER)
     gc.collect()
-    gc.freeze()  # what is not collected is not written to, and stays shared with the ranks
-    os.environ["SPT_NOENV"] = "1"  # or titles are written over what /proc shows of the environment
+    gc.freeze()  # the collector does not write to frozen objects, so that their pages stay shared with the ranks
+    os.environ["SPT_NOENV"] = "1"  # or titles overwrite the environment that /proc shows
     setproctitle("elche spawner")
     del os.environ["SPT_NOENV"]
     Spawner(socket.socket(fileno=agent_fd)).serve()

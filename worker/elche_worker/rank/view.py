@@ -1,4 +1,4 @@
-"""A rank as callbacks see it."""
+"""The view of a rank that callbacks receive."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from elche_worker.user.schedule import LearningRates, Progress
 
 
 class RateSetters:
-    """What callbacks may change of learning rates, where every rank calls them."""
+    """Setters of learning rates, for callbacks that every rank calls."""
 
     def __init__(self, rates: LearningRates, callbacks: Callbacks) -> None:
         self._rates = rates
@@ -48,7 +48,7 @@ class RateSetters:
 
 
 class Viewed(Protocol):
-    """What a view reads of its rank."""
+    """The attributes of a rank that a view reads."""
 
     @property
     def model(self) -> torch.nn.Module: ...
