@@ -40,7 +40,7 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         os.kill(spawner, signal.SIGKILL)
         with pytest.raises(JobFailed, match="was killed by signal 9"):
             handle.result()
-        assert "the process that ranks are forked from has ended (signal 9), and 2 with it" in other.log.read_text()
+        assert "the spawner, from which ranks are forked, has ended (signal 9), and 2 with it" in other.log.read_text()
         mark.assert_none_left("elche rank")
 
         assert client.submit(job_file(), num_ranks=2).result().committed_samples

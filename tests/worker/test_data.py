@@ -209,7 +209,7 @@ def test_what_is_no_data_set_is_refused_with_the_way_out(built: Any, says: str) 
 
 
 def test_a_loader_is_told_of_sample_weights() -> None:
-    with pytest.raises(InvalidJob, match="give sample_weights to see some samples more often"):
+    with pytest.raises(InvalidJob, match="give sample_weights to draw some samples more often"):
         as_dataset(DataLoader(list(range(8)), sampler=RandomSampler(list(range(8)))), "train.py")
 
 
@@ -221,7 +221,7 @@ def test_a_loader_is_told_of_sample_weights() -> None:
     ],
 )
 def test_several_data_sets_at_once_are_refused(built: Any) -> None:
-    with pytest.raises(InvalidJob, match="of data sets; return the one that is to be trained"):
+    with pytest.raises(InvalidJob, match="of data sets; return the one to train"):
         as_dataset(built, "train.py")
 
 

@@ -86,4 +86,4 @@ def test_a_service_that_does_not_answer_is_told_once_and_asked_again(caplog: pyt
         watch("gcp", left.set, address=there, every_s=0.02)
         eventually(lambda: caplog.records, "it is told")
         assert not left.wait(0.2)
-        assert len([record for record in caplog.records if "does not say whether" in record.message]) == 1
+        assert len([record for record in caplog.records if "does not say if" in record.message]) == 1

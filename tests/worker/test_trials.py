@@ -103,7 +103,7 @@ def test_no_process_that_has_used_a_device_is_forked(
 
 def test_a_driver_that_crashes_when_it_is_asked_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_listed", lambda: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGABRT)))
-    with pytest.raises(InvalidJob, match=r"torch cannot say which devices there are \(.*ended with SIGABRT\)"):
+    with pytest.raises(InvalidJob, match=r"torch cannot list the devices \(.*ended with SIGABRT\)"):
         choose_devices("auto", 0, trials=begin_trials("auto"))
 
 

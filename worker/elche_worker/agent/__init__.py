@@ -1,1 +1,1 @@
-"""The agent: one process per host, which offers the host's devices, starts rank processes and reports their exits."""
+"""The agent: one process per host that offers the host's devices, starts rank processes and reports their exits."""

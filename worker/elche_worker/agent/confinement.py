@@ -15,18 +15,18 @@ from elche.errors import ElcheError
 PROGRAM = "bwrap"
 TRY_S = 20.0
 HIDDEN = ("/tmp", "/var/tmp", "/run", "/root", "/home")
-"""Where users' files, sockets of daemons and secrets are. A rank finds them empty."""
+"""Folders with users' files, sockets of daemons and secrets. They are empty in a rank's container."""
 RESOLVER = Path("/etc/resolv.conf")
 
 
 class CannotConfine(ElcheError):
-    """This host cannot make such containers."""
+    """This host cannot make containers for ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What ranks see of this host: all of it read-only, but for `HIDDEN`, the agent's home and `secrets`, of which they
-    see nothing, and `writable`, which they may change. Of `readable` they see what is in hidden places, too.
+    """The host's files as ranks see them: read-only, except for `HIDDEN`, the agent's home and `secrets`, which are
+    empty, and `writable`. Paths in `readable` and `writable` are visible in hidden folders, too.
     """
 
     writable: Sequence[Path]
@@ -34,7 +34,7 @@ class Confinement:
     secrets: Sequence[Path] = ()
 
     def command(self) -> list[str]:
-        """What stands before the command of a rank."""
+        """The bubblewrap command line, which precedes that of a rank."""
         arguments = [PROGRAM, "--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         arguments += ["--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
         hidden = {Path(one).resolve() for one in (*HIDDEN, os.path.expanduser("~")) if Path(one).is_dir()} - {Path("/")}
@@ -75,7 +75,7 @@ class Confinement:
 
 
 def _own_folders() -> list[Path]:
-    """Where Python and its packages are. Not the folder that the agent was started in, which may be anybody's."""
+    """Folders of Python and its packages, without the agent's working directory, which may be anybody's."""
     found = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent]
     packages = (Path(one) for one in sys.path if os.path.isabs(one))
     own = Path(__file__).resolve().parents[2]
@@ -83,9 +83,9 @@ def _own_folders() -> list[Path]:
 
 
 def host_pid(container: int, inner: int) -> int | None:
-    """The process id, here, of a process that has another one inside; None when it has ended.
+    """The host's process id of the process with id `inner` in the container; None when it has ended.
 
-    `container`: the process id of bubblewrap here, whose child is the container's first process.
+    `container`: the host's process id of bubblewrap, whose child is the container's first process.
     """
     try:
         (first, *_) = Path(f"/proc/{container}/task/{container}/children").read_text().split()

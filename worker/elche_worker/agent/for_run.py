@@ -1,9 +1,9 @@
-"""`python -m elche_worker.agent.for_run PARENT`: the agent of `elche run`, which has the job's file checked first.
+"""`python -m elche_worker.agent.for_run PARENT`: the agent of `elche run`, which first has the job's file checked.
 
-The process that ranks are forked from has imported torch, so the file is checked by a fork of it, too. Lines of JSON
-come on standard input: what is to be checked (`elche_worker.rank.check.answer`, and `num_ranks`, 0 for unknown), and
-then what the agent needs; without the second one this process ends. In between it prints `checked`, the check's exit
-code, and what it has found. It ends with its parent, and with its standard input.
+The file is checked by a fork of the spawner, which has imported torch. Standard input has two lines of JSON: the check
+(arguments of `elche_worker.rank.check.answer`, and `num_ranks`, 0 for unknown), and then the agent's settings; without
+the second one this process ends. In between it prints `checked`, the check's exit code, and its answer. It ends with
+its parent, and with its standard input.
 """
 
 import json
@@ -20,8 +20,8 @@ from elche_worker.process.parent import end_with_parent
 
 
 def main() -> None:
-    """Returns when nothing is ordered."""
-    end_with_parent(int(sys.argv[1]))  # user code that is loaded may take for ever
+    """Runs the check and then the agent. Returns when no agent is ordered."""
+    end_with_parent(int(sys.argv[1]))  # loading user code may never return
     request = sys.stdin.readline()
     if not request:
         return

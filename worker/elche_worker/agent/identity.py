@@ -1,4 +1,4 @@
-"""Who an agent is, and which agents of this host are dead: each holds the lock of a file in the work folder."""
+"""An agent's name, and the detection of dead agents on this host: each holds the lock of a file in the work folder."""
 
 import fcntl
 import os
@@ -18,16 +18,16 @@ class Identity:
     def __init__(self, work_dir: Path) -> None:
         self.name = secrets.token_hex(8)
         self.gone: list[str] = []
-        """Names of agents that had this folder on this host and have ended, without being able to say so."""
+        """Names of agents that used this folder on this host and were killed, so that they did not report their end."""
         self._file: int | None = None
-        with suppress(OSError):  # without a file others wait somewhat longer for this agent, if it is killed
+        with suppress(OSError):  # without a file the coordinator waits longer for this agent's return if it is killed
             self._lock(work_dir / FOLDER)
 
     def _lock(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         keep_out(folder)
         host = socket.gethostname()
-        draft = folder / f"{self.name}.draft"  # has its name when it is locked, not before
+        draft = folder / f"{self.name}.draft"  # renamed once it is locked, since an unlocked one looks dead
         self._file = os.open(draft, os.O_CREAT | os.O_RDWR)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         draft.rename(folder / f"{host}.{self.name}")

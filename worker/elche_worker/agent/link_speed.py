@@ -1,4 +1,4 @@
-"""Measures the link between two hosts, for `elche doctor --links`: one listens, the other connects and leads."""
+"""Measures the link between two hosts, for `elche doctor --links`: one listens, the other connects and controls."""
 
 import hmac
 import socket
@@ -13,29 +13,30 @@ from elche.network import join_address, split_address
 from elche.v1.job_pb2 import LinkMeasured
 
 WAIT_S = 20.0
-"""How long a host listens, and how long a measurement may take in all."""
+"""Seconds for which a host listens, and which a measurement may take in all."""
 SLOW_S = 0.5
-"""A first amount that takes longer is enough: the link is slow."""
+"""If sending the first amount takes longer, in seconds, the link is slow, and no other is sent."""
 CONNECT_S = 5.0
 NUM_PINGS = 20
 STEPS_S = (0.05, 1.0)
-"""How long the second and third amount should take, by how long the one before took: connections begin slowly."""
+"""Seconds that sending the second and third amount should take; their sizes follow from the time of the one before,
+since TCP starts slowly."""
 FIRST_BYTES = 64 << 10
 MAX_BYTES = 4 << 30
 BLOCK = bytes(256 << 10)
 LENGTH = 8
-"""Bytes of an amount."""
+"""Least, first and most bytes of an amount."""
 PING, TAKE, GIVE = b"p", b"t", b"g"
 
 
 class LinkFault(Exception):
-    """The link cannot be measured; says why."""
+    """The link cannot be measured, with the reason."""
 
 
 def listen(host: str, secret: bytes) -> str:
-    """Waits on a thread for who shows the secret, and does what that one says; returns where, as HOST:PORT.
+    """Waits on a thread for a peer that sends the secret, and serves its commands; returns the address, as HOST:PORT.
 
-    Others are turned away. Raises `OSError` when nothing can listen there.
+    Connections without the secret are closed. Raises `OSError` when it cannot listen on `host`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -49,7 +50,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
     with listener:
         while (left_s := end_s - time.monotonic()) > 0:
             listener.settimeout(left_s)
-            with suppress(OSError), listener.accept()[0] as one:  # it has gone, or nobody came
+            with suppress(OSError), listener.accept()[0] as one:  # the peer has closed it, or none came
                 one.settimeout(CONNECT_S)
                 if hmac.compare_digest(_read(one, len(secret)), secret):
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,8 +74,8 @@ def _follow(one: socket.socket, end_s: float) -> None:
 
 
 def measure(address: str, secret: bytes, *, only_connects: bool = False) -> LinkMeasured:
-    """What the link to the host that listens at HOST:PORT can do; with `only_connects` its round trip alone. Takes 2 to
-    3 s, less than `WAIT_S` in any case. Raises `LinkFault`.
+    """Measures bandwidth and round trip to the host that listens at HOST:PORT; with `only_connects` the round trip
+    alone. Takes 2 to 3 s, and at most `WAIT_S`. Raises `LinkFault`.
     """
     try:
         with socket.create_connection(split_address(address), CONNECT_S) as one:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elche_worker.agent.agent import Agent
 
 FIND_LIMIT_S = 150.0
-"""Limit for the trials of all devices together; each trial has its own limit."""
+"""Limit in seconds for the trials of all devices together; each trial has its own limit."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ Examples:
     default=DEFAULT_ADDRESS,
     show_default=True,
     show_envvar=True,
-    help="HOST:PORT of the coordinator; where several share a database, all of theirs, separated by commas.",
+    help="HOST:PORT of the coordinator; several that share a database are separated by commas.",
 )
 @click.option(
     "--tls",
@@ -79,14 +79,14 @@ Examples:
     default=1,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Offer each device so many times, for small jobs beside one another; each may use that part of its memory.",
+    help="Offer each device so many times, to run small jobs at the same time; each may use that part of its memory.",
 )
 @click.option(
     "--label",
     "labels",
     multiple=True,
     metavar="NAME=VALUE",
-    help="What jobs may ask for beside the devices' properties (elche submit --on zone=eu). Repeatable.",
+    help="A label of this host that jobs may require (elche submit --on zone=eu). Repeatable.",
 )
 @click.option(
     "--secrets",
@@ -94,14 +94,14 @@ Examples:
     show_envvar=True,
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
-    help="A folder with a file for each secret that jobs may ask for by name (elche submit --secret NAME).",
+    help="Folder with one file per secret that jobs may request by name (elche submit --secret NAME).",
 )
 @click.option(
     "--work-dir",
     default=Path("runs"),
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Folder for logs and models of jobs that were submitted without one.",
+    help="Folder for logs and models of jobs that name none.",
 )
 @click.option(
     "--grace",
@@ -113,7 +113,7 @@ Examples:
 @click.option(
     "--notices",
     type=click.Choice(["aws", "gcp", "azure"]),
-    help="Ask this cloud's metadata service whether the machine will be taken away, and leave as on SIGTERM.",
+    help="Watch this cloud's metadata service for an interruption of the machine, and then leave as on SIGTERM.",
 )
 @click.option(
     "--confine",
@@ -125,7 +125,7 @@ Examples:
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="With --confine: a folder that ranks may change, such as that of checkpoints. Repeatable.",
+    help="With --confine: a folder that ranks may write to, such as that of checkpoints. Repeatable.",
 )
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
@@ -179,8 +179,8 @@ def main(
 
 
 def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
-    """Runs the agent until a signal, or the end of standard input, ends it; then this process ends. Raises `ElcheError`
-    when the coordinator refuses it.
+    """Runs the agent until a signal or the end of standard input, then ends this process. Raises `ElcheError` when the
+    coordinator refuses the agent.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
@@ -192,7 +192,7 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
 
 
 def _confinement(work_dir: Path, writable: Sequence[Path], secrets: Path | None, tls: str) -> Confinement:
-    """What ranks see of this host. Raises `CannotConfine`."""
+    """The confinement of ranks by these options. Raises `CannotConfine`."""
     agents = work_dir / AGENTS
     agents.mkdir(parents=True, exist_ok=True)
     token = os.environ.get(FILE_VARIABLE, "")
@@ -226,13 +226,15 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
 
 
 def slots_of(devices: Sequence[Mapping[str, Any]]) -> list[agent_pb2.Slot]:
-    """The slots of devices as `device.discovery` finds them; who names one several times wants several ranks on it."""
+    """The slots of devices as `device.discovery` finds them; a device that is named several times gets
+    several ranks.
+    """
     times = Counter(one["device"] for one in devices)
     return [agent_pb2.Slot(**one, repeats=times[one["device"]] > 1) for one in devices]
 
 
 def _shared(slots: list[agent_pb2.Slot], share: int) -> list[agent_pb2.Slot]:
-    """Each slot so many times, with its part of the memory, which the ranks are told in the environment."""
+    """Repeats each slot `share` times, with that part of the memory; ranks read the share from the environment."""
     if share > 1:
         os.environ[SHARE_VARIABLE] = str(share)
     return [
@@ -257,9 +259,9 @@ def _find(wanted: list[str]) -> list[dict[str, Any]]:
     try:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise InvalidJob(f"torch does not say within {FIND_LIMIT_S:.0f} s which devices there are") from None
+        raise InvalidJob(f"torch did not list the devices within {FIND_LIMIT_S:.0f} s") from None
     if found.returncode:
-        raise InvalidJob("torch cannot say which devices there are")
+        raise InvalidJob("torch cannot list the devices; the lines above may say why")
     devices: list[dict[str, Any]] = json.loads(found.stdout.splitlines()[-1])
     if not devices:
         raise InvalidJob(f"--devices {','.join(wanted)}: none of them can be used; use auto, or cpu")

@@ -1,4 +1,4 @@
-"""Notices of clouds that this machine will be taken away: the metadata service of each is asked every few seconds."""
+"""Clouds' notices that this machine will be interrupted, polled from the metadata service every few seconds."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 5.0
 ANSWER_S = 2.0
-"""Limit for the metadata service to answer."""
+"""Limit in seconds for the metadata service to answer."""
 MAX_BYTES = 64 << 10
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -45,12 +45,12 @@ def _azure(base: str) -> bool:
 
 
 class Cloud(NamedTuple):
-    """Where a cloud tells of the end of a machine, and how to read it."""
+    """The address of a cloud's notices, and the function that reads them."""
 
     address: str
     is_noticed: Callable[[str], bool]
-    """Asks the service at an address. Raises `OSError`, or `ValueError`, `KeyError` or `TypeError` for an answer that
-    makes no sense.
+    """Asks the service at an address; returns True if there is a notice. Raises `OSError`, or `ValueError`, `KeyError`
+    or `TypeError` for an invalid answer.
     """
 
 
@@ -72,12 +72,12 @@ def _watch(cloud: Cloud, leave: Callable[[], object], address: str, every_s: flo
     while True:
         try:
             if cloud.is_noticed(base):
-                log.info("the cloud gives notice that this machine will be taken away")
+                log.info("the cloud gives notice that this machine will be interrupted")
                 leave()
                 return
             problem = ""
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not problem:
-                log.warning("%s does not say whether this machine will be taken away: %s; asked again", base, error)
+                log.warning("%s does not say if this machine will be interrupted: %s; asking again", base, error)
             problem = str(error) or type(error).__name__
         pause.wait(every_s)

@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 LOG_TAIL_BYTES = 4096
 
 NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
-"""gRPC's fork handlers crash data loader workers in a process that has a torch process group. The workers use no gRPC.
-"""
+"""Disables gRPC's fork handlers, which crash data loader workers forked in a process with a torch process group. The
+workers use no gRPC."""
 
 LOOK_EVERY_S = 0.2
-"""Interval at which a process that is to end is looked at, in seconds."""
+"""Seconds between looks at a process that should end."""
 GONE_S = 10.0
-"""Limit for processes to disappear after SIGKILL."""
+"""Seconds for which killed processes are waited for."""
 
 LATER = "--compiles-later"
 """Tells the spawner not to import PyTorch's compiler."""
@@ -66,11 +66,11 @@ class Exit:
     """Exit code, or the negative number of the signal that ended it."""
     log_tail: str = ""
     member: int = 0
-    """Its position in the rank's replica group."""
+    """The process's position in the rank's replica group."""
     log_path: str = ""
-    """Its log, if it is not the rank's main log."""
+    """The process's log, if it is not the rank's main log."""
     was_stopped: bool = False
-    """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
+    """True if the process was stopped (SIGSTOP) when the agent tried to end it."""
 
 
 @dataclass(slots=True)
@@ -95,20 +95,20 @@ class Processes:
         confinement: Confinement | None = None,
         spawner: "SpawnerProcess | None" = None,
     ) -> None:
-        """`num_slots` ranks share the processors. With a `confinement` each rank has a container of its own, and a
-        spawner in it. A `spawner` that runs already is used, for however many it was made.
+        """`num_slots` ranks share the processors. With a `confinement` each rank has its own container with a spawner.
+        A `spawner` that runs already is used as it is.
         """
         self._on_exit = on_exit
         self._num_slots = num_slots
         self._confinement = confinement
         self.files = RankFiles(None if confinement is None else confinement.writable)
-        """What ranks write is opened by this."""
+        """Opens files that ranks have written."""
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
         self._num_started = 0
         self._spawner: SpawnerProcess | None = None
-        """That of all ranks, unless they are confined."""
+        """The spawner of all ranks, unless they are confined."""
         self._is_closed = False
         if spawner is not None:
             spawner.num_slots = num_slots
@@ -142,7 +142,7 @@ class Processes:
 
     @property
     def num_running(self) -> int:
-        """How many ranks run here."""
+        """Number of ranks that run here."""
         with self._changed:
             return len(self._running)
 
@@ -159,8 +159,8 @@ class Processes:
     def stop(self, key: Key, grace_s: float, *, waits_while_stopped: bool = False) -> None:
         """Asks a rank's leader to end, and kills it after the grace time. The other processes end with it.
 
-        With `waits_while_stopped` a rank that somebody has stopped ends when it continues; of another, which hangs, the
-        log gets the stacks first.
+        With `waits_while_stopped`, a rank that was stopped (SIGSTOP) is killed only after it continues; of one that
+        hangs, the stacks are written to its log first.
         """
         threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
 
@@ -172,7 +172,7 @@ class Processes:
             time.sleep(LOOK_EVERY_S)
         if waits_while_stopped:
             self._log_stacks(key)
-        if self._signal_leader(key, signal.SIGHUP):  # SIGTERM would let it go on until its work is committed
+        if self._signal_leader(key, signal.SIGHUP):  # not SIGTERM, after which a rank would commit its work first
             with self._changed:
                 self._changed.wait_for(lambda: key not in self._running, timeout=grace_s)
             self._signal_leader(key, signal.SIGKILL)
@@ -192,7 +192,7 @@ class Processes:
             return running.spawner.pids.get(leader) if running is not None and leader is not None else None
 
     def stacks(self, key: Key) -> str:
-        """The stacks of the threads of a rank's leader, or why they are not known."""
+        """The stacks of the threads of a rank's leader, or the reason why they are not available."""
         with self._changed:
             running, pid = self._running.get(key), self._leader_pid(key)
         if running is None or pid is None:
@@ -200,18 +200,18 @@ class Processes:
         return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number), self.files)
 
     def kill_all(self) -> None:
-        """Ends every process at once, and waits until they are gone."""
+        """Kills every process and waits until they have ended."""
         with self._changed:
             for running in self._running.values():
                 self._kill(running)
             self._changed.wait_for(lambda: not self._running)
 
     def close(self) -> None:
-        """Ends every process, and the one that they are forked from."""
+        """Kills every process and the spawner."""
         with self._changed:
             self._is_closed = True
             for spawner in {running.spawner for running in self._running.values()}:
-                if not spawner.has_forked:  # it may import torch for long, and has nothing to end
+                if not spawner.has_forked:  # no need to wait for it, and it may be importing torch
                     spawner.kill()
         self.kill_all()
         with self._changed:
@@ -230,7 +230,7 @@ class Processes:
         return spawner
 
     def _listen(self, spawner: "SpawnerProcess") -> None:
-        """Reads the spawner's reports of processes that have ended. When the spawner itself ends, all of them have."""
+        """Reads the spawner's reports of processes that have ended. When the spawner ends, all have ended with it."""
         for told in spawner.hear():
             if "pid" in told:
                 spawner.note(told["number"], told["pid"])
@@ -244,7 +244,7 @@ class Processes:
             mine = [running for running in self._running.values() if running.spawner is spawner]
             lost = [number for running in mine for number in running.living]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        what = f"the process that ranks are forked from has ended ({how})"
+        what = f"the spawner, from which ranks are forked, has ended ({how})"
         if lost:
             log.warning("%s, and %d with it", what, len(lost))
         for number in lost:
@@ -274,7 +274,7 @@ class Processes:
         self._on_exit(key, running.first)
 
     def _signal_leader(self, key: Key, number: int) -> bool:
-        """Sends a signal to a rank's leader; returns whether it was running."""
+        """Sends a signal to a rank's leader; returns True if it was running."""
         with self._changed:
             running = self._running.get(key)
             leader = next((one for one, member in running.living.items() if member == 0), None) if running else None
@@ -284,13 +284,13 @@ class Processes:
             return True
 
     def _kill(self, running: _Running) -> None:
-        """Ends a rank's processes at once; the spawner ends what user code has started in them."""
+        """Kills a rank's processes; the spawner then kills processes that user code has started."""
         for number in running.living:
             running.spawner.signal(number, signal.SIGKILL)
 
 
 class SpawnerProcess:
-    """The process that ranks are forked from, as its agent sees it."""
+    """The agent's handle of the spawner, the process from which ranks are forked."""
 
     def __init__(
         self,
@@ -300,16 +300,16 @@ class SpawnerProcess:
         output: int | None = None,
         compiles_later: bool = False,
     ) -> None:
-        """For so many ranks, which share the processors unless the environment sets OMP_NUM_THREADS. What it prints
-        goes to the file descriptor `output`, by default to where this process prints. With `compiles_later` PyTorch's
-        compiler is imported by the ranks that use it, and not at once.
+        """For `num_slots` ranks, which share the processors unless the environment sets OMP_NUM_THREADS. Its output
+        goes to the file descriptor `output`, by default to this process's output. With `compiles_later` the ranks
+        import PyTorch's compiler when they use it.
         """
         self.num_slots = num_slots
         self.pids: dict[int, int] = {}
         """Process ids by number."""
         self.has_forked = False
         self._is_confined = confinement is not None
-        # without the cluster's token: user code must not see it, and a rank has its own secret
+        # Without the cluster's token: user code must not see it, and a rank has its own secret.
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}
         environment = {**NO_FORK_SUPPORT, **inherited, **environment_of_ranks(num_slots, os.environ)}
         before = confinement.command() if confinement is not None else []
@@ -318,7 +318,7 @@ class SpawnerProcess:
         with other:
             self._process = subprocess.Popen(
                 [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", *how, str(other.fileno())],
-                stdin=subprocess.PIPE,  # ends with this process: ranks inherit it, too
+                stdin=subprocess.PIPE,  # closed when this process ends; ranks inherit it and end then
                 stdout=output,
                 pass_fds=[other.fileno()],
                 env=environment,
@@ -333,9 +333,9 @@ class SpawnerProcess:
                 yield json.loads(line)
 
     def check(self, request: str) -> tuple[int, str]:
-        """Has a process of its own check a job's file, before any rank is forked. `request` is that of
-        `elche_worker.rank.check.answer`. Its exit code, negative for a signal, and the line that it has written; where
-        it has written none, why it was not started, or nothing.
+        """Has a fork check a job's file, before any rank is forked; `request` is the argument of
+        `elche_worker.rank.check.answer`. Returns its exit code, negative for a signal, and its line of output, or, if
+        there is none, the reason why it was not started, or "".
         """
         with tempfile.TemporaryFile() as answers, _sealed(request) as asked:
             order = json.dumps({"number": CHECK, "check": True}).encode()
@@ -348,12 +348,12 @@ class SpawnerProcess:
         return self.wait() or 1, ""
 
     def write_to(self, log: int) -> None:
-        """From now on it prints to this file."""
+        """Redirects its output to this file."""
         with suppress(OSError):
             socket.send_fds(self._socket, [json.dumps({"number": CHECK, "log": True}).encode() + b"\n"], [log])
 
     def note(self, number: int, pid: int) -> None:
-        """A process has begun, which has this id where the spawner is."""
+        """Records the process id, in the spawner's namespace, of a process that has begun."""
         self.has_forked = True
         found = host_pid(self._process.pid, pid) if self._is_confined else pid
         if found is not None:
@@ -397,7 +397,7 @@ def _sealed(text: str) -> IO[bytes]:
 
 
 def _end_sessions(pids: list[int]) -> None:
-    """Ends processes whose parent has died, with what user code has started in them, and waits until they are gone."""
+    """Kills processes whose parent has died, with those that user code has started in them, and waits for their end."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -412,7 +412,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _state_of(pid: int | None) -> str | None:
-    """The letter of a process's state, such as T for one that is stopped; None when there is none, or no /proc."""
+    """The letter of a process's state, such as T for stopped; None if the process does not exist, or /proc does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -420,7 +420,7 @@ def _state_of(pid: int | None) -> str | None:
 
 
 def rank_exited(key: Key, ended: Exit) -> agent_pb2.AttendRequest:
-    """The message that a rank has ended."""
+    """The message that reports a rank's end."""
     job_id, rank, incarnation = key
     exited = agent_pb2.RankExited(
         job_id=job_id,

@@ -1,1 +1,1 @@
-"""Samples: data sets, their order, and how batches are fetched ahead."""
+"""Data sets, the order of their samples, and prefetching of batches."""

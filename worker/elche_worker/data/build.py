@@ -15,7 +15,7 @@ from elche_worker.user.loading import refused
 
 
 def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
-    """The data set and its length. Raises `InvalidJob` when it is empty or none that can be leased."""
+    """Returns the data set and its length. Raises `InvalidJob` when it is empty, or cannot be leased."""
     try:
         with seeded(job.seed):
             built = job.dataset()
@@ -23,7 +23,7 @@ def build_dataset(job: JobDefinition, file_name: str) -> tuple[Any, int]:
         raise refused(error, file_name) from None
     dataset = as_dataset(built, file_name)
     if len(dataset) == 0:
-        raise InvalidJob(f"{file_name}: dataset() returned an empty data set; there is nothing to train")
+        raise InvalidJob(f"{file_name}: dataset() returned an empty data set: there is nothing to train")
     return dataset, len(dataset)
 
 

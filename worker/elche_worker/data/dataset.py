@@ -17,16 +17,16 @@ from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 
 COUNT_S = 60.0
-"""How long a stream without a length is read to count its samples: it may have no end."""
+"""Seconds for which a stream without a length is read to count its samples: it may have no end."""
 
 
 class Shards:
-    """A data set in parts that are read in order, such as files: `Shards(sizes, open)`.
+    """A data set of parts that are read in order, such as files: `Shards(sizes, open)`.
 
-    `open(index)` gives an iterable over the samples of a part, and `sizes[index]` is their number. A rank reads a part
-    to its end before it begins another, and every sample is counted once, as in any data set. Within a part the order
-    stays; which part comes next is shuffled in every epoch. With `num_workers` above 1, each worker process reads all
-    parts and skips the samples of the others.
+    `open(index)` returns an iterable over the samples of a part, and `sizes[index]` is their number. A rank reads a
+    part to its end before it begins another, and every sample counts once per epoch. The order within a part is kept;
+    the order of parts is shuffled in every epoch. With `num_workers` above 1, each worker process reads all parts and
+    skips the samples of the others.
     """
 
     def __init__(self, sizes: Sequence[int], open: Callable[[int], Iterable[Any]]) -> None:
@@ -52,7 +52,7 @@ class Shards:
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
-            raise IndexError(f"there is no position {position}: the shards have {len(self)} samples")
+            raise IndexError(f"position {position} is out of range: the shards have {len(self)} samples")
         shard = int(np.searchsorted(self._starts, position, side="right")) - 1
         with _undivided():
             return self._read(shard, position)
@@ -74,8 +74,8 @@ class Shards:
 
 @contextmanager
 def _undivided() -> Iterator[None]:
-    """Context in which a stream finds no worker process around it, so that it does not divide itself among them, as
-    streams do: which samples are fetched here is decided already.
+    """Context in which `get_worker_info()` is None, so that a stream does not divide its samples among worker
+    processes: they are divided already.
     """
     info, worker._worker_info = worker._worker_info, None
     try:
@@ -85,19 +85,18 @@ def _undivided() -> Iterator[None]:
 
 
 def as_dataset(built: Any, file_name: str) -> Any:
-    """Turns what `dataset()` returned into something with len() and [index]. Raises `InvalidJob` if that is not
-    possible.
+    """Returns the result of `dataset()` as a data set with len() and [index]. Raises `InvalidJob` for other values.
 
-    A stream, or a list of streams, becomes shards; one that does not know its length is read once to count it, for a
-    limited time.
+    A stream, or a list of streams, becomes shards; a stream without a length is read once to count its samples, for at
+    most `COUNT_S`.
     """
     kind = type(built).__name__
     if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
-        raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one that is to be trained")
+        raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one to train")
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
             f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
-            "epoch, so that a sampler has no place: give sample_weights to see some samples more often, or a data set "
+            "epoch, so that a sampler is not used: give sample_weights to draw some samples more often, or a data set "
             "whose own order you choose"
         )
     if isinstance(built, IterableDataset):
@@ -116,7 +115,7 @@ def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _count(stream: Any, file_name: str) -> int:
-    """How many samples a stream has. Raises `InvalidJob` for one that does not say so and does not end in time."""
+    """Number of samples of a stream. Raises `InvalidJob` for one that has no length and does not end in time."""
     try:
         return len(stream)
     except TypeError:
@@ -153,14 +152,14 @@ class Shuffled:
 
 
 class AsItIs:
-    """Every sample once, in the data set's own order; shards are shuffled when they are leased."""
+    """Every sample once, in the data set's order; the coordinator shuffles shards when it leases them."""
 
     def indices(self, epoch: int, offset: int, size: int) -> list[int]:
         return list(range(offset, offset + size))
 
 
 class Drawn:
-    """Draws with replacement, each sample as likely as its weight is; each position has its own random number."""
+    """Draws with replacement, in proportion to weights; the random number of a draw follows from its position alone."""
 
     def __init__(self, weights: npt.NDArray[np.float64], seed: int) -> None:
         self._sums = np.cumsum(weights)
@@ -187,7 +186,7 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def order_of(dataset: Any, weights: Any, seed: int, file_name: str) -> Order:
-    """The order of an epoch. Raises `InvalidJob` for weights that cannot be drawn by."""
+    """The order of an epoch. Raises `InvalidJob` for weights that cannot be used."""
     if weights is not None:
         return Drawn(_checked_weights(weights, dataset, file_name), seed)
     return AsItIs() if isinstance(dataset, Shards) else Shuffled(len(dataset), seed)

@@ -1,4 +1,4 @@
-"""Fetches the samples of a batch, here or in a worker process, and reports what user code raises there."""
+"""Fetches the samples of a batch, in this process or a worker process, and reports errors of user code."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class FetchError:
-    """Takes the place of a batch when user code raised. Contains texts only, so that worker processes can send it."""
+    """Returned instead of a batch when user code raised. Contains only texts, so that worker processes can send it."""
 
     message: str
     traceback: str
@@ -32,7 +32,7 @@ class FetchError:
 
 
 class Indices(list[int]):
-    """Indices of a batch's samples, its epoch, and in how many parts it may be at most."""
+    """Indices of a batch's samples, its epoch, and the most parts into which it may be split."""
 
     def __init__(self, indices: list[int], epoch: int, max_parts: int = 1) -> None:
         super().__init__(indices)
@@ -44,13 +44,13 @@ class Indices(list[int]):
 
 
 class Samples(list[Any]):
-    """The samples of a batch, and the number of parts that it is made in."""
+    """The samples of a batch, and the number of parts to collate."""
 
     num_parts = 1
 
 
 class Together(list[Any]):
-    """A batch that needs no collating."""
+    """A batch that is collated already."""
 
 
 class Fetch:
@@ -59,8 +59,8 @@ class Fetch:
     def __init__(
         self, dataset: Any, collate_fn: Collate | None, file_name: str, seed: int = 0, num_parts: int = 1
     ) -> None:
-        """With a `collate_fn` of the job's, whose batches cannot be cut, each of `num_parts` of the samples becomes a
-        batch of its own: the result is `InParts`.
+        """With the job's own `collate_fn`, whose batches cannot be split, the samples are collated in `num_parts` parts
+        instead: the result is `InParts`.
         """
         self._num_parts = num_parts if collate_fn else 1
         self._dataset = dataset
@@ -106,7 +106,7 @@ class Fetch:
         np.random.seed(key)
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
-        """A batch of samples; None of no samples."""
+        """Collates samples into a batch; None for no samples."""
         if isinstance(samples, Together):
             return list(samples)
         if isinstance(samples, FetchError) or not samples:
@@ -117,7 +117,7 @@ class Fetch:
                 return InParts((self._collate_fn(samples[start:end]), end - start) for start, end in bounds)
             return self._collate_fn(samples)
         except Exception as error:
-            return self._broken(error, "where samples become a batch")
+            return self._broken(error, "in collating a batch")
 
     def _broken(self, error: Exception, where: str) -> FetchError:
         if where:

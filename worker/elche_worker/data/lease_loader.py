@@ -23,11 +23,11 @@ from elche_worker.telemetry.timeline import Timeline
 DEPTH = 4
 """Batches that each worker process fetches ahead."""
 MAX_READY = 16
-"""Batches that may wait in the host's memory to be trained."""
+"""Most batches that wait in host memory to be trained."""
 MAX_READY_BYTES = 256 << 20
-"""Bytes of waiting batches; a single one may be larger."""
+"""Most bytes of waiting batches; a single one may be larger."""
 BLOCK_BATCHES = 64
-"""Batches whose indices are computed together."""
+"""Batches whose indices are computed in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,15 @@ class BatchRequest:
 
 
 class WorkerLost(ElcheError, RuntimeError):
-    """A process that fetches samples has died: a `RuntimeError`, as torch raises it. What user code raises there comes
-    as a `FetchError` instead.
+    """A DataLoader worker process has died: a `RuntimeError`, as torch raises. Errors of user code in a worker come as
+    a `FetchError` instead.
     """
 
     @classmethod
     def of(cls, error: BaseException) -> BaseException:
-        """What the loader has raised, as this where it shows so: torch's words, or the connection's end."""
+        """Converts an error of the loader that shows a worker's death, by torch's message or a closed connection;
+        returns others unchanged.
+        """
         is_lost = isinstance(error, EOFError | ConnectionError) or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__
         return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error
@@ -90,8 +92,8 @@ def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
 class LeaseLoader:
     """Fetches batches on a thread. `take` raises what the data set raises; `wake` is called when a batch is ready.
 
-    One `DataLoader` serves all leases. It must never block on its sampler, which would hold back batches that are
-    fetched: while nothing is leased it gets empty batches, which are dropped.
+    One `DataLoader` serves all leases. Its sampler must never block, since fetched batches would not be returned: while
+    nothing is leased it yields empty batches, which are dropped.
     """
 
     def __init__(
@@ -142,8 +144,8 @@ class LeaseLoader:
             num_workers=num_workers,
             prefetch_factor=DEPTH if num_workers else None,
             worker_init_fn=_begin_worker(os.getpid()),
-            multiprocessing_context="fork" if num_workers else None,  # others cannot import the user's file
-            pin_memory=pins_memory and placed is dataset,  # what is on the device cannot be pinned
+            multiprocessing_context="fork" if num_workers else None,  # spawned workers could not import the user's file
+            pin_memory=pins_memory and placed is dataset,  # a data set on the device cannot be pinned
             generator=torch.Generator().manual_seed(0),
         )
         has_begun = threading.Event()
@@ -151,7 +153,7 @@ class LeaseLoader:
         has_begun.wait()
 
     def add(self, lease: Lease) -> None:
-        """Appends a lease. One that was added before is ignored."""
+        """Appends a lease; ignores one that was added before."""
         if lease.id > self._last_lease:
             self._last_lease = lease.id
             self.num_leased += lease.size
@@ -180,7 +182,7 @@ class LeaseLoader:
         return item
 
     def fetch_any(self, num_samples: int) -> Batch:
-        """A batch that is not to be trained, of the first samples of the first epoch, fetched on this thread."""
+        """A batch that is not trained, of the first samples of the first epoch, fetched on this thread."""
         indices = self._order.indices(0, 0, min(self._batch_size, num_samples))
         wanted = self._part(0, indices)
         data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))
@@ -203,10 +205,10 @@ class LeaseLoader:
             self._room.notify()
 
     def make_room(self) -> bool:
-        """Takes batches that wait on the device back to the host's memory; whether there were any. Called by the
-        thread that takes.
+        """Moves batches that wait on the device to host memory; returns True if there were any. Called by the thread
+        that takes.
         """
-        ready = [(index, self._ready[index]) for index in range(len(self._ready))]  # others are added meanwhile
+        ready = [(index, self._ready[index]) for index in range(len(self._ready))]  # another thread may append
         waiting = {index: one for index, one in ready if isinstance(one, Batch) and one.event is not None}
         moved = self.transfer.take_back([(one.data, one.event) for one in waiting.values()]) if waiting else []
         for (index, batch), data in zip(waiting.items(), moved, strict=True):
@@ -215,8 +217,8 @@ class LeaseLoader:
 
     def _run(self, has_begun: threading.Event) -> None:
         try:
-            # Worker processes are forked before other threads do anything: one may hold a lock at any other time. Not
-            # by the main thread: when a worker dies, torch would raise there, in the middle of anything.
+            # Worker processes are forked before other threads run: a lock that one holds during a fork stays locked in
+            # the worker. Not on the main thread, in which torch's SIGCHLD handler would raise when a worker dies.
             try:
                 fetched = iter(self._loader)
             finally:
@@ -224,7 +226,7 @@ class LeaseLoader:
             self._news.acquire()
             with self.transfer.stream():
                 self._fetch(fetched)
-        except BaseException as error:  # a worker process or the loader has died: `take` raises it
+        except BaseException as error:  # raised by `take`
             self._ready.append(WorkerLost.of(error) if self._loader.num_workers else error)
             self._wake()
 

@@ -1,4 +1,4 @@
-"""Prefetches batches to the device, as many as its memory has room for (W10)."""
+"""Prefetches batches to the device, as many as fit into its memory (W10)."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class Memory:
     """A device's memory, in bytes."""
 
     free: int
-    """Not used by any process."""
+    """Bytes that no process uses."""
     total: int
     reserved: int
-    """Reserved by this process's allocator, in use or not."""
+    """Bytes reserved by this process's allocator, in use or not."""
     allocated: int
-    """Allocated by its tensors."""
+    """Bytes allocated by this process's tensors."""
     peak: int
-    """Most that was allocated so far."""
+    """Most bytes allocated so far."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Memory":
@@ -46,7 +46,9 @@ class Memory:
 
 
 def spare_bytes(memory: Memory, *, activation_bytes: int, waiting_bytes: int) -> int:
-    """What training leaves of the device's memory at its peak. `waiting_bytes` of that are batches that wait there."""
+    """Bytes of the device's memory that training leaves at its peak, including `waiting_bytes` of prefetched
+    batches.
+    """
     spare = memory.free + memory.reserved - memory.allocated - (1 - USABLE_FRACTION) * memory.total
     return int(spare) + waiting_bytes - activation_bytes
 
@@ -54,10 +56,8 @@ def spare_bytes(memory: Memory, *, activation_bytes: int, waiting_bytes: int) ->
 def prefetch_depth(
     memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int, set_aside_bytes: int = 0
 ) -> int:
-    """How many batches may wait on the device beside what training needs at its peak and what is set aside; 0 before
-    that is measured.
-
-    `waiting_bytes` is the size of those that wait there now.
+    """Number of batches that may wait on the device beside training's peak and `set_aside_bytes`; 0 before the peak is
+    measured. `waiting_bytes` is the size of those that wait there now.
     """
     if activation_bytes is None or batch_bytes <= 0:
         return 0
@@ -66,23 +66,23 @@ def prefetch_depth(
 
 
 class DeviceTransfer(Protocol):
-    """Brings fetched batches to the device. `HostTransfer` and `CudaTransfer` implement it."""
+    """Moves fetched batches to the device. `HostTransfer` and `CudaTransfer` implement it."""
 
     @property
     def room(self) -> int | None:
-        """Further batches that may wait on the device; None when batches wait in the host's memory."""
+        """Number of further batches that may wait on the device; None when batches wait in host memory."""
         ...
 
     set_aside_bytes: int
-    """Memory of the device that is left for something else, as long as there is so much."""
+    """Bytes of the device's memory that batches leave free for rounds, if there are so many."""
 
     @property
     def spare_bytes(self) -> int | None:
-        """Memory that training has left at the last `plan`; None before that is measured."""
+        """Bytes that training left free at the last `plan`; None before that is measured."""
         ...
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Context that the fetching thread runs in."""
+        """Context in which the fetching thread runs."""
         ...
 
     def place(self, dataset: Any) -> Any:
@@ -90,7 +90,7 @@ class DeviceTransfer(Protocol):
         ...
 
     def move(self, data: Any) -> tuple[Any, Any]:
-        """The batch, on the device if there is room, and the event after which it is there, if any."""
+        """Returns the batch, on the device if there is room, and the event after which its copy is complete, if any."""
         ...
 
     def receive(self, data: Any, event: Any) -> Any:
@@ -98,18 +98,18 @@ class DeviceTransfer(Protocol):
         ...
 
     def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
-        """The data of batches that wait on the device with their events, in the host's memory. Fewer wait there from
-        now on. Called by the thread that receives.
+        """Moves batches that wait on the device, given with their events, to host memory, and lowers the depth. Called
+        by the thread that receives.
         """
         ...
 
     def plan(self) -> None:
-        """Called between batches when more are to come: measures what training needs, and adapts the depth."""
+        """Called between batches when more are to come: measures training's memory, and adapts the depth."""
         ...
 
 
 class HostTransfer:
-    """For the CPU, and devices to which batches are copied when they are trained."""
+    """Transfer for the CPU, and for devices to which batches are copied when they are trained."""
 
     room = spare_bytes = None
 
@@ -137,10 +137,10 @@ class HostTransfer:
 
 
 class CudaTransfer:
-    """For CUDA: copies on a separate stream while the device computes. Nothing is prefetched until training has run and
-    its peak memory is measured.
+    """Transfer for CUDA: copies on a separate stream while the device computes. Prefetches nothing until training's
+    peak memory is measured.
 
-    One thread moves and another receives; each has its own counters, so that neither waits for the other.
+    One thread moves and another receives; each writes only its own counters, so that no lock is needed.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -150,15 +150,15 @@ class CudaTransfer:
         self.spare_bytes: int | None = None
         self._depth = 0
         self._max_depth = MAX_DEPTH
-        """Lower after memory has run out."""
+        """Most batches on the device; lowered after memory has run out."""
         self._activation_bytes: int | None = None
-        """Most memory that training has needed beside tensors that stay; None before that is measured."""
+        """Most bytes that training has used beside tensors that stay; None before that is measured."""
         self._batch_bytes = 0
         """Size of the largest batch."""
         self._num_moved = self._num_received = 0
         self._moved_bytes = self._received_bytes = 0
         self._most_waiting_bytes = 0
-        """Most bytes that have waited so far: the peak may have been measured while batches waited."""
+        """Most bytes of batches that have waited so far: the measured peak may include them."""
         self._has_trained = False
         """True if a batch was trained since the last `plan`."""
 

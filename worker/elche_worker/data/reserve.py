@@ -1,5 +1,5 @@
-"""A rank's leases in the order in which it trains them: those that it may begin, and the reserve, which it may begin
-when the coordinator says so or is away.
+"""A rank's leases in the order of training: those that it may begin, and the reserve, which it may begin when the
+coordinator permits it or is away.
 """
 
 from collections import deque
@@ -10,10 +10,10 @@ from elche_worker.data.lease_loader import Lease
 
 
 class Reserve:
-    """Hands leases, or whole batches of them, to `hand` when they may be begun (protocol P16.3).
+    """Passes leases, or whole batches of them, to `hand` when they may be begun (protocol P16.3).
 
-    What it hands over has numbers of its own, since one lease may become several. Positions are counted in samples
-    since the incarnation began.
+    The leases that it passes on are numbered anew, since one may become several. Positions are samples since the
+    incarnation began.
     """
 
     def __init__(self, batch_size: int, hand: Callable[[Lease], None]) -> None:
@@ -24,15 +24,17 @@ class Reserve:
         self._last_lease = 0
         self._num_parts = 0
         self.num_handed = 0
-        """Samples that were handed over."""
+        """Samples passed to `hand` so far."""
 
     @property
     def is_empty(self) -> bool:
-        """True if all is handed over."""
+        """True if no lease is left in the reserve."""
         return not self._leases
 
     def add(self, lease: Lease, *, is_reserve: bool) -> None:
-        """Appends a lease; all may be begun unless it is in reserve. One that was added before is ignored."""
+        """Appends a lease; unless it `is_reserve`, it and all before it may be begun. Ignores one that was added
+        before.
+        """
         if lease.id <= self._last_lease:
             return
         self._last_lease = lease.id
@@ -41,19 +43,19 @@ class Reserve:
             self.permit(self.num_handed + sum(one.size for one in self._leases))
 
     def permit(self, position: int) -> None:
-        """What lies before the position may be begun."""
+        """Permits the samples before the position."""
         while self._leases and self.num_handed < position:
             self._begin(min(self._leases[0].size, position - self.num_handed))
 
     def permit_batches(self, num_batches: int) -> None:
-        """So many more batches may be begun, as far as there are any."""
+        """Permits up to `num_batches` more batches."""
         while self._leases and num_batches > 0:
             size = min(self._leases[0].size, num_batches * self._batch_size)
             num_batches -= -(-size // self._batch_size)
             self._begin(size)
 
     def give_back(self) -> int:
-        """Drops what was not handed over; returns the position of what is kept."""
+        """Drops the reserve; returns the position up to which samples were passed on."""
         self._leases.clear()
         return self.num_handed
 

@@ -1,1 +1,1 @@
-"""The devices of a host: which can be used, their streams, and how batches get there."""
+"""The devices of a host: their discovery, their streams, and transfers to them."""

@@ -1,5 +1,5 @@
-"""The versions and the device of a rank, by which the coordinator chooses how ranks average; and what of that this
-machine has (`python -m elche_worker.device.build`, for `elche doctor`).
+"""The library versions and the device of a rank, by which the coordinator chooses the backend. `python -m
+elche_worker.device.build` prints those of this machine, for `elche doctor`.
 """
 
 import json
@@ -24,7 +24,7 @@ def build_of(device: torch.device, *, needs_encryption: bool) -> rank_pb2.Build:
 
 
 def main() -> None:
-    """Prints one line of JSON: what this machine's ranks can use, and by what they can average."""
+    """Prints one line of JSON: this machine's versions, and the backends that its ranks can use."""
     distributed = torch.distributed
     has_nccl = distributed.is_available() and distributed.is_nccl_available()
     told = {

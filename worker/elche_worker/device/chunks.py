@@ -1,21 +1,21 @@
-"""Tensors in parts of bounded size, so that what is copied or sent needs no memory of its own beyond one of them."""
+"""Splits tensors into chunks of bounded size, so that copies and transfers need memory for only one chunk."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
 CHUNK_BYTES = 32 << 20
-"""Of a part. Large enough for a link's whole bandwidth."""
+"""Size of a chunk, large enough for a link's whole bandwidth."""
 
 
 def chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Flat views, in order, of a contiguous tensor. Ranks that call collectives on them cut alike."""
+    """Flat views, in order, of a contiguous tensor. The sizes are equal on all ranks, as collectives need."""
     return torch.split(tensor.view(-1), max(1, CHUNK_BYTES // tensor.itemsize))
 
 
 def alike(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of the same parts of tensors of one shape. They are cut along the first dimension, where that is enough, so
-    that parts of a contiguous tensor are contiguous: others are copied to and from a device by way of a second copy.
+    """Views of the same parts of tensors of one shape. Splits along the first dimension where that is enough, so that
+    parts of a contiguous tensor are contiguous: others need a second copy on the way to or from a device.
     """
     first = tensors[0]
     size_bytes = max(one.numel() * one.itemsize for one in tensors)

@@ -1,7 +1,7 @@
-"""Finds the devices of this host that can hold a rank: each is tried in a process of its own before it is used.
+"""Finds the usable devices of this host: each is tried in a process of its own before it is used.
 
-A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out. A process
-that has loaded no user code has them tried by forks (`trials`), others by fresh processes.
+A listed device may be broken, full, or too old for this build of torch. Such a device is named and left out. Devices
+are tried by forks (`trials`) of a process that has loaded no user code, else by new processes.
 """
 
 import json
@@ -25,9 +25,10 @@ from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
 TRIAL_LIMIT_S = 60.0
-"""A device that has not answered a trial by then is considered hanging."""
+"""Seconds after which a device that has not answered its trial is considered hanging."""
 TRIAL = "from elche_worker.device.discovery import tell; tell()"
-"""The trial of one device: gets its name and our process id, and prints a line of JSON."""
+"""The program that tries one device: its arguments are the device's name and our process id; it prints a line of
+JSON."""
 
 
 class Unusable(InvalidJob):
@@ -41,7 +42,7 @@ class Unusable(InvalidJob):
 
 
 class Begun(Protocol):
-    """Trials of devices that go on (`trials.Trials`)."""
+    """Trials of devices that are under way (`trials.Trials`)."""
 
     def still_hold(self, wanted: str) -> bool: ...
 
@@ -49,11 +50,11 @@ class Begun(Protocol):
 
 
 def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: Begun | None = None) -> list[Device]:
-    """`group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
+    """Returns `group_size` devices for each rank; 0 ranks: as many as there are GPUs for, or one on the CPU.
 
-    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. CPUs can hold several ranks, and so can a
-    GPU that is asked for by its number. Each GPU is tried; those that cannot be used are named on stderr and left out.
-    `trials` have begun before; they count unless the environment has changed since. Raises `InvalidJob` for too few.
+    `wanted` is "auto" (GPUs if there are any), or a kind or device of torch. A CPU can hold several ranks, and so can a
+    GPU that is named with its number. Each GPU is tried; unusable ones are named on stderr and left out. The outcome of
+    `trials` is used unless the environment has changed since they began. Raises `InvalidJob` for too few devices.
     """
     kind, index = _checked(wanted)
     needed = (num_ranks or 1) * group_size
@@ -76,7 +77,7 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: 
 
 
 def _checked(wanted: str) -> tuple[str, str]:
-    """Kind and index, which may be empty. Raises `InvalidJob` for an unknown kind."""
+    """Splits a device's name into kind and index, which may be empty. Raises `InvalidJob` for an unknown kind."""
     kind, _, index = wanted.partition(":")
     if kind not in ("auto", *KINDS):
         raise InvalidJob(f"unknown device {wanted!r}; use {NAMES}")
@@ -91,7 +92,7 @@ def names_of(wanted: str) -> list[str]:
 
 
 def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float = TRIAL_LIMIT_S) -> list[Device]:
-    """The usable devices in the given order; the others are named on stderr. A name may be given several times."""
+    """The usable devices in the given order; names the others on stderr. A name may be given several times."""
     return _usable(names, try_devices(names, trial=trial, limit_s=limit_s))
 
 
@@ -127,13 +128,13 @@ def _try(name: str, trial: str, limit_s: float) -> Device | Unusable:
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: with a hanging driver it may survive SIGKILL
+        process.kill()  # and not waited for: in a hanging driver it may survive SIGKILL
         return _hanging(name, limit_s)
     return _read(name, out, err, process.returncode)
 
 
 def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
-    """The outcome of a trial, also of one that ended without output."""
+    """The outcome of a trial, which may have ended without output."""
     lines = out.strip().splitlines()
     with suppress(ValueError, TypeError, KeyError, IndexError):
         told = json.loads(lines[-1])
@@ -144,7 +145,7 @@ def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
 
 
 def tell() -> None:
-    """Runs the trial of one device: prints what it is, or why it cannot be used."""
+    """Runs the trial of one device: prints its description, or why it cannot be used."""
     name, parent = sys.argv[1:]
     end_with_parent(int(parent))
     try:
@@ -155,7 +156,7 @@ def tell() -> None:
 
 
 def try_here(name: str) -> Device:
-    """Computes a little on a device, in this process. Raises `Unusable`, with what torch says."""
+    """Computes a little on a device, in this process. Raises `Unusable`, with torch's error."""
     label = name
     try:
         device = torch.device(name)
@@ -170,10 +171,10 @@ def try_here(name: str) -> Device:
 
 
 def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: float = TRIAL_LIMIT_S) -> Device:
-    """The device that this process itself trains on, tried here; "auto": the GPU of that index, else the CPU.
+    """The device on which this process itself trains, tried here; "auto": the GPU of that index, else the CPU.
 
-    Where that GPU cannot be used, it is named, and with `may_move` another one is taken, or the CPU. Raises `Unusable`
-    for a device that was asked for, and for one that hangs: this process may hang with it. Row T8.
+    If that GPU cannot be used, it is named, and with `may_move` another one, or the CPU, is taken. Raises `Unusable`
+    for a device that was asked for, and for one that hangs, since this process may hang with it. Row T8.
     """
     if wanted != "auto":
         return _try_in_time(f"{wanted}:{index}" if wanted in NUMBERED else wanted, limit_s)
@@ -216,7 +217,9 @@ def _say_left_out(found: Unusable) -> None:
 
 
 def summary(devices: Sequence[Device]) -> str:
-    """Such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)"; alike ones are counted. Row T6."""
+    """A text such as "2 devices (heterogeneous): RTX 4090 (24 GiB), GTX 1060 (6 GiB)"; equal ones are
+    counted. Row T6.
+    """
     counts = Counter((one.model.removeprefix("NVIDIA ") or one.device, one.memory_bytes) for one in devices)
     named = []
     for (name, memory_bytes), count in counts.items():

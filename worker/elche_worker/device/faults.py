@@ -1,23 +1,23 @@
-"""Tells errors apart by the words of PyTorch and of the vendors' libraries: whose fault an exception is.
+"""Classifies exceptions by the messages of PyTorch and of the vendors' libraries.
 
-What each fault leads to:
+Consequences of each fault:
 
-- `USER`: the job fails, with the traceback. It would fail again on every device, so nobody starts it again.
-- `MEMORY`: what the allocator keeps is given back, and batches that were fetched ahead leave the device; the batch is
-  tried again. With `batch_size="auto"` it then goes through in twice as many parts, as often as it takes. Where nothing
-  of this helps, the job fails as for `USER`.
-- `DEVICE`: the process ends, and with it the rank; the others train on, and the rank is started again (protocol P24.3).
-- `PEER`: a collective has failed, because a rank that took part is gone or cannot be reached. The rank does not say
-  that it has failed: its own group is abandoned (`CollectiveFailed`), and the coordinator tells what follows.
+- `USER`: the job fails, with the traceback, and is not restarted: it would fail again on every device.
+- `MEMORY`: the allocator's cache is freed, prefetched batches leave the device, and the batch is tried again. With
+  `batch_size="auto"` it is then split into twice as many parts, repeatedly. If nothing helps, the job fails as for
+  `USER`.
+- `DEVICE`: the process ends, and with it the rank; the others train on, and the rank is restarted (protocol P24.3).
+- `PEER`: a collective has failed because another rank is lost or cannot be reached. The rank does not fail: it
+  abandons its generation (`CollectiveFailed`), and the coordinator decides what follows.
 
-CUDA cannot be used any more after some errors, whoever is to blame. An assertion in a kernel is the program's, so it is
-`USER`. An illegal access may be the user's own kernel, one of a library or broken memory, and the message does not
-tell. It is `DEVICE`: only a new process can try again, and a job that has trained for days is not given up for one
-broken card. Where it is the program, other ranks die on the same samples, and the job fails for that. A rank alone is
-started again, after up to 30 s. Each has its traceback in the log.
+After some errors a process cannot use CUDA any more. An assertion in a kernel is `USER`. An illegal access may be due
+to the user's own kernel, a library's, or broken memory, and the message does not tell. It is `DEVICE`: only a new
+process can try again, and one broken GPU should not end a job that has trained for days. If the program is at fault,
+other ranks die on the same samples, and the job fails for that. A single rank is restarted after up to 30 s. Each has
+its traceback in the log.
 
-An error of CUDA or NCCL that is not in the table is `DEVICE` or `PEER`: to try again costs less than to give up. All
-other exceptions are the program's.
+An error of CUDA or NCCL that is not in the table is `DEVICE` or `PEER`: trying again costs less than giving up. All
+other exceptions are `USER`.
 """
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ import torch
 
 
 class Fault(Enum):
-    """Whose fault an exception is."""
+    """The cause of an exception."""
 
     USER = auto()
-    """The program's, or that of how it was set up."""
+    """The program or its setup."""
     MEMORY = auto()
-    """There was not enough, on the device or on the host."""
+    """Too little memory, on the device or on the host."""
     DEVICE = auto()
-    """The device, its driver, or what keeps a process from using it any more."""
+    """The device, its driver, or a state in which this process cannot use the device any more."""
     PEER = auto()
-    """Another rank's, or that of the network between."""
+    """Another rank, or the network between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Row:
     fault: Fault
     words: str
     source: str
-    """Where the words stand."""
+    """The source file, or constant, of the words."""
     said_by: tuple[str, ...] = ()
 
 
@@ -59,7 +59,8 @@ RUNTIME = {
     "Cuda failure ": "nccl src/include/checks.h, after 'Last error:' in torch's message; rccl, the same",
     "HIP failure ": "rccl src/include/checks.h",
 }
-"""What precedes the words of the CUDA runtime and of HIP, which has the same ones. By it, who writes so."""
+"""Prefixes of the messages of the CUDA runtime and of HIP, whose words are the same, with the source that writes
+each."""
 ALL = tuple(RUNTIME)
 NCCL = ("NCCL error",)
 """Pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp, of RCCL as well."""
@@ -194,11 +195,11 @@ ROWS = (
     Row(P, "", "an error of NCCL that is not listed", NCCL),
     Row(D, "", "an error of the runtime that is not listed", ALL),
 )
-"""The first one that matches counts."""
+"""The first match counts."""
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Whose fault the exception is. PyTorch raises the errors of devices and libraries as `RuntimeError`."""
+    """Classifies an exception. PyTorch raises the errors of devices and libraries as `RuntimeError`."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Fault.MEMORY
     if not isinstance(error, RuntimeError):
@@ -214,7 +215,7 @@ def _has(row: Row, line: str) -> bool:
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """True if the process cannot use its device any more, through no fault of the program that could be told."""
+    """True if the process cannot use its device any more, and the program is not known to be at fault."""
     return fault_of(error) is Fault.DEVICE
 
 

@@ -1,8 +1,8 @@
-"""How kinds of devices differ, beside the order of work on them (`streams`): a small class for each.
+"""Differences between kinds of devices, beside the order of work on them (`streams`): a small class for each kind.
 
-`cuda` is NVIDIA's cards and, by PyTorch's build for ROCm, AMD's: that differs in its versions (`build`), its words of
-errors (`faults`), and in having no NVML. Work on Intel's (`xpu`) and Apple's (`mps`) goes as on the CPU: nothing is
-copied ahead, and ranks average through the host's memory.
+`cuda` is NVIDIA's GPUs and, with PyTorch's build for ROCm, AMD's, which differs in versions (`build`), error messages
+(`faults`), and has no NVML. Intel's (`xpu`) and Apple's (`mps`) are used like the CPU: nothing is prefetched to them,
+and ranks average in host memory.
 
 Never run on a real device of any of these kinds: `cuda` was run on a simulated one, `xpu` and `mps` on stand-ins for
 what is called here.
@@ -23,14 +23,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Memory in bytes: a card's, or this process's in the host's."""
+    """Memory use in bytes: of a GPU, or of this process on the host."""
 
     used: int
-    """Of a card by all processes, of the host by this one."""
+    """Used by all processes on a GPU, or by this process on the host."""
     reserved: int = 0
-    """Held by this process's allocator on a card."""
+    """Held by this process's allocator on a GPU."""
     peak: int
-    """Most that this process has used."""
+    """The most that this process has used."""
     total: int
 
     def __str__(self) -> str:
@@ -39,10 +39,10 @@ class MemoryUse:
 
 
 class Host:
-    """The CPU, and what all kinds without a memory of their own have."""
+    """The CPU, and the base of all other kinds."""
 
     def listed(self) -> list[str]:
-        """The names of those that PyTorch finds."""
+        """Names of the devices of this kind that PyTorch finds."""
         return []
 
     def described(self, device: torch.device) -> tuple[str, int]:
@@ -50,13 +50,13 @@ class Host:
         return "", 0
 
     def select(self, device: torch.device) -> None:
-        """Makes it the device of this process that is meant by the kind alone."""
+        """Makes it the process's default device of its kind."""
 
     def empty_cache(self) -> None:
-        """Gives back what the allocator keeps, to libraries and other streams."""
+        """Frees the allocator's cached memory, for libraries and other streams."""
 
     def memory(self, device: torch.device) -> MemoryUse:
-        """Its present use. Does not synchronise."""
+        """The present memory use. Does not synchronise."""
         page_bytes, used = os.sysconf("SC_PAGE_SIZE"), 0
         with suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as statm:
             used = int(statm.read().split()[1]) * page_bytes
@@ -79,7 +79,7 @@ class Mps(Host):
 
 
 class Cards(Host):
-    """Numbered cards with a memory of their own: `cuda`, `xpu`. PyTorch has a module of that name for each."""
+    """Numbered devices with their own memory: `cuda`, `xpu`. PyTorch has a module of that name for each."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -110,13 +110,13 @@ class Cards(Host):
 
 
 KINDS: dict[str, Host] = {"cpu": Host(), "cuda": Cards("cuda"), "xpu": Cards("xpu"), "mps": Mps()}
-"""By PyTorch's name of the kind; the first that has devices is what "auto" means."""
+"""Kinds by PyTorch's name, in the order of "auto", which takes the first that has devices."""
 NUMBERED = tuple(name for name, kind in KINDS.items() if isinstance(kind, Cards))
 """Kinds of which there may be several."""
 NAMES = "auto, cpu, cuda, cuda:N, xpu, xpu:N or mps"
-"""What a user may ask for."""
+"""Device names that a user may give, for messages."""
 
 
 def kind_of(device: torch.device) -> Host:
-    """The device's kind; that of the host for any other."""
+    """The device's kind; `Host` for unknown kinds."""
     return KINDS.get(device.type, KINDS["cpu"])

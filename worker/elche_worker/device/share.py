@@ -1,9 +1,9 @@
-"""A device that an agent offers several times (`elche-worker --share`): each rank gets its part of the memory."""
+"""Devices that an agent offers several times (`elche-worker --share`): each rank gets an equal part of the memory."""
 
 import os
 
 SHARE_VARIABLE = "ELCHE_DEVICE_SHARE"
-"""How many times the rank's device is offered; set by the agent."""
+"""Environment variable with the number of times that the rank's device is offered; set by the agent."""
 
 
 def memory_fraction() -> float:

@@ -1,6 +1,6 @@
-"""The CUDA streams of a rank: one computes, one communicates, one copies batches; events order them (W2).
+"""The CUDA streams of a rank, one each for computing, communicating and copying batches; events order them (W2).
 
-On the CPU there is nothing to order: `HostStreams` does nothing.
+On the CPU calls are synchronous, and `HostStreams` does nothing.
 """
 
 from collections.abc import Iterable
@@ -12,55 +12,55 @@ from torch import nn
 
 
 class Streams(Protocol):
-    """Where work is queued. `HostStreams` and `CudaStreams` implement it."""
+    """The queues of a rank's device. `HostStreams` and `CudaStreams` implement it."""
 
     def compute(self) -> AbstractContextManager[Any]:
-        """Context in which work is queued on the stream that computes."""
+        """Context of the computing stream."""
         ...
 
     def communication(self) -> AbstractContextManager[Any]:
-        """Context in which work is queued on the stream that communicates."""
+        """Context of the communicating stream."""
         ...
 
     def copies(self) -> AbstractContextManager[Any]:
-        """Context in which work is queued on the stream that copies batches."""
+        """Context of the stream that copies batches."""
         ...
 
     def hand_over(self) -> None:
-        """Later communication begins after everything queued to compute."""
+        """Has later communication wait for all queued computation."""
         ...
 
     def take_back(self, *tensors: torch.Tensor) -> None:
-        """Later computation begins after everything queued to communicate, and may read the tensors."""
+        """Has later computation wait for all queued communication, after which it may read the tensors."""
         ...
 
     def finish_compute(self) -> None:
-        """Waits on the host for everything queued to compute."""
+        """Waits on the host for all queued computation."""
         ...
 
     def finish_communication(self) -> None:
-        """Waits on the host for everything queued to communicate, and what was handed over before."""
+        """Waits on the host for all queued communication, and the computation that was handed over before it."""
         ...
 
     def communicated(self) -> Any:
-        """An event after everything queued to communicate; None where nothing is queued."""
+        """An event after all queued communication; None on the CPU."""
         ...
 
     def copied(self) -> Any:
-        """An event after everything queued among the copies."""
+        """An event after all queued copies; None on the CPU."""
         ...
 
     def receive(self, event: Any, *tensors: torch.Tensor) -> None:
-        """Later work of the current stream begins after the event, and may use the tensors."""
+        """Has later work of the current stream wait for the event, after which it may use the tensors."""
         ...
 
     def finish_copies(self) -> None:
-        """Waits on the host for everything queued among the copies."""
+        """Waits on the host for all queued copies."""
         ...
 
 
 class HostStreams:
-    """For the CPU: every call has finished when it returns."""
+    """For the CPU, on which every operation has finished when its call returns."""
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()

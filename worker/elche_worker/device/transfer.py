@@ -1,4 +1,4 @@
-"""Moves a batch, of any nested structure, to a device. It stays of its type."""
+"""Moves a batch, of any nested structure, to a device, and keeps its types."""
 
 import copy
 import dataclasses
@@ -10,18 +10,18 @@ import torch
 
 
 class InParts(list[tuple[Any, int]]):
-    """A batch in parts that go through the model one after the other: data and number of samples of each."""
+    """A batch split into parts that go through the model one after the other: (data, number of samples) of each."""
 
 
 def bounds_of(size: int, num_parts: int) -> list[tuple[int, int]]:
-    """Start and end of nearly equal parts of so many samples; none is empty."""
+    """Start and end of nearly equal parts of `size` samples; none is empty."""
     bounds = [size * index // num_parts for index in range(num_parts + 1)]
     return [(start, end) for start, end in pairwise(bounds) if end > start]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure, of the same types, with its tensors on the device. What has a method `to` moves itself, and
-    what has neither tensors nor such a method stays as it is.
+    """The same structure, of the same types, with its tensors on the device. Objects with a method `to` are moved by
+    it; other objects without tensors are returned unchanged.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
@@ -43,7 +43,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _moves_itself(batch: Any) -> bool:
-    return callable(getattr(type(batch), "to", None))  # of the type: attributes may be keys of a mapping
+    return callable(getattr(type(batch), "to", None))  # on the type: a mapping may have a key `to` as an attribute
 
 
 def _is_dataclass(batch: Any) -> bool:
@@ -79,7 +79,7 @@ def like_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of the structure, and those in the attributes of what moves itself."""
+    """All tensors of the structure, including those in attributes of objects with a method `to`."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -1,8 +1,8 @@
-"""Trials of this host's devices in forked processes, which go on while a job's file is loaded.
+"""Trials of this host's devices in forked processes, while a job's file is loaded.
 
-A fork has imported torch already, which takes a fresh process seconds. A process that has used a device can no longer
-be forked, and one that has asked the driver which devices there are may have used it. So one process is forked that
-does neither: it forks one that lists the devices, and then one for each of them, and ends once all have answered.
+A fork has imported torch already, which takes a new process seconds. A process that has used a device, or listed
+devices by its driver, cannot be forked for a trial. So one process is forked that does neither: it forks one that lists
+the devices, and then one for each device, and ends once all have answered.
 """
 
 import json
@@ -25,36 +25,36 @@ from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
 MEANT_FOR_DRIVERS = ("CUDA", "NVIDIA", "HIP", "HSA", "ROCR", "GPU_", "ZE_", "SYCL", "ONEAPI", "PYTORCH", "TORCH")
-"""Variables that decide which devices there are."""
+"""Environment variables that select the visible devices."""
 
 
 class Trials:
-    """Made in a process that has used no device and has no threads. Ends with that process, or with `outcome`."""
+    """Trials begun in a process that has used no device and has no threads. They end with that process or `outcome`."""
 
     def __init__(self, wanted: str, *, limit_s: float = TRIAL_LIMIT_S) -> None:
-        """`wanted` is that of `choose_devices`; each trial may take `limit_s`, and so may finding the devices."""
+        """`wanted` as in `choose_devices`; each trial, and listing the devices, may take `limit_s` seconds."""
         self.wanted = wanted
         self._environment = _of_drivers(os.environ)
         self._all = _Forked(lambda told: _try_all(wanted, limit_s, told))
 
     def still_hold(self, wanted: str) -> bool:
-        """True if they are of these devices, and nobody has changed since then which ones there are."""
+        """True if the trials are of `wanted`, and the variables that select visible devices have not changed."""
         return wanted == self.wanted and _of_drivers(os.environ) == self._environment
 
     def outcome(self) -> tuple[list[str], dict[str, Device | Unusable]]:
-        """The names of the devices, and what has come of each. Waits for it. Raises `InvalidJob`."""
+        """Waits for the trials; returns the names of the devices and the outcome of each. Raises `InvalidJob`."""
         told, output, code = self._all.end(None)
         try:
             found = json.loads(told)
         except ValueError:
-            raise InvalidJob(f"torch cannot say which devices there are ({_ended(code, output)})") from None
+            raise InvalidJob(f"torch cannot list the devices ({_ended(code, output)})") from None
         return found["names"], {
             name: Unusable(**one) if "problem" in one else Device(**one) for name, one in found["tried"].items()
         }
 
 
 def begin_trials(wanted: str) -> Trials | None:
-    """None where there is nothing to try, or a system whose libraries do not support fork."""
+    """Begins trials; None if there is nothing to try, or the system's libraries do not support fork."""
     is_possible = sys.platform.startswith("linux") and wanted.partition(":")[0] != "cpu"
     return Trials(wanted) if is_possible else None
 
@@ -107,7 +107,7 @@ def _of_drivers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Forked:
-    """A process that does one thing and tells something; what else it prints is kept from the screen."""
+    """A forked process that runs a function, which reports one text; its other output is not shown."""
 
     def __init__(self, do: Callable[[IO[str]], object]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -137,8 +137,8 @@ class _Forked:
             os._exit(code)
 
     def end(self, deadline_s: float | None) -> tuple[str, str, int | None]:
-        """What it has told and printed, and its exit code; None where that does not count, since it has told something,
-        or has not ended in time. It is killed then, and not waited for: with a hanging driver it may survive.
+        """Returns its report, its output and its exit code. The code is None if it has reported, or has not ended by
+        the deadline: it is killed then and not waited for, since in a hanging driver it may survive SIGKILL.
         """
         told, code = "", None
         if _is_readable(self._told, deadline_s):
@@ -159,7 +159,7 @@ def _is_readable(descriptor: int, deadline_s: float | None) -> bool:
 
 
 def _code_of(pid: int, deadline_s: float | None) -> int | None:
-    """The exit code of a child once it has ended; None where it has not by then."""
+    """The exit code of a child; None if it has not ended by the deadline."""
     descriptor = os.pidfd_open(pid)
     try:
         ended = _is_readable(descriptor, deadline_s)

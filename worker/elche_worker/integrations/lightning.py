@@ -17,10 +17,10 @@ else:
 
 
 class ElcheCallback(pl.Callback):
-    """Averages gradients over the processes of torchrun or `elche run` before each step; Lightning clips after that.
+    """Averages gradients over the processes of torchrun or `elche run` before each step; Lightning clips afterwards.
 
-    Each process must have equally many batches, of as many samples, as a `DistributedSampler` gives them, and the
-    model one optimizer. A coordinator gets each batch's loss, and after each validation what the module has logged.
+    Each process must have equally many batches of equally many samples, as a `DistributedSampler` gives them, and the
+    model one optimizer. Reports each batch's loss, and after each validation the module's metrics, to a coordinator.
     Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`.
     """
 
@@ -32,8 +32,8 @@ class ElcheCallback(pl.Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Joins the processes; their models start as rank 0's."""
         if trainer.world_size != 1:
-            raise Misuse("Lightning must be alone: give its Trainer devices=1 and plugins=[LightningEnvironment()]")
-        if trainer.precision == "16-mixed":  # gradients are unscaled before a callback sees them, overflow and all
+            raise Misuse("Lightning must see one device: give Trainer devices=1 and plugins=[LightningEnvironment()]")
+        if trainer.precision == "16-mixed":  # unscaled before this callback: ranks may differ in overflow
             raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
         if len(trainer.optimizers) != 1:
             raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
@@ -44,7 +44,7 @@ class ElcheCallback(pl.Callback):
         self._reporting = Reporting(self._elche, max(0, trainer.max_epochs or 0))
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reports the epoch before it."""
+        """Reports the previous epoch."""
         assert self._reporting is not None
         self._reporting.begin_epoch(trainer.current_epoch)
 
@@ -68,8 +68,8 @@ class ElcheCallback(pl.Callback):
             self._elche.finish_step()
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reports what the module has logged."""
-        if self._reporting is not None:  # else it is the check before training
+        """Reports the metrics that the module has logged."""
+        if self._reporting is not None:  # else it is Lightning's sanity check before training
             self._reporting.evaluated(trainer.callback_metrics)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -1,4 +1,4 @@
-"""What a framework's callback knows of its training, for the coordinator: epochs, losses and metrics."""
+"""Reports of a framework's callback to the coordinator: epochs, losses and metrics."""
 
 import os
 from collections.abc import Mapping
@@ -9,22 +9,22 @@ from elche_worker.trainer import Trainer
 from elche_worker.user.scalars import MAX_NAME_CHARS, number_of, record_scalar
 
 MAX_METRICS = 100
-"""Of one log or evaluation; what is only shown must not end a training."""
+"""Most metrics of one log or evaluation; more are dropped, since metrics must not end a training."""
 
 
 def check_begins_anew(way: str) -> None:
-    """Raises `Misuse` where a checkpoint of elche is to be resumed, which has nothing of the framework's own position:
-    it would train all steps again, on top. `way`: how the framework goes on.
+    """Raises `Misuse` if ELCHE_RESUME is set: elche's checkpoints lack the framework's own position, so that it would
+    train all steps again. `way`: how the framework resumes.
     """
     if path := os.environ.get("ELCHE_RESUME"):
         raise Misuse(f"{path} lacks the framework's own state, its step, schedule and data: go on with {way}")
 
 
 class Reporting:
-    """Reports what a framework measures as the coordinator has it of loops; without a coordinator, nothing."""
+    """Reports a framework's epochs and metrics as those of a user-owned loop; does nothing without a coordinator."""
 
     def __init__(self, trainer: Trainer, num_epochs: int) -> None:
-        """`num_epochs`: how many the framework trains; 0 if it does not know."""
+        """`num_epochs`: the number that the framework trains; 0 if unknown."""
         self._trainer = trainer
         self._progress = trainer._progress
         self._progress.num_epochs = num_epochs
@@ -35,28 +35,28 @@ class Reporting:
         return self._progress.attachment.is_attached
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins, and with it ends the one before, with what was logged and evaluated after its last batch."""
+        """Begins an epoch and ends the one before, including metrics logged after its last batch."""
         self._progress.end_epoch()
         self._progress.begin_epoch(epoch)
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Adds to the means of the epoch; "loss" is that of batches."""
+        """Adds values to the means of the epoch; "loss" is the batches' loss."""
         if self.is_heard:
             for name, value in _reported(values).items():
                 record_scalar(name, value)
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """An evaluation has made these; those of rank 0 count."""
+        """Reports an evaluation's metrics; those of rank 0 count."""
         if numbers := _reported(metrics):
             self._trainer.report(**numbers)
 
     def end(self) -> None:
-        """Training has ended, and with it its last epoch."""
+        """Ends the last epoch at the end of training."""
         self._progress.end_epoch()
 
 
 def _reported(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are numbers, or tensors of one, which are not read here."""
+    """The values that are numbers or tensors with one element; the latter are not read from the device here."""
     kept = {
         name: value
         for name, value in values.items()

@@ -19,10 +19,10 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 
 
 class ElcheCallback(TrainerCallback):
-    """Averages gradients over the processes of torchrun or `elche run` before each step, and clips what that makes.
+    """Averages gradients over the processes of torchrun or `elche run` before each step, and clips the average.
 
-    Make it before `TrainingArguments`, and train each process's `part` of the data. Rank 0 alone logs and saves. A
-    coordinator gets what it logs, every `logging_steps` and at least once in an epoch, and the metrics of evaluations.
+    Make it before `TrainingArguments`, and train each process's `part` of the data. Only rank 0 logs and saves. Reports
+    its logs, every `logging_steps` and at least once per epoch, and evaluations' metrics to a coordinator.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class ElcheCallback(TrainerCallback):
     ) -> None:
         """Joins the processes; their models start as rank 0's."""
         if args.world_size != 1 or args.n_gpu > 1:
-            raise Misuse("make ElcheCallback before TrainingArguments, which else distribute on their own")
+            raise Misuse("make ElcheCallback before TrainingArguments, which otherwise distribute the training")
         if args.fp16:  # gradients are unscaled before a callback sees them, overflow and all
             raise Misuse("ElcheCallback cannot average with fp16: use bf16")
         check_begins_anew("trainer.train(resume_from_checkpoint=...) and a checkpoint of Hugging Face's")
         model: nn.Module = named["model"]
         optimizer: Optimizer = named["optimizer"]
-        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # what is clipped is the average
+        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # this callback clips the average instead
         os.environ.update(self._places)
         # One step for each batch, as Hugging Face counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(args.device))
@@ -72,7 +72,7 @@ class ElcheCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Reports the epoch before it."""
+        """Reports the previous epoch."""
         assert self._reporting is not None
         self._reporting.begin_epoch(round(state.epoch or 0))
         self._has_loss = False
@@ -85,7 +85,7 @@ class ElcheCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Reports the loss and what else is logged while training."""
+        """Reports the loss and other values logged while training."""
         if self._reporting is not None and logs:
             self._has_loss |= "loss" in logs
             self._reporting.record({name: one for name, one in logs.items() if _is_of_training(name)})
@@ -118,7 +118,9 @@ class ElcheCallback(TrainerCallback):
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Only rank 0 logs and saves. An epoch of fewer steps than `logging_steps` is logged where that is reported."""
+        """Only rank 0 logs and saves. With a coordinator, an epoch with fewer steps than `logging_steps` is
+        logged too.
+        """
         if self._reporting is not None and self._reporting.is_heard and not self._has_loss:
             control.should_log = True
         self._be_quiet(control)
@@ -137,11 +139,11 @@ class ElcheCallback(TrainerCallback):
 
 
 def _is_of_model(name: str) -> bool:
-    """True if a metric is of the model: no time, no speed, and not the epoch."""
+    """True if a metric measures the model: no time, no speed, and not the epoch."""
     return name != "epoch" and not name.endswith(("_runtime", "_per_second"))
 
 
 def _is_of_training(name: str) -> bool:
-    """True if a logged number is of batches that were trained; evaluations and the learning rate are told otherwise."""
+    """True if a logged number measures trained batches; evaluations and the learning rate are reported otherwise."""
     is_other = name.startswith(("eval_", "train_")) or name in ("learning_rate", "total_flos")
     return _is_of_model(name) and not is_other
