@@ -66,7 +66,7 @@ def test_auto_backs_off_when_memory_becomes_short(cluster: Cluster, write: Calla
         assert all(size <= 30 for size in sizes[2:])
     tried = Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
     assert done.samples(0, 1) - tried == dict.fromkeys(range(NUM_SAMPLES), 6)
-    assert "it goes in 8 parts from now on" in log_of(cluster, 0) + log_of(cluster, 1)
+    assert "batches are split into 8 parts" in log_of(cluster, 0) + log_of(cluster, 1)
 
 
 def test_a_batch_in_parts_makes_the_step_of_the_whole_batch(write: Callable[..., Path]) -> None:

@@ -125,7 +125,7 @@ def test_a_group_and_how_it_divides_its_model_go_together(shard: object) -> None
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"group_size": 2}, "group_size is 2: say how its processes divide the model, such as shard='full_shard'"),
+        ({"group_size": 2}, "group_size is 2: choose how they shard the model, such as shard='full_shard'"),
         ({"shard": "full_shard"}, "shard needs group_size, .* at least 2 \\(--group-size N\\)"),
         ({"shard": "in_half", "group_size": 2}, "shard must be one of full_shard, shard_grad_op, no_shard or None"),
         ({"shard": 2, "group_size": 2}, "shard must be a Strategy, the name of one, or None, not int"),

@@ -134,7 +134,7 @@ def test_a_resumed_training_goes_on_with_it_bit_for_bit(world: Make, tmp_path: P
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        (0.9, None, "has a moving average of the weights (ema), and the job goes on without it"),
+        (0.9, None, "has a moving average of the weights (ema), which the job does not use"),
         (None, 0.9, "has no moving average of the weights (ema): it begins at the checkpoint's weights"),
         (None, None, ""),
     ],

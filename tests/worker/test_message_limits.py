@@ -26,7 +26,7 @@ def session() -> Session:
 
 def test_a_model_that_is_too_large_to_describe_is_not_blamed_on_scalars(session: Session) -> None:
     ready = rank_pb2.Ready(tensors=["layer.weight float32 [1] parameter" * 30] * (MAX_MESSAGE_BYTES // 1000))
-    with pytest.raises(ElcheError, match=r"\(ready\) is \d+ bytes.*it names every tensor"):
+    with pytest.raises(ElcheError, match=r"\(ready\) has \d+ bytes.*it contains the names of the model"):
         session.send(rank_pb2.ConverseRequest(ready=ready))
 
 

@@ -209,7 +209,7 @@ def test_an_optimizer_with_two_sets_of_weights_is_told_and_training_has_its_own_
 
 def test_lazy_modules_are_refused_with_what_to_do() -> None:
     with pytest.raises(
-        InvalidJob, match=r"the model's 0\.weight has no shape yet .* let a sample go through the model"
+        InvalidJob, match=r"the model's 0\.weight has no shape yet .* run the model on one sample"
     ):
         build_model(job(lambda: nn.Sequential(nn.LazyLinear(1))), CPU, "train.py")
 
@@ -257,7 +257,7 @@ class TakesNothingBack(nn.Linear):
         (lambda: nn.Linear(1, 1).to(torch.complex128), r"weight is torch.complex128.*use complex64"),
         (lambda: sparse(persistent=True), r"edges is torch.sparse_coo.*persistent=False"),
         (lambda: WithExtra(1, 1), r"_extra_state is of type dict.*return a tensor"),
-        (lambda: TakesNothingBack(1, 1), r"does not take back what its state_dict\(\) gives.*RuntimeError: no"),
+        (lambda: TakesNothingBack(1, 1), r"cannot load its own state_dict\(\).*RuntimeError: no"),
     ],
 )
 def test_what_no_file_can_hold_is_refused_before_training(model: Any, said: str) -> None:

@@ -170,5 +170,5 @@ def test_memory_that_is_not_told_by_process_is_left_out(monkeypatch: pytest.Monk
 def test_without_a_driver_one_line_tells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: (_ for _ in ()).throw(NOT_SUPPORTED))
     assert nvml.opened(CUDA) is None
-    assert capsys.readouterr().out == "load, heat and power of cuda:0 are not shown: Not Supported\n"
+    assert capsys.readouterr().out == "load, temperature and power of cuda:0 are not shown: Not Supported\n"
     assert nvml.opened(torch.device("cpu")) is None

@@ -195,8 +195,8 @@ def test_a_state_that_nobody_asks_for_or_that_does_not_fit_is_refused_and_a_new_
     with pytest.raises(InvalidJob) as error:
         world(1, loaded=loaded)
     assert str(error.value) == (
-        f"the checkpoint {loaded.path} has the state of 'ema', and state() in the job gives nothing of that name: give "
-        "it there, or an empty dict, 'ema': {}, where it is not used any more"
+        f"the checkpoint {loaded.path} has the state of 'ema', and state() in the job gives nothing of that name: "
+        "return it there, or an empty dict, 'ema': {}, if it is not used any more"
     )
     with pytest.raises(
         InvalidJob, match=r"'ema' of state\(\) does not take the state that the checkpoint .* has of it"

@@ -305,7 +305,7 @@ def test_memory_that_runs_out_for_what_collate_fn_makes_ends_it_with_what_to_do(
     model = nn.Linear(4, 1)
     job = replace(JOB, train_step=run_out, collate_fn=torch.stack)
     step = TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py", backs_off=True)
-    with pytest.raises(InvalidJob, match=r"no memory for 8 samples at once.*cannot be cut: give accumulate=2"):
+    with pytest.raises(InvalidJob, match=r"no memory for 8 samples at once.*cannot be split: give accumulate=2"):
         step.run(torch.zeros(8, 4), 8)
 
 

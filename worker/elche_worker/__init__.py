@@ -1,4 +1,4 @@
-"""The rank's side of elche: what a user writes, and the processes that train it."""
+"""The worker's side of elche: the interface of users' files, and the processes that train."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
     "this_rank",
 ]
 
-# Imported when it is asked for: an agent needs no torch, and not all need what takes as long as torch itself.
+# Imported on first use: an agent needs no torch, and some modules take as long to import as torch itself.
 _LATER = {
     "Ddp": "elche_worker.trainer.ddp",
     "EpochMetrics": "elche_worker.user.callbacks",
@@ -72,7 +72,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "outer":  # its optimizers have no other names: `SGD` alone would be taken for that of the model
+    if name == "outer":  # its optimizers are not re-exported: `SGD` alone would look like the model's optimizer
         return import_module("elche_worker.outer")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Outer optimizers: what is done with the average of a round (DiLoCo, Douillard et al., arXiv 2311.08105).
+"""Outer optimizers, which step on the average of a round (DiLoCo, Douillard et al., arXiv 2311.08105).
 
-The step from the last result to the average is taken as a gradient (the pseudo-gradient), and the outer optimizer makes
-the next result of it. Every rank computes it for itself from equal values by single additions and multiplications, so
-that the results are equal bit for bit also on processors that fuse them differently.
+The step from the last result to the average is used as a gradient (the pseudo-gradient), from which the outer optimizer
+makes the next result. Every rank computes it from equal values, by single additions and multiplications, so that
+results are equal bit for bit also on processors that fuse them differently.
 """
 
 import math
@@ -97,14 +97,14 @@ class Adam:
         step = average.sub_(last)
         first.mul_(self.betas[0]).add_(step.mul(1 - self.betas[0]))
         second.mul_(self.betas[1]).add_(step.mul_(step).mul_(1 - self.betas[1]))
-        # Not divided by the numbers: a GPU multiplies by their inverses, as of float32.
+        # Multiplied, since a GPU divides by multiplying with the inverse as float32: ranks would differ.
         mean = first.mul(1 / (1 - self.betas[0] ** num_steps))
         size = second.mul(1 / (1 - self.betas[1] ** num_steps)).sqrt_().add_(self.eps)
         average.copy_(mean.div_(size)).mul_(self.lr).add_(last)
 
 
 def _check(optimizer: Any, **ranges: tuple[float, float]) -> None:
-    """Raises `InvalidJob` for a field that is not above 0 (momentum: at least 0) and below its limit."""
+    """Raises `InvalidJob` for a field outside of its range: above 0 (momentum: at least 0), and below its limit."""
     for name, (_, limit) in ranges.items():
         value = getattr(optimizer, name)
         is_number = isinstance(value, int | float) and math.isfinite(value)

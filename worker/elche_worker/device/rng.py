@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 GENERATORS = ("torch", "python", "numpy")
-"""That of CUDA goes with torch's."""
+"""Names of the generators. CUDA's belong to torch's."""
 
 
 def seed_all(seed: int) -> None:
@@ -62,7 +62,7 @@ def restore_rng_state(state: dict[str, Any], only: Collection[str] = GENERATORS)
 
 
 def rng_digests() -> dict[str, str]:
-    """A digest of the state of each generator of the host, to tell whether those of two processes are alike."""
+    """Digests of the states of the host's generators, by which two processes compare them."""
     _, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -73,7 +73,7 @@ def rng_digests() -> dict[str, str]:
 
 
 def seed_apart(number: int, only: Collection[str]) -> None:
-    """Seeds these generators anew, by their seed, or what they would draw next, and `number`."""
+    """Reseeds these generators from `number` and their seed, or their next random number."""
     if "torch" in only:
         torch.manual_seed(torch.initial_seed() + number)
     if "python" in only:

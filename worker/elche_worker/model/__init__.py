@@ -1,1 +1,1 @@
-"""The model of one process: how it is built, stepped, laid out in memory and stored."""
+"""The model of one process: building, stepping, memory layout and storage."""

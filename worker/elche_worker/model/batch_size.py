@@ -53,7 +53,7 @@ def _given(job: JobDefinition, device: Device) -> Any:
 
 
 def _of_device(given: Any, device: Device, dataset_size: int) -> int:
-    """The number that a `batch_size` means for a device."""
+    """The batch size on a device of a number, "auto" or a function."""
     try:
         return _number(_called(given, device) if callable(given) else given, dataset_size)
     except InvalidJob as error:
@@ -90,5 +90,5 @@ def largest_that_fits(
                 if not is_full(error) or size == 1:
                     raise
             size = size // 2
-            # PyTorch gives it up for itself, but not for cuBLAS and the like
+            # PyTorch's allocator frees its cache for itself, but not for libraries such as cuBLAS.
             kind_of(next(model.parameters()).device).empty_cache()

@@ -1,4 +1,4 @@
-"""Evaluates a model by the job's functions: means over samples, and metrics of what is summed over all of them."""
+"""Evaluates a model by the job's functions: means over samples, and metrics of sums over all samples."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +22,18 @@ from elche_worker.user.scalars import MAX_NAME_CHARS, Sum, described, number_of,
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an evaluation, or a part of one, came to."""
+    """The outcome of an evaluation, or of a part of one."""
 
     sums: dict[str, Sum]
     """Metrics by name, as sums and counts of samples, or a value with count 1."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What `eval_step` gave to be summed, over all samples: int64 or float64, on the CPU."""
+    """Sums over all samples of the tensors that `eval_step` returned: int64 or float64, on the CPU."""
 
 
 def evaluate(
     job: JobDefinition, model: nn.Module, file_name: str, *, optimizers: Sequence[Optimizer] = ()
 ) -> Evaluated:
-    """The user's metrics of the model, in eval mode and without gradients; leaves its modules in their modes."""
+    """Calls the job's `evaluate`, in eval mode and without gradients; restores the modes of modules afterwards."""
     assert job.evaluate is not None
     with evaluating(model, optimizers):
         returned = job.evaluate(model)
@@ -51,14 +51,14 @@ def evaluate_part(
     batch_size: int,
     optimizers: Sequence[Optimizer] = (),
 ) -> Evaluated:
-    """What `eval_step` gives of some samples of the evaluation's data set, summed."""
+    """Calls `eval_step` for `size` samples of the data set from `offset` on, and returns the sums."""
     assert job.eval_step is not None
     device = next(model.parameters()).device
     part = Subset(dataset, range(offset, offset + size))
     sums: dict[str, Sum] = {}
     tensors: dict[str, torch.Tensor] = {}
     with evaluating(model, optimizers):
-        own = torch.Generator().manual_seed(0)  # training's random numbers are not to depend on when it is evaluated
+        own = torch.Generator().manual_seed(0)  # the DataLoader would draw a seed from training's generator
         for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn, generator=own):
             num_samples = min(batch_size, size)
             size -= num_samples
@@ -79,7 +79,9 @@ def evaluate_part(
 def make_metrics(
     job: JobDefinition, tensors: dict[str, torch.Tensor], names: Iterable[str], file_name: str
 ) -> dict[str, float]:
-    """What `eval_metrics` makes of the sums of a whole evaluation. `names` are those of its other metrics."""
+    """Calls `eval_metrics` with the sums of a whole evaluation, whose other metrics have `names`. Raises `InvalidJob`
+    for a name that is in both.
+    """
     assert job.eval_metrics is not None
     made = _numbers(job.eval_metrics(tensors), "eval_metrics", file_name)
     for name in names:
@@ -91,7 +93,7 @@ def make_metrics(
 
 
 def metrics_of(job: JobDefinition, whole: Evaluated, file_name: str) -> dict[str, float]:
-    """The metrics of an evaluation of which no part is missing."""
+    """The metrics of a whole evaluation."""
     means = {name: float(total) / count for name, (total, count) in whole.sums.items()}
     if job.eval_metrics is None:
         return means
@@ -108,11 +110,11 @@ def rehearse(
     backs_off: bool,
     optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Evaluates the data set's first batch as if it were all, of which nothing stays: so what would fail after the
-    first epoch fails before it. The model's parameters, buffers and modes and all random numbers are as before.
+    """Evaluates the data set's first batch as if it were all, so that an error after the first epoch is found before
+    it. The model's parameters, buffers and modes and all random numbers are restored.
 
-    With `eval_metrics` it is two batches, the second shorter by one sample: what is summed must have one shape. With
-    `backs_off` they are smaller where memory runs out, as they will be once training has found what fits.
+    With `eval_metrics` it is two batches, the second shorter by one sample, to check that tensors to sum have one
+    shape. With `backs_off` batches are halved when memory runs out, as in training.
     """
     with unchanged(model):
         while True:
@@ -156,7 +158,7 @@ def _add_tensor(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor
 
 
 def _named(returned: Any, function: str, file_name: str) -> dict[str, Any]:
-    """What a function returned, by name."""
+    """Checks that a function returned a mapping, and returns it with names as texts. Raises `InvalidJob`."""
     if not isinstance(returned, Mapping):
         raise InvalidJob(f"{file_name}: {function}() must return a dict of numbers, not {type(returned).__name__}")
     if len(returned) > MAX_METRICS:
@@ -173,7 +175,7 @@ def _named(returned: Any, function: str, file_name: str) -> dict[str, Any]:
 
 
 def _numbers(returned: Any, function: str, file_name: str) -> dict[str, float]:
-    """The same, where all are numbers."""
+    """As `_named`, with all values as floats. Raises `InvalidJob` for other values."""
     numbers = {}
     for name, value in _named(returned, function, file_name).items():
         number = number_of(value)

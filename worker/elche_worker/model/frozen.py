@@ -1,4 +1,4 @@
-"""Parameters that a job does not train and leaves out of its files (`save_frozen=False`): a digest stands for them."""
+"""Frozen parameters that a job leaves out of its files (`save_frozen=False`), which have their digest instead."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -21,14 +21,14 @@ class LeftOut:
     def __init__(self, model: nn.Module, layout: Layout, *, keeps: bool) -> None:
         named = model.named_parameters(remove_duplicate=False)
         self.names = frozenset(name for name, parameter in named if not (keeps or parameter.requires_grad))
-        """A tied one has several."""
+        """Names of the parameters; a tied one has several."""
         self.digest = _digest(model, self.names) if self.names else ""
-        """Of what `model()` has made; empty if nothing is left out."""
+        """Digest of the parameters as `model()` has made them; empty if none are left out."""
         self._in_rounds = layout.frozen_digest() if self.names else None
 
     def check(self, digests: Iterable[int]) -> None:
-        """Raises `InvalidJob` unless they are, on all ranks, what `model()` has made here, and so what a resumed
-        training will have. `digests` are those that ranks have brought into a round.
+        """Raises `InvalidJob` unless the parameters are, on all ranks, those that `model()` has made here, which a
+        resumed training will have. `digests` are those of a round's header.
         """
         if self._in_rounds is not None and any(one != self._in_rounds for one in digests):
             raise InvalidJob(
@@ -39,7 +39,7 @@ class LeftOut:
 
 
 def metadata_of(digest: str) -> dict[str, str]:
-    """The metadata of a file that leaves out the frozen parameters of this digest; of any other file, when empty."""
+    """The metadata of a file that leaves out frozen parameters with this digest; "": of a file that has all."""
     return {DIGEST: digest} if digest else {}
 
 
@@ -51,8 +51,8 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def completed(model: nn.Module, weights: Mapping[str, torch.Tensor], digest: str, what: str) -> dict[str, torch.Tensor]:
-    """The weights of a file, and what it has left out, which the digest says, from the model. Raises `InvalidJob` for a
-    model that has something else there; `what` names the file.
+    """The weights of a file, with the parameters that it leaves out taken from the model. Raises `InvalidJob` if the
+    model's have another digest; `what` names the file.
     """
     if not digest:
         return dict(weights)

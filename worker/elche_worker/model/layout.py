@@ -1,4 +1,4 @@
-"""Which tensors of a model are averaged, which are broadcast, and where they lie in the flat buffers."""
+"""The layout of a model: which tensors are averaged or broadcast, and their places in the flat buffers."""
 
 import hashlib
 import math
@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 NOT_NEGATIVE = frozenset(
     {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf", "row_var", "col_var", "variance"}
 )
-"""Moments of PyTorch's optimizers that are means of squares, or norms."""
+"""Moments of PyTorch's optimizers that are means of squares, or norms, and so must not become negative."""
 STATISTIC = "running_"
-"""How the names of buffers begin that hold statistics, as those of normalisation layers do."""
+"""Prefixes of the names of buffers with statistics, as in normalisation layers."""
 COLUMNS = 1024
 """Words of 8 bytes in a row of what is digested."""
 FIXED = (
-    "what is trained is fixed when training begins. Let model() return everything that is trained at some time, with "
+    "the trained parameters are fixed when training begins. Let model() return all that are trained at any time, with "
     "requires_grad, and freeze a part for a while in epoch_fn, with requires_grad_(False) in epoch 0"
 )
 DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
@@ -34,8 +34,8 @@ DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the model. It is looked up by its owner, since user code may replace it with another of the same
-    form.
+    """One tensor of the model. It is looked up in its owner each time, since user code may replace it by another of the
+    same dtype and shape.
     """
 
     name: str
@@ -44,24 +44,24 @@ class Entry:
     dtype: torch.dtype
     kind: Kind
     is_trained: bool
-    """True if it is a parameter; one that is broadcast is frozen."""
+    """True for a parameter; a broadcast one is frozen."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
     moment: str = ""
-    """What its optimizer calls it, if it is an averaged moment."""
+    """Its key in the optimizer's state, if it is an averaged moment."""
 
     @property
     def is_corrected(self) -> bool:
-        """True if it keeps newer steps when a result comes as a correction."""
+        """True if a result is added to it as a correction, so that newer steps are kept."""
         return self.is_trained or bool(self.moment)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The model's present tensor. Raises `InvalidJob` if it has another form."""
+        """The model's present tensor. Raises `InvalidJob` if its dtype or shape has changed."""
         tensor = _plain(self.find())
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype:
             got = "is gone" if tensor is None else f"is {tensor.dtype} {tuple(tensor.shape)} now"
-            raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}; keep its form")
+            raise InvalidJob(f"the model's {self.name} was {self.dtype} {tuple(self.shape)} and {got}: keep its form")
         return tensor
 
     @property
@@ -76,14 +76,14 @@ class Entry:
 
 
 class Layout:
-    """All storage of a model, each shared part once, with flat buffers of what is averaged.
+    """All storage of a model, each shared part once, with flat buffers for the averaged values.
 
     For a sharded model it is this process's part: processes of equal position have equal layouts.
 
     Trained parameters and floating-point buffers that are statistics (`STATISTIC`) are averaged in float32 (float64 for
     float64). Other buffers, such as counters, queues and masks, are broadcast from the source in each round, bit for
-    bit; frozen parameters when they are not equal on all ranks. `buffers` and `optimizer_state` choose what is done
-    with these: "average", "from_source" or "local" (nothing).
+    bit; frozen parameters only when they are not equal on all ranks. The settings `buffers` and `optimizer_state`
+    replace this for theirs: "average", "from_source" or "local" (neither).
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Layout:
         self.hash = _hash(self.entries)
         self._names = dict(model.named_parameters()).keys()
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
-        """By kind: what is averaged, and then the result until the next round. Empty until `place`."""
+        """By kind: the values to average, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
         self._is_pinned = False
         self._snapshot: dict[Kind, torch.Tensor] = {}
-        """Copy of what this rank brought into the round, kept while it may train on; then the corrections."""
+        """By kind: the snapshot of this rank's values, kept if it may train on; after `compare` the corrections."""
         self.is_kept = False
-        """True if the snapshot is of the last round that was gathered."""
+        """True if the snapshot is of the latest round."""
         self._by_kind = {
             kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
         }
@@ -118,23 +118,23 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where the flat buffers are."""
+        """The device of the flat buffers."""
         assert self._device is not None
         return self._device
 
     @property
     def size_bytes(self) -> int:
-        """Of the flat buffers, wherever they are."""
+        """Size of the flat buffers in bytes."""
         return sum(entry.size * dtype.itemsize for kind, dtype in DTYPES.items() for entry in self.of_kind(kind))
 
     @property
     def has_result(self) -> bool:
-        """True if there are flat buffers: they have the last round's result."""
+        """True if the flat buffers exist: they hold the last round's result."""
         return self._device is not None
 
     def check(self, model: nn.Module) -> None:
-        """Raises `InvalidJob` where the model is not what it was when training began: with parameters to train that
-        were frozen, or not there, or in the place of others.
+        """Raises `InvalidJob` if parameters that were frozen or missing when training began are trained now, or a
+        module was replaced.
         """
         parameters = dict(model.named_parameters())
         places = {entry.name: entry.find() for entry in self.entries if entry.is_trained}
@@ -152,8 +152,8 @@ class Layout:
                 raise InvalidJob(f"the model's {entry.name} was frozen and is to be trained now: {FIXED}")
 
     def place(self, device: torch.device, *, is_pinned: bool = True) -> None:
-        """Allocates the flat buffers on a device; those in host memory such that a GPU copies to and from them beside
-        other work, unless they are not to be pinned. Does nothing if they are there already.
+        """Allocates the flat buffers on a device, in host memory pinned if `is_pinned`. Does nothing if they are there
+        already.
         """
         is_pinned = is_pinned and device == CPU and any(entry.tensor.is_cuda for entry in self.entries)
         if (self._device, self._is_pinned) == (device, is_pinned):
@@ -165,12 +165,12 @@ class Layout:
         self._snapshot = {}
 
     def release(self) -> None:
-        """Gives the flat buffers' memory back, until `place`."""
+        """Frees the flat buffers until the next `place`."""
         self._device, self.is_kept = None, False
         self.flat_buffers, self._views, self._snapshot = {}, {}, {}
 
     def _new_flat(self, kind: Kind) -> torch.Tensor:
-        """Room for all values of a kind."""
+        """A new flat buffer for all values of a kind."""
         size = sum(entry.size for entry in self.of_kind(kind))
         return torch.zeros(size, dtype=DTYPES[kind], device=self._device, pin_memory=self._is_pinned)
 
@@ -188,8 +188,8 @@ class Layout:
         return [entry for entry in self.of_kind(kind) if entry.is_trained]
 
     def weights(self, kind: Kind, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views, by name, of the model's own tensors of a kind in a flat one: all but an optimizer's moments, which
-        come last.
+        """Views, by name, of the model's own tensors of a kind in a flat one; without optimizers' moments, which come
+        last.
         """
         entries = [entry for entry in self.of_kind(kind) if not entry.moment]
         views = _views(flat[: sum(entry.size for entry in entries)], entries)
@@ -205,15 +205,15 @@ class Layout:
             yield from zip(self.of_kind(kind), views, strict=True)
 
     def gather(self, *, keep: bool = False) -> None:
-        """Copies the averaged tensors into the flat buffers, or into the snapshot, to `keep` them while training goes
-        on: then `fill` copies them on. On CUDA asynchronously.
+        """Copies the averaged tensors into the flat buffers, or with `keep` into the snapshot, from which `fill` copies
+        them. Asynchronous on CUDA.
         """
         self.gather_buffers(keep=keep)
         self.gather_parameters()
 
     @torch.no_grad()
     def gather_buffers(self, *, keep: bool = False) -> None:
-        """The part of `gather` that comes first: of what a forward pass may change."""
+        """The first part of `gather`: the tensors that a forward pass may change."""
         self._check_frozen()
         self.is_kept = keep
         for kind in self._views:
@@ -223,7 +223,7 @@ class Layout:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """The rest of it: of what optimizers alone change, in their steps."""
+        """The second part of `gather`: the tensors that only optimizers' steps change."""
         self._gather(is_corrected=True)
 
     def _gather(self, *, is_corrected: bool) -> None:
@@ -247,7 +247,7 @@ class Layout:
 
     @torch.no_grad()
     def is_model_finite(self) -> bool:
-        """True if all values that would be in the flat buffers are finite. Waits for the device once."""
+        """True if all averaged values of the model are finite. Waits for the device once."""
         tensors = [entry.tensor for kind in DTYPES for entry in self.of_kind(kind)]
         extremes = [extreme.double() for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
         return not extremes or bool(torch.stack(extremes).isfinite().all())
@@ -282,8 +282,8 @@ class Layout:
 
     @torch.no_grad()
     def compare(self) -> tuple[float, float]:
-        """L2 norms over trained parameters: (what this rank brought - result, result). Makes corrections of the
-        snapshot; without one, the model must still be what was gathered.
+        """L2 norms over trained parameters: (this rank's values - result, result). Turns the snapshot into corrections;
+        without a snapshot, the model must not have changed since it was gathered.
         """
         changes, sizes = [], []
         for kind, flat in self.flat_buffers.items():
@@ -299,8 +299,8 @@ class Layout:
 
     @torch.no_grad()
     def correct(self) -> None:
-        """Adds what `compare` has made of the snapshot, (result - snapshot), to trained parameters and averaged
-        moments, which keeps newer steps; everything else is replaced by the result.
+        """Adds the corrections of `compare`, (result - snapshot), to trained parameters and averaged moments, so that
+        newer steps are kept; replaces everything else by the result.
         """
         for kind, views in self._views.items():
             entries = self.of_kind(kind)
@@ -310,7 +310,7 @@ class Layout:
                     continue
                 for tensor, result, change in alike(entry.tensor, view, correction):
                     if entry.moment in NOT_NEGATIVE:
-                        # Nor below both of them: else the next step divides by nearly nothing.
+                        # Not below both values: the next step would divide by nearly 0.
                         least = torch.minimum(tensor, result.to(tensor))
                         tensor.copy_(torch.maximum(tensor + change.to(tensor.device), least))
                     else:
@@ -323,8 +323,8 @@ class Layout:
 
     @torch.no_grad()
     def take_changes(self, before: Sequence[torch.Tensor] | None) -> None:
-        """Brings what was changed in the model into the flat buffers; where these have newer steps, as a correction of
-        what these have changed. `before` is then what the model's tensors were.
+        """Takes changes that a callback made to the model into the flat buffers. If the model has newer steps, `before`
+        has its tensors before the callback, and the differences are added.
         """
         for index, (entry, view) in enumerate(self.averaged()):
             now = entry.tensor.to(view)
@@ -376,7 +376,7 @@ class Layout:
 
     @torch.no_grad()
     def apply_bytes(self, raw: torch.Tensor) -> None:
-        """Copies what `buffer_bytes` gave into the model; with what `frozen_bytes` gave behind it, that as well."""
+        """Copies the bytes of `buffer_bytes` into the model, and those of `frozen_bytes` if they follow."""
         offset = 0
         for entry in (*self._buffers, *self._frozen):
             if offset == raw.numel():
@@ -437,9 +437,8 @@ def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable
 
 
 def _materialize(optimizer: Optimizer) -> None:
-    """Makes the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted.
-
-    Rounds that handle the state need its tensors before the first batch; optimizers create them in their first step.
+    """Has the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted:
+    rounds need the state's tensors before the first batch.
     """
     if optimizer.state:
         return
@@ -465,7 +464,7 @@ def _materialize(optimizer: Optimizer) -> None:
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor or this process's part of it, detached, complex numbers as pairs."""
+    """The tensor, or this process's part of it, detached and with complex numbers as pairs."""
     if tensor is None:
         return None
     tensor = local_of(tensor)
@@ -515,7 +514,9 @@ def _digest(parts: list[torch.Tensor]) -> int:
 
 
 def _fast_digest(raw: torch.Tensor) -> int:
-    """64 bits of the sums of its words by row and by column: one pass over the bytes where they are, and no copy."""
+    """64 bits of the sums of its words by row and by column, in one pass over the bytes on their device, without a
+    copy.
+    """
     num_words = raw.numel() // 8 - raw.numel() // 8 % COLUMNS
     if raw.storage_offset() % 8:
         raw = raw.clone()
@@ -530,6 +531,6 @@ def _fast_digest(raw: torch.Tensor) -> int:
 
 
 def _hash(entries: list[Entry]) -> int:
-    """63 bits, so that it fits the header's signed integers."""
+    """63-bit hash of the layout, which fits the header's signed integers."""
     text = "\n".join(str(entry) if entry.whole is None else f"{entry} {tuple(entry.shape)}" for entry in entries)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

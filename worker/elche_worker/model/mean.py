@@ -1,7 +1,7 @@
-"""An exponential moving average of a model's weights (the setting `ema`): how it moves, and a model that has it.
+"""An exponential moving average of a model's weights (the setting `ema`).
 
-It is of trained parameters and of floating-point buffers that rounds average, in the precision of rounds. Everything
-else is the model's own.
+It covers trained parameters and floating-point buffers that rounds average, in the precision of rounds. All other
+tensors are the model's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from elche_worker.model.layout import DTYPES, Layout
 
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """How fast the average moves. Equal on all ranks, which so compute the same."""
+    """Decay of the average. Equal on all ranks, so that all compute the same average."""
 
     per_batch: float
     """The factor of the earlier average for each batch that is trained; in [0, 1)."""
@@ -25,9 +25,8 @@ class Decay:
 
     @torch.no_grad()
     def move(self, mean: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], num_samples: int) -> None:
-        """Moves the average, in place, towards weights of the same names that contain so many more samples.
-
-        Tensor by tensor, so that the result does not depend, bit for bit, on where they lie in memory.
+        """Moves the average, in place, towards weights of the same names, which contain `num_samples` more samples.
+        Tensor by tensor, so that the result does not depend, bit for bit, on their places in memory.
         """
         kept = self.per_batch ** (num_samples / self.batch_size)
         if mean:
@@ -35,16 +34,14 @@ class Decay:
 
 
 def decay_of(ema: float | None, batch_size: int) -> Decay | None:
-    """The decay that a job's setting means."""
+    """The decay of a job's setting; None if it has none."""
     return None if ema is None else Decay(ema, batch_size)
 
 
 def what_resumes(ema: float | None, *, has_mean: bool) -> str:
-    """What is worth saying when a job with this setting goes on from a checkpoint that has an average, or has none;
-    empty if nothing is.
-    """
+    """A warning for a job that resumes from a checkpoint with or without an average; "" if they fit."""
     if has_mean and ema is None:
-        return "the checkpoint has a moving average of the weights (ema), and the job goes on without it"
+        return "the checkpoint has a moving average of the weights (ema), which the job does not use"
     if ema is not None and not has_mean:
         return "the checkpoint has no moving average of the weights (ema): it begins at the checkpoint's weights"
     return ""
@@ -52,7 +49,7 @@ def what_resumes(ema: float | None, *, has_mean: bool) -> str:
 
 @contextmanager
 def mean_in_model(layout: Layout, mean: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Context in which the model has the average, given by the layout's names. Empty: nothing happens."""
+    """Context in which the model has the average, given by the layout's names; an empty one changes nothing."""
     entries = [entry for entry in layout.entries if entry.name in mean]
     own = [entry.tensor.clone() for entry in entries]
     for entry in entries:
@@ -75,12 +72,12 @@ class MeanOfModel:
         self._mean = {name: one.clone() for name, one in self._weights().items()} if decay else {}
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """In the precision of rounds."""
+        """The weights in the precision of rounds."""
         entries = [entry for kind in DTYPES for entry in self._layout.of_kind(kind)]
         return {entry.name: entry.tensor.to(DTYPES[entry.kind]) for entry in entries}
 
     def move(self, num_samples: int) -> None:
-        """A batch of so many samples was trained."""
+        """Moves the average after a batch of `num_samples` samples."""
         if self._decay is not None:
             self._decay.move(self._mean, self._weights(), num_samples)
 

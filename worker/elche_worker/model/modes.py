@@ -1,5 +1,5 @@
-"""Modes: modules are in those that `model()` gave them, and in eval mode while they are evaluated; optimizers that hold
-two sets of weights, as schedule-free ones do, are told which is wanted.
+"""Train and eval modes: modules keep those that `model()` gave them, except during evaluations; optimizers with two
+sets of weights, such as schedule-free ones, are switched as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
-    """What is worth saying of modules that `model()` has put into eval mode; empty if there are none. A model that
+    """A warning on modules that `model()` has returned in eval mode; "" if there are none. A model that
     `came_in_eval_mode` as a whole is in train mode by now.
     """
     if came_in_eval_mode:
@@ -26,7 +26,7 @@ def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
         return ""
     return (
         f"{num} of the model's {len(modules)} modules are in eval mode, as model() has returned them, and stay so in "
-        "training (no dropout, statistics stay): call train() there where this is not meant"
+        "training (no dropout, fixed statistics): call train() on them if this is not intended"
     )
 
 
@@ -38,8 +38,8 @@ def begin_training(optimizers: Sequence[Optimizer]) -> None:
 
 @contextmanager
 def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context in which the model has the weights to evaluate and to save, where an optimizer holds two sets of them.
-    Afterwards it has, bit for bit, those of before.
+    """Context in which the model has the weights to evaluate and to save, of optimizers with two sets of weights.
+    Afterwards it has the same weights as before, bit for bit.
     """
     told = _with_modes(optimizers)
     parameters = [one for optimizer in told for group in optimizer.param_groups for one in group["params"]]
@@ -58,7 +58,7 @@ def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
-    """Context in which the model is evaluated, without gradients. Afterwards each module is in its mode of before."""
+    """Context for an evaluation, in eval mode and without gradients. Restores each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     with evaluated_weights(optimizers):
         model.eval()
@@ -68,7 +68,7 @@ def evaluating(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Iterat
         finally:
             for module, was_training in modes.items():
                 if was_training and not module.training:
-                    module.train()  # which may be the module's own, and do more than set the mode
+                    module.train()  # a module may override `train`
             for module, was_training in modes.items():
                 module.training = was_training
 

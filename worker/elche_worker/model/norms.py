@@ -13,14 +13,14 @@ EVERY = 10
 
 
 class ParameterNorm:
-    """For a sharded model it is the norm of this process's part."""
+    """The norm of a model's trained parameters; for a sharded model of this process's part."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "broadcast"]
         self._tensors: list[torch.Tensor] = []
-        """Their tensors as of the last round: looking them up costs as much as the norm."""
+        """The tensors as of the last round: looking them up costs as much as the norm."""
         self._wide: list[torch.Tensor] = []
-        """Tensors of float64, whose norms are not taken in float32."""
+        """Tensors of float64, whose norms are computed in float64."""
         self._value: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
         """The norm in host memory, valid after the event."""

@@ -1,4 +1,4 @@
-"""What is the user's own and is kept with the model: the objects that a job's `state(model)` gives."""
+"""The user's own state beside the model: the objects that a job's `state(model)` returns."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
 
 LENGTH_BYTES = 8
-"""Of the length, little-endian, of the text that `packed` begins with."""
+"""Size in bytes of the text's length, little-endian, with which `packed` begins."""
 
 
 class OwnState:
-    """Objects by name, in checkpoints and handed to ranks that join: those with `state_dict` and `load_state_dict`, and
-    dicts, which are emptied and filled again.
+    """Objects by name, stored in checkpoints and handed to ranks that join: those with `state_dict` and
+    `load_state_dict`, and dicts, which are cleared and filled.
     """
 
     def __init__(self, objects: Mapping[str, Any] | None = None, file_name: str = "the job") -> None:
@@ -36,7 +36,9 @@ class OwnState:
             raise refused(error, self._file_name) from None
 
     def storable(self) -> dict[str, Any]:
-        """The state as a checkpoint would give it back. Raises `InvalidJob`, naming it, for what none could hold."""
+        """The state as it would be read from a checkpoint. Raises `InvalidJob`, naming the object, if it cannot be
+        stored.
+        """
         return {name: self._storable(name, one) for name, one in self.state().items()}
 
     def _storable(self, name: str, state: Any) -> Any:
@@ -50,14 +52,14 @@ class OwnState:
         return unflattened(json.loads(text), tensors)
 
     def restore(self, states: Mapping[str, Any], source: str) -> list[str]:
-        """Gives the objects their state of a checkpoint or of another rank, which is the `source`; returns the names of
-        those of which it has none. Raises `InvalidJob` for one that nothing has asked for, or that does not fit.
+        """Loads the objects' state of a checkpoint or another rank, described by `source`; returns the names of objects
+        without a state there. Raises `InvalidJob` for a state without an object, or one that does not fit.
         """
         for name in states:
             if name not in self.objects:
                 raise InvalidJob(
                     f"{source} has the state of {name!r}, and state() in {self._file_name} gives nothing of that name: "
-                    f"give it there, or an empty dict, {name!r}: {{}}, where it is not used any more"
+                    f"return it there, or an empty dict, {name!r}: {{}}, if it is not used any more"
                 )
         for name, state in states.items():
             try:
@@ -72,8 +74,8 @@ class OwnState:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Afterwards the objects are as before. Raises `InvalidJob` where no checkpoint could hold them, or where they
-        do not take back what they gave.
+        """Context after which the objects have their state of before. Raises `InvalidJob` if it cannot be stored, or an
+        object cannot load its own state.
         """
         before = self.storable()
         self.restore(before, "a checkpoint")
@@ -82,7 +84,7 @@ class OwnState:
 
 
 def build_own_state(job: JobDefinition, model: nn.Module, file_name: str) -> OwnState:
-    """The objects that the job's `state` gives for this model. Raises `InvalidJob` or `UserCodeRaised`."""
+    """The objects that the job's `state` returns for this model. Raises `InvalidJob` or `UserCodeRaised`."""
     if job.state is None:
         return OwnState()
     try:
@@ -110,7 +112,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(raw: bytes) -> Any:
-    """What `packed` was given."""
+    """The inverse of `packed`."""
     end = LENGTH_BYTES + int.from_bytes(raw[:LENGTH_BYTES], "little")
     tensors = safetensors.torch.load(raw[end:]) if len(raw) > end else {}
     return unflattened(json.loads(raw[LENGTH_BYTES:end]), tensors)
@@ -134,6 +136,6 @@ def _load(one: Any, state: Any) -> None:
 
 
 def _beside(value: Any, old: Any) -> Any:
-    """A tensor is put where the one is that it replaces."""
+    """Moves a tensor to the device of the one that it replaces."""
     are_tensors = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
     return value.to(old.device) if are_tensors else value

@@ -1,4 +1,4 @@
-"""What of a model and its optimizers can be trained and saved: tried before the first batch, not after the last."""
+"""Checks, before the first batch, that a model and its optimizers can be trained and saved."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from elche_worker.model.tensors import can_hold, described, flattened, is_plain,
 
 @torch.no_grad()
 def take_form(model: nn.Module) -> None:
-    """Gives expanded tensors of the model memory of their own: one that is many times the same cannot be written into.
+    """Copies expanded tensors of the model, whose values share memory, so that they can be written to.
 
     Raises `InvalidJob` for lazy modules, whose parameters have no shape before the first forward pass.
     """
@@ -24,7 +24,7 @@ def take_form(model: nn.Module) -> None:
     lazy = next((name for name, one in named if is_lazy(one)), "")
     if lazy:
         raise InvalidJob(
-            f"the model's {lazy} has no shape yet (a lazy module): let a sample go through the model once in model(), "
+            f"the model's {lazy} has no shape yet (a lazy module): run the model on one sample in model(), "
             "as in net(torch.zeros(1, 3, 32, 32)), before it is returned"
         )
     for _, tensor in named:
@@ -47,8 +47,8 @@ def check_steps(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
-    """Raises `InvalidJob`, naming it, for what neither checkpoints nor the trained model could hold, or what a model
-    could not be given back. Names in `without` are left out of files.
+    """Raises `InvalidJob`, naming it, for a value that files cannot hold, or a state that the model cannot load. Names
+    in `without` are left out of files.
     """
     left_out = set(without)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -71,13 +71,13 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
         model.load_state_dict(state)
     except Exception as error:
         raise InvalidJob(
-            "the model does not take back what its state_dict() gives, so that no checkpoint of it could be resumed: "
+            "the model cannot load its own state_dict(), so that no checkpoint of it could be resumed: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
-    """Raises `InvalidJob`, naming it, for what a checkpoint could not hold of the optimizers' state."""
+    """Raises `InvalidJob`, naming it, for a value in the optimizers' state that a checkpoint cannot hold."""
     tensors: dict[str, torch.Tensor] = {}
     state: list[Any] = [one.state_dict() for one in optimizers]
     try:

@@ -48,8 +48,8 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = 
 
 
 def load_state(model: nn.Module, path: Path | str) -> None:
-    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another one, and
-    `InvalidJob` for one with other frozen parameters, where the file has left them out.
+    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another
+    architecture, and `InvalidJob` if the file leaves out frozen parameters and the model's are different.
     """
     weights, frozen = read_weights(Path(path))
     model.load_state_dict(completed(model, weights, frozen, str(path)))

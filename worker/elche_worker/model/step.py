@@ -23,7 +23,7 @@ from elche_worker.user.loading import refused
 from elche_worker.user.scalars import Sum, described, number_of, take_scalars
 
 MAX_METRICS = 1000
-"""Limit of metrics and recorded values, for reports and their readers."""
+"""Most metrics or recorded values of one function, to bound reports."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,7 +36,7 @@ class ShardedModel(Protocol):
         ...
 
     def sync_gradients(self) -> None:
-        """Ends the reduction of gradients that backward has begun."""
+        """Waits for the reduction of gradients that backward has begun."""
         ...
 
     def reshard(self) -> None:
@@ -52,9 +52,9 @@ class Built:
     optimizers: Any
     """What `optimizer(model)` returned: one optimizer, or a list, tuple or dict of them."""
     sharded: ShardedModel | None = None
-    """The model's handle when the processes of a replica group share it."""
+    """The handle of a model that the processes of a replica group share."""
     came_in_eval_mode: bool = False
-    """True if `model()` returned it in eval mode as a whole, as libraries return pretrained ones."""
+    """True if `model()` returned the whole model in eval mode, as libraries return pretrained ones."""
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
@@ -70,9 +70,9 @@ def build_model(
     file_name: str,
     shard: Callable[[nn.Module], ShardedModel] | None = None,
 ) -> Built:
-    """The model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`.
+    """Builds the model on its device, and its optimizer. Raises `InvalidJob`, or `UserCodeRaised`.
 
-    `shard` divides the model among the processes of a replica group instead of moving it to the device as a whole.
+    `shard` shards the model over the processes of a replica group instead of moving the whole to the device.
     """
     seed_all(job.seed)
     try:
@@ -111,10 +111,11 @@ def build_model(
 
 
 def merge_of(job: JobDefinition, built: Built) -> str:
-    """How rounds merge what the ranks have trained: as the job says, or what "auto" is for it.
+    """The job's merge of the ranks' steps in rounds, with "auto" resolved.
 
-    The gain assumes that sequential training would go as far as the ranks' steps in all. A game's players would not: on
-    two ranks it made a GAN worse, by 1.2 on a Fréchet distance of 1.9, and the mean did not.
+    AdaScale's gain assumes that sequential training would go as far as the sum of the ranks' steps. Models that train
+    against each other do not: on two ranks it made a GAN's Fréchet distance worse, by 1.2 from 1.9, and the mean did
+    not.
     """
     if job.merge != "auto":
         return job.merge
@@ -135,9 +136,9 @@ class TrainStep:
         make_room: Callable[[], bool] = bool,
         order_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `backs_off`, a batch for which there is not enough memory, and all later ones, go through in twice as
-        many parts. Before that, `make_room` may take from the device what can wait; it returns whether it has.
-        `order_change` is called before parameters are changed.
+        """With `backs_off`, a batch for which memory runs out, and all later ones, are split into twice as many parts.
+        Before that, `make_room` may free device memory; it returns True if it did. `order_change` is called before
+        parameters are changed.
         """
         self.precision = possible_precision(job.precision, device)
         """The job's precision, or "fp32" where the device has no fast form of it."""
@@ -153,7 +154,7 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last gradient before clipping; None if the job does not clip."""
         self._backs_off = backs_off
-        # Processes that share a model run its collectives in step: none of them may begin a batch anew by itself.
+        # Processes that share a model call its collectives in step: one that began a batch anew would hang the others.
         self._make_room = make_room if built.sharded is None else bool
         self._order_change = order_change
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
@@ -163,9 +164,9 @@ class TrainStep:
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Trains one batch of `size` samples; returns the loss and what was recorded.
 
-        Gradients count `weight` times, and the batch goes through the model in at most `max_parts` parts: so the
-        processes of a replica group, whose parts of a batch may differ in size, make the gradient of the whole batch in
-        equally many passes.
+        Gradients are multiplied by `weight`, and the batch is split into at most `max_parts` parts: so the processes of
+        a replica group, whose parts of a batch may differ in size, make the whole batch's gradient in equally many
+        passes.
 
         Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite,
         and where memory runs out.
@@ -186,8 +187,8 @@ class TrainStep:
         take_scalars()
 
     def warm_up(self, data: Any, size: int, *, weight: float = 1.0, max_parts: int | None = None) -> None:
-        """Forward and backward as in `run`, of which nothing stays but what is compiled, imported and allocated at the
-        first batch. Does nothing with manual optimization: such a step cannot be taken back.
+        """Forward and backward as in `run`, without a step, to compile, import and allocate what the first batch needs.
+        Does nothing with manual optimization, whose step cannot be undone.
         """
         if self._job.manual_optimization:
             return
@@ -233,8 +234,8 @@ class TrainStep:
         return total, scalars
 
     def _parts_of(self, data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-        """The batch in parts. Raises `InvalidJob` where one is to be cut whose structure is the job's own: what of it
-        belongs to which sample is not known.
+        """Splits the batch into parts. Raises `InvalidJob` for a batch of the job's own `collate_fn`, since it is
+        unknown which of its values belong to which sample.
         """
         is_own = self._job.collate_fn is not None
         if num_parts == 1 or (is_own and self.num_parts == self._job.accumulate):
@@ -242,9 +243,9 @@ class TrainStep:
         if not is_own:
             return split(data, size, num_parts)
         raise InvalidJob(
-            f"{self._file_name}: there is no memory for {size // (self.num_parts // 2)} samples at once, and what "
-            f"collate_fn makes of them cannot be cut: give accumulate={self.num_parts}, for which collate_fn is called "
-            "for each part, or a smaller batch_size"
+            f"{self._file_name}: no memory for {size // (self.num_parts // 2)} samples at once, and batches of "
+            f"collate_fn cannot be split: give accumulate={self.num_parts}, with which collate_fn is called for each "
+            "part, or a smaller batch_size"
         )
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -255,19 +256,19 @@ class TrainStep:
                 raise
             raise InvalidJob(
                 f"{self._file_name}: train_step() has called backward(), or kept a graph of an earlier batch: return "
-                "the loss without calling backward() or step(), and detach() what is kept between batches"
+                "the loss without calling backward() or step(), and detach() tensors that are kept between batches"
             ) from None
 
     def _back_off(self) -> None:
         self.num_parts *= 2
         print(
-            f"there is no memory for a whole batch ({self._memory()}): it goes in {self.num_parts} parts from now on",
+            f"there is no memory for a whole batch ({self._memory()}): batches are split into {self.num_parts} parts",
             file=sys.stderr,
         )
 
     @contextmanager
     def _telling_figures(self, size: int) -> Iterator[None]:
-        """Where memory runs out for good, the error's line has the figures, and what can be done."""
+        """Adds the memory's figures, and advice, to an error for which memory ran out."""
         try:
             yield
         except Exception as error:
@@ -282,7 +283,9 @@ class TrainStep:
         return f"of {self._device}'s memory {kind_of(self._device).memory(self._device)}"
 
     def _forget_batch(self) -> None:
-        """Leaves nothing of a batch that memory ran out for, and gives libraries and other streams what is cached."""
+        """Drops all state of a batch for which memory ran out, and frees the allocator's cache for libraries and other
+        streams.
+        """
         take_scalars()
         self._clear_gradients()
         kind_of(self._device).empty_cache()
@@ -321,8 +324,8 @@ def possible_precision(wanted: str, device: torch.device) -> str:
 
 
 def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-    """Splits a batch that `default_collate` has made of `size` samples into nearly equal parts: its tensors and lists
-    of texts have an entry for each sample.
+    """Splits a batch of `default_collate` of `size` samples into nearly equal parts. Its tensors and lists of texts
+    have one entry per sample.
     """
     return [(_cut(data, size, start, end), end - start) for start, end in bounds_of(size, num_parts)]
 
@@ -341,7 +344,7 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
 
 
 def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
-    """The loss of what the train step returned, and the scalars beside it."""
+    """The loss in the result of the train step, and the scalars beside it. Raises `InvalidJob`."""
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     if len(values) > MAX_METRICS:
         raise InvalidJob(f"{file_name}: train_step() returned {len(values)} values; at most {MAX_METRICS} are possible")

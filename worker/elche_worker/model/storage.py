@@ -1,4 +1,4 @@
-"""Which of a model's tensors share memory, so that each place in it is averaged, and saved, once."""
+"""Finds tensors of a model that share memory, so that each value is averaged and saved once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -13,7 +13,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory that a tensor is a view of. Parts of divided tensors may be empty: each is by itself."""
+    """Identity of a tensor's storage. Parts of sharded tensors may be empty, without an address: each is its own."""
     return id(tensor) if is_divided(tensor) else tensor.untyped_storage().data_ptr()
 
 
@@ -24,11 +24,11 @@ def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def without_copies(named: Iterable[Named]) -> list[Named]:
-    """Those of the tensors, in their order, that stand for all memory of the others: of tied ones the first, and no
-    views of others (slices, transposes). Empty ones are left out.
+    """The tensors, in their order, that together have all values once: of tied ones the first, and no views of others
+    (slices, transposes). Empty ones are left out.
 
-    Of two where one contains the other it is the one that is trained, else the larger. Raises `InvalidJob` where two
-    share a part and neither contains the other.
+    If one contains the other, the trained one is taken, else the larger. Raises `InvalidJob` if two overlap and neither
+    contains the other.
     """
     tensors = [(name, one) for name, one in named if one.numel()]
     chosen: set[str] = set()
@@ -65,7 +65,7 @@ def _precedence(named: Named) -> tuple[bool, bool, int]:
 
 
 def _region(taken: torch.Tensor, tensor: torch.Tensor, grain: int) -> torch.Tensor:
-    """The part of a mask, with an element for each `grain` bytes of a storage, that a tensor takes."""
+    """View of a tensor's elements in a mask that has one element per `grain` bytes of the storage."""
     each = tensor.element_size() // grain
     stride = (*(each * one for one in tensor.stride()), 1)
     return taken.as_strided((*tensor.shape, each), stride, each * tensor.storage_offset())
@@ -79,7 +79,7 @@ def _overlap(taken: torch.Tensor, one: torch.Tensor, other: torch.Tensor, grain:
 
 @torch.no_grad()
 def results_of_views(live: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The result of each tensor that has none of its own, because it is a view of some that have, by name."""
+    """Results, by name, of tensors that have none of their own because they are views of others."""
     owners: dict[int, list[str]] = {}
     for name in results:
         if name in live and not is_divided(live[name]):

@@ -51,12 +51,12 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: Any, local: torch.Tensor) -> "Piece":
-        """A copy of a divided tensor's local part."""
+        """A piece of a sharded tensor, from its local part."""
         return cls(local, tensor.shape, tensor.stride(), tensor.placements)
 
 
 def is_divided(value: Any) -> bool:
-    """True if it is a `DTensor`, of which each process of a replica group has a part."""
+    """True for a `DTensor`, of which each process of a replica group has a part."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
@@ -69,7 +69,7 @@ def local_of(value: Any) -> torch.Tensor:
 
 
 def placed(value: Any, target: Any) -> Any:
-    """The value, divided as the target is: each process takes its part."""
+    """The value, sharded like the target: each process takes its part."""
     if not is_divided(target) or is_divided(value) or value.shape != target.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -78,7 +78,7 @@ def placed(value: Any, target: Any) -> Any:
 
 
 def assign(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a value, where rounds have it, into a tensor of the model's form: complex numbers come as pairs."""
+    """Copies a value of a round into a tensor of the model; rounds have complex numbers as pairs."""
     (torch.view_as_real(target) if target.is_complex() and not value.is_complex() else target).copy_(value)
 
 
@@ -120,17 +120,17 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_plain(value: Any) -> bool:
-    """True if it is a tensor that is neither sparse nor quantized."""
+    """True for a tensor that is neither sparse nor quantized."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 def can_hold(value: Any) -> bool:
-    """True if files can hold it: a plain tensor of a type that the safetensors format has."""
+    """True for a plain tensor of a dtype that the safetensors format has."""
     return is_plain(value) and value.dtype in DTYPES
 
 
 def described(value: Any) -> str:
-    """What a value is, for messages about what files cannot hold."""
+    """Describes a value in messages on values that files cannot hold."""
     if not isinstance(value, torch.Tensor):
         return f"of type {type(value).__name__}"
     return f"{value.dtype}" if value.layout == torch.strided else f"{value.layout}"
@@ -143,8 +143,8 @@ def flattened(
     *,
     where: str = "the state",
 ) -> Any:
-    """Flattens a nested value to JSON: its tensors go into `tensors`, pieces into `pieces`, and their names take their
-    place.
+    """Flattens a nested value to JSON: moves its tensors into `tensors` and pieces into `pieces`, and puts their names
+    in their places.
 
     Dictionaries may have keys of any type, tuples stay tuples, and NumPy's numbers become Python's. Raises `ValueError`
     for other types, saying `where` it is.
@@ -199,7 +199,7 @@ def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def copied(value: Any, into: Any = None) -> Any:
     """The same structure with copies, on the CPU, of its tensors: in `into`, an earlier copy, where that fits.
 
-    The copy of a divided tensor is a `Piece`.
+    A sharded tensor is copied to a `Piece`.
     """
     if isinstance(value, Piece):
         return replace(value, local=copied(value.local, into.local if isinstance(into, Piece) else None))

@@ -1,4 +1,4 @@
-"""Batches on trial: forward and backward of which nothing stays in the model."""
+"""Trial batches: forward and backward passes after which the model is restored."""
 
 import copy
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from elche_worker.device.rng import capture_rng_state, restore_rng_state
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers, its gradients (none) and random numbers are as before."""
+    """Context after which the model's buffers and random numbers are as before, and its gradients None."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
     state = capture_rng_state()
     try:
@@ -23,5 +23,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if name in buffers:  # the first forward may have made others
+                if name in buffers:  # the first forward may have created others
                     buffer.copy_(buffers[name])

@@ -1,8 +1,8 @@
-"""Puts off the import of PyTorch's compiler, which takes nearly as long as torch itself, until something needs it.
+"""Delays the import of PyTorch's compiler, which takes nearly as long as torch itself, until something needs it.
 
-The first call of an optimizer imports `torch._dynamo`, only to tell a compiler that it is not to look into the call.
-Nothing is compiled before that module is imported, so until then there is nobody to tell. With `put_off` the calls do
-without it; with the first import of the module, by `torch.compile` say, they are again what PyTorch made of them.
+The first call of an optimizer imports `torch._dynamo`, only to keep the compiler from tracing the call. Nothing can be
+compiled before that module is imported. So after `put_off` the calls skip the import; the first import of the module,
+such as by `torch.compile`, restores PyTorch's functions.
 """
 
 import sys
@@ -15,17 +15,17 @@ import torch
 
 COMPILER = "torch._dynamo"
 MARK = "__dynamo_disable"
-"""Attribute in which PyTorch keeps what a decorated function does where there is a compiler."""
+"""Attribute in which PyTorch's decorator keeps the function to call when the compiler is loaded."""
 DECORATED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
 OF_STEP = frozenset(
     (COMPILER, "_dynamo", "graph_break", "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults")
 )
-"""All names in PyTorch's decorator of `step`: with others it does what is not known here."""
+"""All names that PyTorch's decorator of `step` uses: one with others is of an unknown version, and left alone."""
 
 
 def put_off() -> bool:
-    """True if optimizers import no compiler from now on; False where it is there, or PyTorch's are not as known here.
-    They are left as they are then.
+    """Keeps optimizers from importing the compiler. Returns False, and changes nothing, if it is imported already, or
+    PyTorch's optimizers are of an unknown version.
     """
     steps = [step for step in map(_step_of, _optimizers(torch.optim.Optimizer)) if step is not None]
     decorated: list[Any] = [getattr(torch.optim.Optimizer, name, None) for name in DECORATED]
@@ -42,7 +42,7 @@ def put_off() -> bool:
 
 
 class _Restorer(MetaPathFinder):
-    """Finds no module: it is asked for each, and takes all back when that is the compiler."""
+    """A finder that finds no module, but restores PyTorch's functions when the compiler is imported."""
 
     def __init__(self, steps: Sequence[tuple[FunctionType, CodeType]], inner: Sequence[Callable[..., Any]]) -> None:
         self._steps = steps
@@ -65,7 +65,7 @@ def _optimizers(kind: type) -> Iterator[type]:
 
 
 def _step_of(kind: type) -> FunctionType | None:
-    """The decorated `step` of an optimizer's class; None where it is another function, or inherited."""
+    """The decorated `step` of an optimizer's class; None if it is another function, or inherited."""
     step = kind.__dict__.get("step")
     if not isinstance(step, FunctionType) or step.__code__.co_freevars != ("func",):
         return None
@@ -78,7 +78,7 @@ def _is_decorated(function: Any) -> bool:
 
 
 def _plain(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What PyTorch's decorator does where there is no compiler."""
+    """Wraps `step` as PyTorch's decorator does without a compiler."""
 
     def _use_grad(*args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()

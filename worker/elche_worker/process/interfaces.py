@@ -1,4 +1,4 @@
-"""Where other ranks reach this host: on a network interface that is named, or on the route to the coordinator."""
+"""This host's address for other ranks: of a named network interface, or of the route to the coordinator."""
 
 import socket
 
@@ -9,7 +9,7 @@ from elche.network import own_address
 
 
 def listening_address(coordinator: str, interface: str) -> str:
-    """This host's address on the interface; on the route to the coordinator where none is named."""
+    """This host's address on the interface, or, if that is "", on the route to the coordinator."""
     return interface_address(interface) if interface else own_address(coordinator)
 
 
@@ -21,4 +21,4 @@ def interface_address(name: str) -> str:
             if one.family is family:
                 return str(one.address)
     there = ", ".join(sorted(known))
-    raise InvalidJob(f"no address is on the network interface {name!r}; the interfaces of this host are {there}")
+    raise InvalidJob(f"the network interface {name!r} has no address; the interfaces of this host are {there}")

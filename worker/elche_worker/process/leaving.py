@@ -1,4 +1,4 @@
-"""SIGTERM to a rank: others are asked to do without it, and it ends by itself when that takes too long."""
+"""SIGTERM to a rank: it asks to leave its job, and ends by itself when that takes too long."""
 
 import os
 import signal
@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 
 LEAVE_S = 25.0
-"""How long a rank that got SIGTERM may go on, so that its work is committed. Kubernetes and Slurm kill after 30 s."""
+"""Seconds for which a rank may go on after SIGTERM, to commit its work. Kubernetes and Slurm kill after 30 s."""
 
 
 def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> None:
-    """`ask`, which may take locks, is called on another thread at the first SIGTERM; a second one ends the process.
-    Processes that it forks end at the first.
+    """Calls `ask` at the first SIGTERM, on another thread since it may take locks; a second SIGTERM ends the process.
+    Forked processes end at the first.
     """
     rank = os.getpid()
 

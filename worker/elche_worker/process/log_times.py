@@ -1,6 +1,6 @@
-"""When the lines of a rank's log were written: a file beside the log has its size and the time, once a second at most.
+"""Times of the lines of a rank's log: a file beside the log records its size and the time, at most once a second.
 
-The log itself stays as the rank has written it. When it is read its lines get the time of the newest entry before them.
+The log itself is as the rank has written it. When it is read, each line gets the time of the newest entry before it.
 """
 
 import os
@@ -15,10 +15,10 @@ from elche_worker.process.rank_files import RankFiles
 EVERY_S = 1.0
 MAX_BYTES = 4 << 20
 MAX_READ_BYTES = 4 * MAX_BYTES
-"""What is read of it at once: what a rank makes larger is no times."""
+"""Most bytes of the file that are read at once; a rank may have written anything into it."""
 STAMP = "%Y-%m-%dT%H:%M:%SZ"
 NO_STAMP = b" " * 20
-"""Of a line that was written before the times that are known."""
+"""Shown for a line that is older than the known times."""
 
 
 def times_path(log_path: str | Path) -> Path:
@@ -34,7 +34,7 @@ class TimesWriter:
         self._next_s = 0.0
 
     def note(self, log: int) -> None:
-        """Something is about to be written to the log with this descriptor. Never raises."""
+        """Records the time before a write to the log with this descriptor. Never raises."""
         now_s = time.time()
         if now_s >= self._next_s:
             self._next_s = now_s + EVERY_S
@@ -43,7 +43,7 @@ class TimesWriter:
 
 
 def shorten_times(log_path: str, *, is_cut: bool) -> None:
-    """Forgets the times of a log that was cut, or that are too many."""
+    """Empties the file of times if the log was cut, or the file is too large."""
     with suppress(OSError):
         path = times_path(log_path)
         if is_cut or path.stat().st_size > MAX_BYTES:
@@ -51,7 +51,7 @@ def shorten_times(log_path: str, *, is_cut: bool) -> None:
 
 
 class TimesReader:
-    """Puts the time before each line of a log that is read from some place on; on the rank's host."""
+    """Puts the time before each line of a log that is read from an offset; on the rank's host."""
 
     def __init__(self, log_path: Path, files: RankFiles) -> None:
         self._path = times_path(log_path)
@@ -79,7 +79,7 @@ class TimesReader:
         return time.strftime(STAMP, time.gmtime(self._times[at - 1])).encode() if at else NO_STAMP
 
     def _update(self) -> None:
-        """Takes in the entries that have come since."""
+        """Reads new entries."""
         with suppress(OSError, ValueError), self._files.read(self._path) as file:
             if os.fstat(file.fileno()).st_size < self._num_read:
                 self._sizes, self._times, self._num_read, self._begins_line = [], [], 0, True
@@ -93,6 +93,6 @@ class TimesReader:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """Lines that end with a newline alone: a carriage return is within one."""
+    """Splits at newlines only: a carriage return stays within a line."""
     lines = data.split(b"\n")
     return [*(line + b"\n" for line in lines[:-1]), *([lines[-1]] if lines[-1] else [])]

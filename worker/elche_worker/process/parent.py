@@ -10,11 +10,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent dies (Linux; elsewhere standard input's end must do)."""
+    """Asks the kernel to kill this process when its parent dies. Linux only; elsewhere callers watch standard input."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it had died before
+    if os.getppid() != parent_pid:  # the parent died before the request
         os._exit(1)
 
 

@@ -1,7 +1,7 @@
-"""Opens files in folders that ranks may change, for the agent, who may do more than they.
+"""Opens files in folders that ranks may change, for the agent, which has more permissions than ranks.
 
-A rank may put a link or a pipe where its log, its model or a folder was. Links would lead the agent of confined ranks
-to what these are not to see; a pipe would have it wait.
+A rank may replace its log, its model or a folder by a link or a pipe. Through a link, the agent of confined ranks would
+read or write files that these must not see; on a pipe it would hang.
 """
 
 import errno
@@ -15,26 +15,26 @@ from elche.folders import IGNORES_ALL, NAME, keep_out
 
 
 class RankFiles:
-    """Opens plain files only; where ranks are confined, only in folders that they may change, and through no link."""
+    """Opens regular files only; for confined ranks only in folders that they may change, and through no link."""
 
     def __init__(self, changeable: Sequence[Path] | None = None) -> None:
         """`changeable`: the folders that confined ranks may change; None where ranks are not confined."""
         self._changeable = changeable
 
     def read(self, path: Path) -> BinaryIO:
-        """Opens a file to read it. Raises `OSError`."""
+        """Opens a file for reading. Raises `OSError`."""
         return os.fdopen(self._open(path, os.O_RDONLY), "rb")
 
     def append(self, path: Path) -> BinaryIO:
-        """Opens a file, which is made if it is not there, to add to it. Raises `OSError`."""
+        """Opens a file for appending, and creates it if needed. Raises `OSError`."""
         return os.fdopen(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
     def empty(self, path: Path) -> None:
-        """Makes a file, or makes it empty. Raises `OSError`."""
+        """Creates or empties a file. Raises `OSError`."""
         os.close(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
 
     def make_folder(self, folder: Path) -> None:
-        """Makes a folder, and those that it is in, for the agent's user alone. Raises `OSError`."""
+        """Creates a folder and its parents, accessible to the agent's user only. Raises `OSError`."""
         if folder.exists():
             return
         if self._changeable is None:
@@ -57,11 +57,11 @@ class RankFiles:
                 os.close(folder)
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return opened
 
     def _enter(self, folder: Path, *, makes: bool = False) -> int:
-        """Opens a folder step by step, from the first that ranks may change: what leads there is not theirs."""
+        """Opens a folder component by component, without following links, from the topmost that ranks may change."""
         way = [*reversed(folder.parents), folder]
         root = next((one for one in way if one.resolve() in (self._changeable or ())), None)
         if root is None or ".." in folder.parts:

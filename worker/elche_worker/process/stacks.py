@@ -1,4 +1,4 @@
-"""Stacks of a rank's threads on request: on a signal Python writes them, whatever the threads are busy with."""
+"""Stacks of a rank's threads, which Python writes on a signal, whatever the threads do."""
 
 import faulthandler
 import os
@@ -13,7 +13,7 @@ SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A signal that user code is unlikely to use."""
 MAX_BYTES = 64 << 10
 ANSWER_S = 5.0
-"""Limit for a process to write its stacks."""
+"""Limit in seconds for a process to write its stacks."""
 SETTLED_S = 0.1
 STATES = {
     "T": "the process is stopped, by a signal or by a debugger; `kill -CONT {pid}` lets it go on",
@@ -23,7 +23,7 @@ STATES = {
 
 
 def write_when_asked(log_path: str) -> None:
-    """Makes this process write the stacks of its threads beside its log when `SIGNAL` arrives."""
+    """Has this process write the stacks of its threads to a file beside its log when `SIGNAL` arrives."""
     descriptor = os.open(_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 
@@ -38,7 +38,7 @@ def ask(pid: int, log_path: Path, send: Callable[[int], object], files: RankFile
         send(SIGNAL)
         return (
             _read(path, files)
-            or f"process {pid} does not answer (its state is {_state(pid)}): the kernel may be busy for it"
+            or f"process {pid} does not answer (its state is {_state(pid)}): it may hang in a system call"
         )
     except OSError as error:
         return f"the stacks of process {pid} cannot be read: {error.strerror}"
@@ -53,7 +53,7 @@ def _state(pid: int) -> str:
 
 
 def _read(path: Path, files: RankFiles) -> str:
-    """What was written, once nothing more arrives; empty when nothing does."""
+    """Reads the stacks once no more arrives; "" if nothing arrives in time."""
     deadline_s, size, since_s = time.monotonic() + ANSWER_S, 0, time.monotonic()
     with files.read(path) as file:
         while (now_s := time.monotonic()) < deadline_s:
@@ -63,4 +63,4 @@ def _read(path: Path, files: RankFiles) -> str:
                 break
             time.sleep(0.02)
         text = file.read(MAX_BYTES).decode(errors="replace").strip()
-    return "\n\n".join(reversed(text.split("\n\n")))  # Python writes the main thread last, where training is
+    return "\n\n".join(reversed(text.split("\n\n")))  # Python writes the main thread, which trains, last

@@ -1,1 +1,1 @@
-"""Training that a script starts itself: in its own process, or with its own coordinator."""
+"""Training that a script starts: in its own process, or with its own coordinator."""

@@ -46,10 +46,10 @@ def train_alone(
     job: JobDefinition, *, device: str = "auto", on_epoch: Callable[[int, dict[str, float]], None] | None = None
 ) -> TrainedState:
     """Trains all epochs; calls `on_epoch(epoch, metrics)` with the evaluation after each. Raises `InvalidJob`, and
-    `JobFailed` when the last evaluation has a metric that is no finite number any more.
+    `JobFailed` when a metric that was finite before is not in the last evaluation.
 
-    The state is that of the best epoch where the job monitors a metric and restores it, else of the last one. Writes no
-    checkpoints: for these a job needs a coordinator.
+    Returns the state of the best epoch if the job monitors a metric and restores it, else of the last one. Writes no
+    checkpoints, for which a job needs a coordinator.
     """
     if job.shard is not None:
         raise InvalidJob(
@@ -152,7 +152,7 @@ def _train(
 
 
 class _Rank(RateSetters):
-    """The only rank, as callbacks see it: an `elche_worker.user.callbacks.Rank`."""
+    """The only rank, for callbacks: an `elche_worker.user.callbacks.Rank`."""
 
     def __init__(
         self, built: Built, rates: LearningRates, callbacks: Callbacks, device: str, own_state: OwnState
@@ -187,7 +187,7 @@ def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], durat
 
 
 class _Leases:
-    """What an epoch trains: all of it, or shard by shard in the order of the epoch."""
+    """The leases of an epoch: one for all samples, or one per shard in the epoch's order."""
 
     def __init__(self, extent: Extent, sizes: tuple[int, ...], seed: int) -> None:
         self._extent = extent
@@ -218,7 +218,7 @@ def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: 
 
 
 class _Watch:
-    """Whether the monitored metric still gets better, and whether metrics are still numbers."""
+    """Judges evaluations: if the monitored metric improves, and if metrics are finite."""
 
     def __init__(self, job: JobDefinition) -> None:
         self._job = job
@@ -230,7 +230,7 @@ class _Watch:
         """True if the last epoch is the best one so far."""
 
     def judge(self, metrics: dict[str, float], num_epochs: int) -> None:
-        """Takes in the evaluation after so many epochs. Raises `InvalidJob` when it does not give the metric."""
+        """Judges the evaluation after `num_epochs` epochs. Raises `InvalidJob` if it lacks the monitored metric."""
         self._metrics, self._last_finite = metrics, note_finite(metrics, self._last_finite, num_epochs)
         monitor = self._job.monitor
         if monitor is None:
@@ -243,8 +243,8 @@ class _Watch:
         self._best = value if self.is_best else self._best
 
     def end(self) -> None:
-        """The last evaluation was the final one. Raises `JobFailed` when a metric is no finite number any more; of one
-        that never was it says so.
+        """Called after the final evaluation. Raises `JobFailed` if a metric that was finite before is not any more;
+        warns of one that never was.
         """
         if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
             raise JobFailed(spoilt)
@@ -253,12 +253,12 @@ class _Watch:
 
     @property
     def is_over(self) -> bool:
-        """True if it has not improved for as long as the job's patience."""
+        """True if the metric has not improved for the job's patience."""
         return self._job.patience is not None and self._num_since >= self._job.patience
 
 
 def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
-    """Batches as they become ready, until they make `num_samples`."""
+    """Yields batches as they become ready, up to `num_samples` samples."""
     while num_samples > 0:
         wake.wait()
         wake.clear()

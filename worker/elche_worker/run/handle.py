@@ -1,4 +1,4 @@
-"""Training in processes of its own: a coordinator and local ranks, controlled through a handle."""
+"""Training in a coordinator and local ranks, controlled through a handle."""
 
 import ast
 import atexit
@@ -49,7 +49,7 @@ class Handle:
         self._started = threading.Event()
         self._devices: tuple[str, ...] = ()
         self._epochs: dict[int, dict[str, Any]] = {}
-        """Epochs whose evaluation has not arrived."""
+        """Epochs whose evaluation was not received yet."""
         self._result: dict[str, Any] | None = None
         self._view: dict[str, Any] | None = None
         """The newest."""
@@ -66,7 +66,7 @@ class Handle:
 
     @property
     def world_size(self) -> int:
-        """How many ranks train; waits until they are placed."""
+        """Number of ranks; waits until they are placed."""
         return len(self.devices)
 
     def poll_metrics(self) -> EpochMetrics | None:
@@ -81,14 +81,15 @@ class Handle:
         return None if self._is_over else self._take(self._metrics.get())
 
     def cancel(self) -> None:
-        """Asks the training to end after a checkpoint; `join` returns how it ended. Idempotent."""
+        """Asks the training to end after a checkpoint; `join` then raises or returns the outcome. Idempotent."""
         if not self._is_cancelled and self._process.poll() is None:
-            self._is_cancelled = True  # a second signal would mean: at once
+            self._is_cancelled = True  # a second signal would end it without a checkpoint
             self._process.send_signal(signal.SIGINT)
 
     def join(self) -> TrainedState:
         """Waits for the end and returns the trained state. Raises `JobFailed`, with the user's traceback, unless it
-        succeeded; and `InvalidJob` if frozen parameters were left out (`save_frozen=False`) and `model()` makes others.
+        succeeded; and `InvalidJob` if frozen parameters were left out (`save_frozen=False`) and `model()` makes
+        different ones.
         """
         self._process.wait()
         for thread in self._threads:
@@ -101,17 +102,17 @@ class Handle:
             message = result.get("error") or f"the training was {result['state']}"
             raise JobFailed(message, traceback=result.get("traceback", ""))
         if not self._job.save_frozen:
-            seed_all(self._job.seed)  # as the ranks did: what the file leaves out may be random
+            seed_all(self._job.seed)  # as the ranks do: parameters that the file leaves out may be random
         model = self._job.model()
         load_state(model, result["model"])
         return TrainedState.of(model)
 
     def _ipython_display_(self) -> None:
-        """In a notebook: its progress, live."""
+        """Shows live progress in a notebook."""
         show_live(self._views())
 
     def _views(self) -> Iterator[dict[str, Any]]:
-        """The newest view, now and then, until the process has ended; the last one has the result's state."""
+        """Yields the newest view at intervals until the process has ended; the last one has the result's state."""
         is_over = False
         while not is_over:
             is_over = self._process.poll() is not None and not self._threads[0].is_alive()
@@ -138,7 +139,7 @@ class Handle:
                     self._started.set()
                 case "epoch":
                     self._add_epoch(event)
-                case "evaluation" if event["epoch"] in self._epochs:  # that of the final model may be of no whole epoch
+                case "evaluation" if event["epoch"] in self._epochs:  # the final model's may be of an incomplete epoch
                     self._put(self._epochs.pop(event["epoch"]), event["metrics"])
                 case "result":
                     self._result = event
@@ -174,7 +175,7 @@ class Handle:
 
 
 def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, float], out: str | None) -> Handle:
-    """Starts the job of the file that defines it. Raises `InvalidJob` where that cannot work."""
+    """Starts the job of the file that defines it. Raises `InvalidJob` if it cannot be started."""
     if "elche_job" in sys.modules:
         raise InvalidJob(
             "job.start() must stand under `if __name__ == '__main__':`, because the ranks run the file too"
@@ -193,7 +194,7 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
 
 
 def _check_is_of_file(job: JobDefinition) -> None:
-    """Raises `InvalidJob` for a job with other functions than the `job` of its file, which the ranks build."""
+    """Raises `InvalidJob` if the job's functions differ from those of the `job` in its file, which the ranks use."""
     module = sys.modules.get(getattr(inspect.unwrap(job.train_step), "__module__", ""))
     defined = getattr(module, "job", None)
     if not isinstance(defined, JobDefinition):
@@ -208,7 +209,7 @@ def _check_is_of_file(job: JobDefinition) -> None:
 
 
 def _file_of(job: JobDefinition) -> Path:
-    """The file that the ranks run: the one that defines the job's functions, and `job`."""
+    """The file that the ranks run, which defines the job's functions and `job`."""
     try:
         path = Path(inspect.getfile(inspect.unwrap(job.train_step)))
     except TypeError:
@@ -224,7 +225,9 @@ def _file_of(job: JobDefinition) -> Path:
 
 
 def _file_of_cell(source: str) -> Path:
-    """A file with a notebook's cell, up to where it defines `job`. Raises `InvalidJob` where it cannot be one."""
+    """Writes a notebook's cell, up to the definition of `job`, to a file. Raises `InvalidJob` if ranks cannot
+    run it.
+    """
     mend = (
         "in a notebook the cell that defines `job` has all that the job needs, with its imports, since every rank runs "
         "it on its own; or begin it with %%writefile train.py, and then: from train import job"
@@ -247,7 +250,7 @@ def _file_of_cell(source: str) -> Path:
 
 
 def _names(statement: ast.stmt) -> list[str]:
-    """What an assignment assigns to."""
+    """The names to which a statement assigns."""
     match statement:
         case ast.Assign(targets=targets):
             return [target.id for target in targets if isinstance(target, ast.Name)]
@@ -258,7 +261,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _missing(source: str) -> list[str]:
-    """Names that a text uses, and neither it nor Python defines; none where a star imports who knows what."""
+    """Names that the source uses and neither it nor Python defines; empty if it has a star import."""
     if any(one.names[0].name == "*" for one in ast.walk(ast.parse(source)) if isinstance(one, ast.ImportFrom)):
         return []
     whole = symtable.symtable(source, "cell", "exec")

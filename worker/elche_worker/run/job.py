@@ -1,4 +1,4 @@
-"""`TrainingJob`, what a user's file defines: a job that its own script can train, too."""
+"""`TrainingJob`, which a user's file defines, and which its own script can train, too."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class TrainingJob(JobDefinition):
     """One training run, described by functions, so that every rank builds its own parts on its own device.
 
-    Its fields are those of `JobDefinition`. Raises `InvalidJob` for a value that cannot work, and names it.
+    Its fields are those of `JobDefinition`. Raises `InvalidJob`, naming it, for an invalid value.
     """
 
     def __new__(cls, **given: Any) -> Self:
-        """A new job. Raises `InvalidJob` for a field that there is not."""
+        """A new job. Raises `InvalidJob` for an unknown field."""
         known = [one.name for one in fields(cls)]
         for name in given:
             if name not in known:
@@ -35,8 +35,8 @@ class TrainingJob(JobDefinition):
     ) -> "TrainedState":
         """Trains on one device, in this process and without a coordinator; returns the trained state.
 
-        `on_epoch(epoch, metrics)` is called after each epoch with what `evaluate` returned. The state is the one that
-        `restore` names. Writes no checkpoints.
+        `on_epoch(epoch, metrics)` is called after each epoch with the result of `evaluate`. The state is that of the
+        last or the best epoch, as `restore` says. Writes no checkpoints.
         """
         from elche_worker.run.alone import train_alone
 
@@ -52,8 +52,9 @@ class TrainingJob(JobDefinition):
     ) -> "Handle":
         """Starts a coordinator and local ranks, and returns at once; the handle gives metrics and the trained state.
 
-        The ranks run the file that defines the job, under the name `job`; so what starts it must stand under
-        `if __name__ == "__main__":`. `slow` maps a rank to how many times slower it is to be. `out` is its folder.
+        The ranks run the file that defines the job, under the name `job`; so the call must be under `if __name__ ==
+        "__main__":`. `slow` maps ranks to factors by which they are slowed down. `out` is the folder for logs and
+        model.
         """
         from elche_worker.run.handle import start
 

@@ -1,1 +1,1 @@
-"""How a rank is launched, and its stream with the coordinator."""
+"""The launch of a rank, and its stream with the coordinator."""

@@ -1,4 +1,4 @@
-"""The coordinator's commands and announced rounds that the loop has not yet acted upon."""
+"""The coordinator's commands and announced rounds on which the loop has not acted yet."""
 
 import threading
 from collections import deque
@@ -20,14 +20,14 @@ class Control:
     """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
-    """Why the rank is to leave; None while it is not."""
+    """Reason for which the rank is to leave; None if it is not."""
     abandoned: set[int] = field(default_factory=set)
-    """Generations that the coordinator has given up."""
+    """Generations that the coordinator has ordered to abandon."""
     clock: tuple[float, float] | None = None
-    """(sent, received): the coordinator's last clock by its own time and by this host's."""
+    """(sent, received): times of the coordinator's last clock message, by its clock and by this host's, in seconds."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
-        """Takes in a command."""
+        """Adds a command."""
         with self.wake:
             self.inbox.append(command)
             if command.HasField("abandon"):
@@ -38,25 +38,25 @@ class Control:
             self.wake.notify_all()
 
     def leave(self, reason: str) -> None:
-        """The session is lost: the rank is to leave."""
+        """Has the rank leave, since the session is lost."""
         with self.wake:
             self.leaving = self.leaving or reason
             self.has_news = True
             self.wake.notify_all()
 
     def notify(self) -> None:
-        """Wakes the loop for another reason than a command."""
+        """Wakes the loop without a command."""
         with self.wake:
             self.wake.notify_all()
 
     def note_news(self) -> None:
-        """A group is built, or cannot be, or the coordinator is away: the loop is to look."""
+        """Has the loop look for a build that has ended, or an absent coordinator."""
         with self.wake:
             self.has_news = True
             self.wake.notify_all()
 
     def take(self) -> list[rank_pb2.ConverseResponse]:
-        """The commands since the last call, in order."""
+        """Removes and returns the commands since the last call, in order."""
         with self.wake:
             commands = list(self.inbox)
             self.inbox.clear()
@@ -65,7 +65,7 @@ class Control:
 
 
 class Target(NamedTuple):
-    """When an announced round is entered, and in which generation."""
+    """The step at which, and the generation in which, an announced round is entered."""
 
     step: int
     """Local step after which it is entered."""
@@ -74,17 +74,17 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Away:
-    """Rounds that are entered while the coordinator is away (protocol P16.1)."""
+    """Rounds granted for the time in which the coordinator is away (protocol P16.1)."""
 
     round: int
     """The next one."""
     generation: int
     step: int
-    """Local step after which that is entered."""
+    """Local step after which the first one is entered."""
     every: int
-    """Batches between it and the one after it."""
+    """Batches between two of them."""
     count: int
-    """How many there are."""
+    """Number of rounds left."""
 
 
 @dataclass(slots=True)
@@ -94,35 +94,33 @@ class Rounds:
     targets: dict[int, Target] = field(default_factory=dict)
     """By round."""
     abandoned: set[int] = field(default_factory=set)
-    """Generations of which no round is entered any more."""
+    """Generations whose rounds are not entered any more."""
     throttle_step: float = inf
-    """Limit of Throttle: how many batches the rank may make in all."""
+    """Limit of the last `Throttle`: the local step at which the rank stops."""
     last_step: float = inf
-    """Local step of the last announced round, when no batch may follow it."""
+    """Local step of the last announced round, if no batch may follow it."""
     alone_step: float = -inf
-    """Local step of the last round that the rank has announced to itself since."""
+    """Local step of the last granted round that the rank has announced to itself since."""
     last_entered: int = 0
     last_announced: int = 0
-    """The newest round that the coordinator has announced: those after it are granted ones."""
+    """The newest round that the coordinator has announced; later ones are granted ones."""
     checkpoint_rounds: dict[int, None] = field(default_factory=dict)
     """Rounds whose result may become a checkpoint written here."""
     newer_batches: dict[int, int] = field(default_factory=dict)
-    """How many batches beyond the snapshot a round's result is applied, where the coordinator fixes that."""
+    """Batches after the snapshot at which a round's result is applied, if the coordinator fixes that."""
     apply_step: float = -inf
-    """Local step at which the entered round's result is applied; it waits until then."""
+    """Local step at which the entered round's result is applied; the rank waits for it there."""
 
     away: Away | None = None
-    """What is granted for when the coordinator is away, after the last announced round."""
+    """The grants that follow the last announced round."""
 
     @property
     def limit_step(self) -> float:
-        """How many batches the rank may make in all."""
+        """The local step at which the rank stops."""
         return min(self.throttle_step, max(self.last_step, self.alone_step))
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
-        """Takes in new rounds, or new targets of announced ones. A target of an entered round is ignored, and so are
-        the rounds of a generation that is given up.
-        """
+        """Adds announced rounds, or changes their targets. Ignores entered rounds and abandoned generations."""
         if command.generation in self.abandoned:
             return
         for index in range(command.count):
@@ -145,8 +143,8 @@ class Rounds:
         self.last_step, self.alone_step = last if command.stop_after else inf, -inf
 
     def go_on_alone(self) -> int:
-        """The coordinator is away: the next granted round is announced, when no other is. Returns the batches between
-        granted rounds; 0 when none are left.
+        """While the coordinator is away: announces the next granted round, unless a round is announced. Returns the
+        batches between granted rounds; 0 when none are left.
         """
         away = self.away
         if away is None or (not away.count and not self.targets):
@@ -158,7 +156,7 @@ class Rounds:
         return away.every
 
     def give_grants_back(self) -> None:
-        """No granted round is entered any more, nor one that this rank has announced to itself before."""
+        """Drops the grants, and granted rounds that this rank has announced to itself and not entered."""
         self.away, self.alone_step = None, -inf
         self.targets = {one: target for one, target in self.targets.items() if one <= self.last_announced}
 
@@ -177,7 +175,7 @@ class Rounds:
         return first
 
     def enter(self, round_id: int, local_step: int) -> bool:
-        """Marks the round as entered at a step; returns whether its result may become a checkpoint."""
+        """Marks the round as entered at a step; returns True if its result may become a checkpoint."""
         del self.targets[round_id]
         self.last_entered = round_id
         newer = self.newer_batches.pop(round_id, None)

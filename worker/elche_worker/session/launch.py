@@ -7,19 +7,19 @@ from typing import Any
 
 MODEL = "model.safetensors"
 BEST = "best.safetensors"
-"""The best model by the monitored metric."""
+"""File of the best model by the monitored metric."""
 LAST = "last.safetensors"
-"""The last model, where MODEL is an earlier one."""
+"""File of the last model, if MODEL is an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Everything that a rank needs to start. The secret is passed only here, never in arguments or environment."""
+    """All data that a rank needs to start. The secret is passed only here, never in arguments or environment."""
 
     coordinator: str
-    """HOST:PORT, or several, separated by commas."""
+    """HOST:PORT of the coordinator, or of several, separated by commas."""
     tls: str = ""
-    """Folder of certificates for the channel to it; empty: no TLS."""
+    """Folder of certificates for the coordinator's channel; empty: no TLS."""
     interface: str = ""
     """Network interface on which the rank is reached by others; empty: that of the route to the coordinator."""
     secret: str
@@ -27,7 +27,7 @@ class Launch:
     rank: int
     incarnation: int = 0
     member: int = 0
-    """Position in the rank's replica group; 0 leads it, and speaks for it with the coordinator."""
+    """Position in the rank's replica group; 0 is the leader, which has the session with the coordinator."""
     group_size: int = 1
     """Processes of that group."""
     device: str
@@ -43,23 +43,23 @@ class Launch:
     """Settings that replace those of the file."""
     verify_rounds: bool = False
     warms_up: bool = False
-    """True if it makes a batch of which nothing stays before it is ready: others train already."""
+    """True if the rank trains a batch without effect before it is ready, since others train already."""
     resume: str = ""
     """Checkpoint to resume from."""
     arguments: list[str] = field(default_factory=list)
     """`sys.argv` of the user's file, without its own name."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables beside those of the agent."""
+    """Environment variables in addition to the agent's."""
     bundle: str = ""
-    """The packed folder in which `file_name` is; empty: the file is alone."""
+    """Checksum of the bundle that contains `file_name`; empty: the file is sent alone."""
     requirements: list[str] = field(default_factory=list)
     """Packages that the file needs beside those of the agent."""
     module: str = ""
     """The job in the bundle, as PACKAGE.MODULE:NAME."""
     missing_secrets: list[str] = field(default_factory=list)
-    """Secrets that the job asks for and the agent does not have; the others are in `environment`."""
+    """Names of requested secrets that the agent does not have; the others are in `environment`."""
     packages_dir: str = ""
-    """The agent's folder of such packages."""
+    """The agent's folder for such packages."""
 
     @property
     def model_path(self) -> Path:

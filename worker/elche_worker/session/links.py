@@ -1,4 +1,5 @@
-"""Which other ranks can be reached from here: asked when all are in a collective and nothing moves (protocol P24.1)."""
+"""Tests which other ranks can be reached, on request when all are in a collective that does not end (protocol
+P24.1)."""
 
 import errno
 import selectors
@@ -14,19 +15,19 @@ from elche.v1 import rank_pb2
 from elche_worker.process.interfaces import listening_address
 
 TRY_EVERY_S = 0.25
-"""Interval at which a connection to each rank is begun anew: one may be lost on a bad link."""
+"""Seconds after which a further connection to each rank is begun, since a bad link may lose one."""
 LIMIT_S = 3.0
-"""After which a rank that has accepted none of them cannot be reached."""
+"""Seconds after which a rank that has accepted no connection counts as unreachable."""
 PENDING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 
 
 class Links:
-    """Accepts connections, to close them at once, and tries those of others. Nothing is sent or read."""
+    """Accepts other ranks' connections and closes them at once, and tries connections to them. No data is sent."""
 
     def __init__(self, coordinator: str, interface: str = "") -> None:
         """Listens where gloo does."""
         self.address = ""
-        """HOST:PORT; empty where it cannot listen."""
+        """HOST:PORT; empty if it cannot listen."""
         with suppress(OSError, InvalidJob):
             self._listen(listening_address(coordinator, interface))
 
@@ -37,7 +38,7 @@ class Links:
         threading.Thread(target=self._accept, name="links", daemon=True).start()
 
     def answer(self, probe: rank_pb2.Probe, tell: Callable[[rank_pb2.ConverseRequest], None]) -> None:
-        """Tells on another thread which of the ranks can be reached."""
+        """Tests the ranks on another thread, and reports those that can be reached by `tell`."""
 
         def run() -> None:
             reached = reachable({peer.rank: peer.address for peer in probe.peers})
@@ -52,7 +53,7 @@ class Links:
 
 
 def reachable(addresses: Mapping[int, str], limit_s: float = LIMIT_S) -> list[int]:
-    """Those who accept a connection in time, in order; the rest may be beyond a broken link, or gone."""
+    """The ranks that accept a connection within `limit_s`, in order. Others have ended, or their link is broken."""
     left, opened = dict(addresses), []
     began_s = next_s = time.monotonic()
     with selectors.DefaultSelector() as selector:
@@ -74,7 +75,7 @@ def reachable(addresses: Mapping[int, str], limit_s: float = LIMIT_S) -> list[in
 
 
 def _begin(address: str) -> socket.socket | None:
-    """A connection that is under way; None when there is no way at all."""
+    """Begins to connect; None if that fails at once."""
     host, port = split_address(address)
     one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     one.setblocking(False)

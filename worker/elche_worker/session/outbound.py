@@ -1,4 +1,4 @@
-"""Messages to the coordinator, numbered and kept until they are durable there, over one stream after the other."""
+"""Messages to the coordinator, numbered, and kept until they are durable there; sent again on each new stream."""
 
 import queue
 import random
@@ -7,11 +7,11 @@ from collections import deque
 from typing import Any, Generic, TypeVar
 
 _chance = random.Random()
-"""Not the process's own, which user code seeds."""
+"""A generator of its own, since user code seeds the process's: ranks would all pause equally long."""
 
 
 def soon(pause_s: float) -> float:
-    """A pause of about this length, not the same for all who wait for the coordinator, in seconds."""
+    """A pause of 0.5 to 1 times `pause_s`, at random, so that clients do not all reconnect at the same time."""
     return pause_s * _chance.uniform(0.5, 1.0)
 
 
@@ -19,36 +19,38 @@ Message = TypeVar("Message", bound=Any)
 
 RETRY_S = 0.05
 MAX_RETRY_S = 1.0
-"""Longest pause between two attempts to open a stream again."""
+"""Longest pause in seconds between two attempts to open a stream."""
 SAY_EVERY_S = 60.0
-"""Interval between lines that say that the coordinator is away, in seconds."""
+"""Seconds between log lines that say that the coordinator is away."""
 
 
 class Outbound(Generic[Message]):
-    """What one side of a conversation says, and how much it has heard (protocol P15). Any thread may send."""
+    """The messages of one side of a conversation, and the number of those received (protocol P15). Any thread
+    may send.
+    """
 
     def __init__(self) -> None:
         self.num_heard = 0
-        """The number of the last message from the coordinator that was acted upon."""
+        """Number of the last message from the coordinator that was handled."""
         self._lock = threading.Lock()
         self._num_sent = 0
         self._kept: deque[Message] = deque()
-        """What the coordinator may not have durably."""
+        """Messages that may not be durable at the coordinator."""
         self._queue: queue.SimpleQueue[Message | None] | None = None
-        """Of the present stream; None while there is none."""
+        """Queue of the present stream; None while there is none."""
 
     @property
     def is_open(self) -> bool:
-        """True if the coordinator is there, as far as is known."""
+        """True while a stream is open."""
         return self._queue is not None
 
     @property
     def num_kept(self) -> int:
-        """How many messages wait to be durable."""
+        """Number of messages that may not be durable yet."""
         return len(self._kept)
 
     def send(self, message: Message, *, is_kept: bool = True) -> None:
-        """Sends a message on the present stream. One that is kept is sent on the next ones too, until it is durable."""
+        """Sends a message on the present stream; with `is_kept` also on later ones, until it is durable."""
         with self._lock:
             if is_kept:
                 self._num_sent += 1
@@ -58,7 +60,9 @@ class Outbound(Generic[Message]):
                 self._queue.put(message)
 
     def open(self, outgoing: "queue.SimpleQueue[Message | None]", taken: int) -> None:
-        """A stream is open, and the coordinator has so many messages durably: it gets the others, then what is new."""
+        """Uses a new stream to a coordinator that has the first `taken` messages: sends it the others, then
+        new ones.
+        """
         self.forget(taken)
         with self._lock:
             for message in self._kept:
@@ -66,24 +70,26 @@ class Outbound(Generic[Message]):
             self._queue = outgoing
 
     def is_news(self, number: int) -> bool:
-        """True if a message from the coordinator has not come before on another stream; unnumbered ones never have."""
+        """True if a message from the coordinator was not received before on another stream. True for
+        unnumbered ones.
+        """
         return number == 0 or number > self.num_heard
 
     def forget(self, taken: int) -> None:
-        """Messages up to the number are durable."""
+        """Drops messages up to the number `taken`, which are durable."""
         with self._lock:
             while self._kept and self._kept[0].seq <= taken:
                 self._kept.popleft()
 
     def close(self) -> None:
-        """The present stream has ended, or is to end after what was sent."""
+        """Closes the present stream after the messages sent so far, or drops it if it has ended."""
         with self._lock:
             if self._queue is not None:
                 self._queue.put(None)
                 self._queue = None
 
     def begin_anew(self) -> None:
-        """The coordinator is another one, that knows nothing of this conversation: it begins again with number 1."""
+        """Begins again with number 1 and without messages, for a coordinator that does not know this conversation."""
         with self._lock:
             self._num_sent = self.num_heard = 0
             self._kept.clear()

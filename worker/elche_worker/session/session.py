@@ -15,20 +15,20 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
 
 MAX_TEXT_CHARS = 32_768
-"""Limit of an error or traceback that is sent."""
+"""Most characters of an error or traceback that is sent."""
 
 
 TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
-"""Events of the user's own are dropped while so many messages wait for the coordinator."""
+"""User-defined events are dropped while so many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that need not arrive: later ones say the same, or nobody waits for them any more."""
+"""Messages that are not kept: later ones have the same, or nobody needs them later."""
 FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
-"""Answers after which another stream would not be answered otherwise."""
+"""Status codes after which another stream would get the same answer."""
 Outgoing = queue.SimpleQueue[rank_pb2.ConverseRequest | None]
 
 WHEN_TOO_LARGE = {
-    "ready": "it names every tensor of the model, every shard of the data set and what the checkpoint says; "
+    "ready": "it contains the names of the model's tensors, the data set's shards and the checkpoint's state; "
     "give tensors shorter names, or make fewer shards",
 }
 """Advice for a message that is too large, by its kind."""
@@ -44,8 +44,8 @@ def sendable(text: str) -> str:
 class Session:
     """The conversation of one incarnation with the coordinator, over one stream after the other.
 
-    A stream may end with the network or with the coordinator; the rank goes on, and another is opened. What changes
-    the coordinator's state is numbered, and kept until it is durable (protocol P15). `on_command` and `on_lost` are
+    A stream may end with the network or the coordinator; the rank goes on, and another is opened. Messages that change
+    the coordinator's state are numbered, and kept until they are durable (protocol P15). `on_command` and `on_lost` are
     called on the session's thread, which answers pings itself. The session is lost when the coordinator does not know
     the rank any more, or when `on_command` raises `UnknownMessage`.
     """
@@ -65,12 +65,12 @@ class Session:
         self._on_lost = on_lost
         self._on_away = on_away
         self.last_words: Callable[[], None] | None = None
-        """Called before the session is closed, to send what is left."""
+        """Called before the session is closed, to send remaining data."""
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
         self._store = ""
         self._closing = threading.Event()
         self._is_leaving = False
-        """True if nobody need be told any more that the coordinator is away."""
+        """Set once the session is closing: the coordinator's absence is not reported any more."""
         self._stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
@@ -78,7 +78,7 @@ class Session:
 
     @property
     def is_connected(self) -> bool:
-        """True if the coordinator is there, as far as is known."""
+        """True while a stream to the coordinator is open."""
         return self._outbound.is_open
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
@@ -88,18 +88,18 @@ class Session:
         if size_bytes > MAX_MESSAGE_BYTES:
             what_to_do = WHEN_TOO_LARGE.get(kind, "record fewer scalars and metrics, with shorter names")
             raise ElcheError(
-                f"what the rank has to tell ({kind.replace('_', ' ')}) is {size_bytes} bytes, "
+                f"the rank's message ({kind.replace('_', ' ')}) has {size_bytes} bytes, "
                 f"and at most {MAX_MESSAGE_BYTES} can be sent: {what_to_do}"
             )
         if kind != "event_recorded" or self._outbound.num_kept < MAX_WAITING_EVENTS:
             self._outbound.send(message, is_kept=kind not in FLEETING)
 
     def tell_event(self, text: str, num_dropped: int) -> None:
-        """Sends an event of the user's own."""
+        """Sends a user-defined event."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
     def wait_until_taken(self, timeout_s: float) -> None:
-        """Waits until the coordinator has all that changes its state; one that is away may come back meanwhile."""
+        """Waits until all kept messages are durable at the coordinator, which may be away and return meanwhile."""
         self._is_leaving = True
         end_s = time.monotonic() + timeout_s
         while self._outbound.num_kept and self._thread.is_alive() and time.monotonic() < end_s:
@@ -137,7 +137,7 @@ class Session:
         return self._on_lost("the session is closed")
 
     def _converse(self) -> str:
-        """One stream, from its welcome to its end; returns why it has ended, if not by an error."""
+        """Runs one stream to its end; returns why it has ended. Raises gRPC's error if it has ended by one."""
         outgoing: Outgoing = queue.SimpleQueue()
         metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_heard)))
         store = (("elche-store", self._store),) if self._store else ()

@@ -1,4 +1,4 @@
-"""Models that are too large for one device: each rank of a group holds a part."""
+"""Sharding of models that are too large for one device over the ranks of a group."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ __all__ = ["Sharded", "Strategy", "shard"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the rest lazily: PyTorch's sharding takes a second to import."""
+    """Imports the implementation on first use: PyTorch's sharding takes a second to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from elche_worker.sharding import sharded

@@ -24,9 +24,9 @@ def sharding_of(job: JobDefinition, file_name: str) -> Callable[[nn.Module], Sha
 
         scalar = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
         try:
-            if scalar is not None:  # rounds and checkpoints of groups know only parameters that are divided
+            if scalar is not None:  # rounds and checkpoints of groups support only sharded parameters
                 raise Misuse(
-                    f"parameter {scalar!r} is a scalar, which a group's rounds cannot have; give it the shape (1,)"
+                    f"parameter {scalar!r} is a scalar, which replica groups do not support; give it the shape (1,)"
                 )
             return shard(model, cast(Strategy, job.shard))
         except Misuse as error:

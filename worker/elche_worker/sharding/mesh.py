@@ -1,4 +1,4 @@
-"""The mesh of process groups that a sharded model is divided over."""
+"""The device mesh of a sharded model."""
 
 from typing import cast
 
@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def build_mesh(group: dist.ProcessGroup, num_shards: int, device_type: str) -> DeviceMesh:
-    """The group's ranks in one row, or in rows of `num_shards` consecutive ranks: a row holds one copy of the model.
+    """The group's ranks in rows of `num_shards` consecutive ranks; each row holds one copy of the model.
 
-    All strategies are meshes, so that gradients, clipping and states have one path: NO_SHARD is (world, 1),
+    All strategies are meshes, so that gradients, clipping and states have one code path: NO_SHARD is (world, 1),
     HYBRID_SHARD (world / n, n), and the others are one row.
 
     Collective among the group's ranks; ranks outside of it need not take part.

@@ -1,4 +1,4 @@
-"""Shards a module in place with PyTorch's `fully_shard`, and gives a handle for what training and saving need."""
+"""Shards a module in place with PyTorch's `fully_shard`, and returns a handle for training and saving."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -28,14 +28,15 @@ def shard(
     process_group: dist.ProcessGroup | None = None,
     units: Iterable[nn.Module] | None = None,
 ) -> "Sharded":
-    """Divides the module among the group's ranks, in place; build the optimizer after it. Collective.
+    """Shards the module over the group's ranks, in place; build the optimizer afterwards. Collective.
 
-    All ranks begin with rank 0's parameters and buffers, whatever seeds they had. Parameters are divided by rows
-    (dimension 0), as evenly as they go; a rank may get none of a small one. Those of shape () are whole on every rank.
+    All ranks begin with rank 0's parameters and buffers. Parameters are split by rows (dimension 0), as evenly as
+    possible; a rank may get no row of a small one. Those of shape () are whole on every rank.
 
-    `units` are submodules that are gathered and given back on their own while forward and backward pass through them.
-    They must run on all ranks alike. By default the entries of the outermost module lists (`choose_units`); with
-    `units=()` the whole model is gathered at once, which any forward may need that takes other ways on other ranks.
+    `units` are submodules that are gathered and freed one by one while forward and backward pass through them. They
+    must run on all ranks in the same order. By default they are the entries of the outermost module lists
+    (`choose_units`); `units=()` gathers the whole model at once, for a forward that runs different layers on different
+    ranks.
 
     Raises `Misuse` on every rank if the strategy does not fit the world, a parameter cannot be sharded, or ranks
     bring different models, before anything is changed.
@@ -44,7 +45,7 @@ def shard(
         raise Misuse("no process group: call torch.distributed.init_process_group() on every rank before shard()")
     group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
     if dist.get_rank(group) < 0:
-        raise Misuse("this rank is not a member of the process group that it was asked to shard a module with")
+        raise Misuse("this rank is not a member of the given process group")
     has_nccl = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
     world = World(group, device)
@@ -71,7 +72,7 @@ def shard(
         fully_shard(
             part, mesh=mesh, reshard_after_forward=strategy.reshards_after_forward, ignored_params=scalars or None
         )
-    # Else ranks that leave out different parameters would bring gradients of different lengths into one reduce-scatter.
+    # Otherwise ranks whose loss uses different parameters would call one reduce-scatter with different lengths.
     cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
     if named_units and group.size() > 1:
         compare_first_forward(module, named_units, world)
@@ -79,11 +80,11 @@ def shard(
 
 
 class Sharded:
-    """A module divided among ranks. Calling it is calling the module; `shard` makes it.
+    """A module sharded over ranks, which `shard` makes. Calling it calls the module.
 
-    Gradients are means over all ranks. They are reduced while backward runs, so that a training step is the usual one;
-    parameters that had no part in the loss, on this rank or on any, count as zeros. All methods are collective but
-    for the accessors, and raise `Misuse` after `into_inner`.
+    Gradients are means over all ranks. They are reduced while backward runs, so that the training step is the usual
+    one; where a parameter has no gradient, it counts as zeros. All methods except accessors are collective, and raise
+    `Misuse` after `into_inner`.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Sharded:
         self.process_group = process_group
         self._inner: nn.Module | None = module
         self._parts = parts
-        # Kept, because a gathered module has other parameters registered, and the optimizer has these.
+        # Kept, since a gathered module has others registered, and the optimizer has these.
         self._parameters = list(module.parameters())
         self._scalars = [parameter for parameter in self._parameters if parameter.requires_grad and not parameter.dim()]
         self._is_averaging_due = False
@@ -111,7 +112,7 @@ class Sharded:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reduced))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output. Parameters are gathered before and given back after, as the strategy says."""
+        """The module's output. Parameters are gathered before and freed after, by the strategy."""
         return self.module(*args, **kwargs)
 
     @property
@@ -132,18 +133,18 @@ class Sharded:
 
     @property
     def rank(self) -> int:
-        """This process's place among them."""
+        """This process's rank in the group."""
         return dist.get_rank(self.process_group)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, for the optimizer and for `clip_grad_norm_`: DTensors of the full shape, but for scalars."""
+        """The parameters, for the optimizer and `clip_grad_norm_`: DTensors of the full shape, except scalars."""
         self._check_held()
         return list(self._parameters)
 
     def into_inner(self) -> nn.Module:
         """Ends this handle and returns the module, which stays sharded and trains on as one of `fully_shard`'s.
 
-        Its weights in whole are what `full_state_dict` gave before.
+        Call `full_state_dict` before it for the whole weights.
         """
         self._give_back()
         module = self.module
@@ -153,10 +154,10 @@ class Sharded:
         return module
 
     def sync_gradients(self) -> None:
-        """Makes sure that backward has reduced the gradients since the last call, and that none is missing.
+        """Checks that backward has reduced the gradients since the last call, and fills missing ones with zeros.
 
-        A parameter of a unit that no rank has run gets zeros. Without this call it has no gradient, and optimizers
-        leave it alone. Raises `Misuse` if there was no forward and backward.
+        A parameter of a unit that ran on no rank gets zeros. Without this call it has no gradient, and optimizers skip
+        it. Raises `Misuse` if there was no forward and backward.
         """
         self._check_held()
         if not self._was_reduced:
@@ -167,9 +168,9 @@ class Sharded:
                 parameter.grad = torch.zeros_like(parameter)
 
     def prefetch_forward_params(self) -> None:
-        """Begins to gather all parameters for the next forward, which takes them when it comes.
+        """Begins to gather all parameters for the next forward.
 
-        Costs the memory of the whole model until then. Call it after `optimizer.step()`: a step makes it void. Raises
+        Takes the memory of the whole model until then. Call it after `optimizer.step()`: a step invalidates it. Raises
         `Misuse` unless the strategy is FULL_SHARD, or when the last prefetch was not used yet.
         """
         self._check_held()
@@ -181,13 +182,14 @@ class Sharded:
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """True if the next forward has parameters that were prefetched for it."""
+        """True if parameters were prefetched for the next forward."""
         return self.strategy == Strategy.FULL_SHARD and bool(self._prefetches) and not self._is_stale
 
     def broadcast_updated_params(self) -> None:
-        """After `optimizer.step()` under SHARD_GRAD_OP: every rank gathers what the others updated.
+        """Gathers the updated parameters after `optimizer.step()` under SHARD_GRAD_OP, so that the next forward need
+        not.
 
-        Then the next forward need not. Does nothing under other strategies; training is right without it.
+        Does nothing under other strategies. Optional: training is correct without it.
         """
         self._check_held()
         if self.strategy == Strategy.SHARD_GRAD_OP:
@@ -196,7 +198,7 @@ class Sharded:
                 prefetch.wait()
 
     def update_shards(self, flat: torch.Tensor) -> None:
-        """Sets this rank's shards from one flat tensor: its rows of each of `parameters()`, end to end.
+        """Sets this rank's shards from one flat tensor: its rows of each of `parameters()`, concatenated.
 
         Every rank calls it. Raises `Misuse`, and changes nothing, if the size is not that of the shards.
         """
@@ -272,11 +274,10 @@ class Sharded:
             self._step_watch = None
 
     def _watch_steps(self, *_: Any) -> None:
-        """Watches for optimizer steps: they change the shards, which makes gathered parameters stale.
-
-        Version counters would not do: a fused optimizer does not raise them.
+        """Marks gathered parameters stale at optimizer steps, which change the shards. Version counters cannot tell: a
+        fused optimizer does not raise them.
         """
-        weak = weakref.ref(self)  # the hook is the process's, and must not keep a model alive
+        weak = weakref.ref(self)  # the hook is global, and must not keep a model alive
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (handle := weak()) is not None:
@@ -287,8 +288,8 @@ class Sharded:
             self._step_watch = register_optimizer_step_post_hook(stepped)
 
     def _await_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Scalars have no rows to divide: their gradients are averaged in one collective when backward has ended, so
-        that they are means when the others are.
+        """Registers the averaging of scalars' gradients at the end of backward, in one collective: scalars are not
+        sharded, so that `fully_shard` does not reduce theirs.
         """
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -297,7 +298,7 @@ class Sharded:
     def _begin_backward(self, _: torch.Tensor) -> None:
         if not self._is_averaging_due:
             self._is_averaging_due = True
-            engine: Any = torch.autograd.Variable._execution_engine  # what fully_shard ends its own backward with
+            engine: Any = torch.autograd.Variable._execution_engine  # as fully_shard ends its own backward
             engine.queue_callback(self._average_scalars)
 
     @torch.no_grad()
@@ -320,14 +321,14 @@ class Sharded:
         self._forget()
 
     def _reduced(self, _: torch.Tensor) -> None:
-        """Backward has reduced a parameter's gradient."""
+        """Notes that backward has reduced a parameter's gradient."""
         self._was_reduced = True
 
 
 def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Rank 0's values on all ranks, in contiguous tensors on the group's device."""
+    """Broadcasts rank 0's values, through contiguous tensors on the group's device."""
     for tensor in tensors:
         values = tensor.detach().to(device).contiguous()
         if values.numel():
-            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)  # bytes: gloo knows few types
+            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)  # bytes: gloo has few dtypes
         tensor.data = values

@@ -1,4 +1,4 @@
-"""Units of sharding: submodules that are gathered one after the other, so that a rank never holds the whole model."""
+"""Units of sharding: submodules that are gathered one at a time, so that a rank never holds the whole model."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,18 +11,18 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World
 
 UNIT_BYTES = 1 << 20
-"""Parameters that are worth a collective of their own: below it a gather is mostly latency, and saves no memory."""
+"""Least size in bytes of a unit: gathering a smaller one is mostly latency, and saves no memory."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
-"""Containers that are never called themselves."""
+"""Containers without a forward."""
 
 
 def choose_units(module: nn.Module) -> dict[str, nn.Module]:
     """The entries of the outermost `nn.ModuleList`s and `nn.Sequential`s that hold at least `UNIT_BYTES`, by name.
 
-    Models repeat their blocks in these. Lists within an entry (experts, branches) are left alone, as are the entries
-    of an `nn.ModuleDict`: they may run on some ranks only. So is an entry that shares a parameter with the rest, since
-    parameters that are gathered apart are no longer tied.
+    Models repeat their blocks in these. Lists within an entry (experts, branches) and entries of an `nn.ModuleDict` are
+    no units, since they may run on some ranks only. Neither is an entry that shares a parameter with the rest:
+    parameters that are gathered separately are no longer tied.
     """
     units: dict[str, nn.Module] = {}
 
@@ -39,7 +39,7 @@ def choose_units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_units(module: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """A user's choice by name, inner ones first. Raises `Misuse` when one cannot be a unit."""
+    """The user's units by name, inner ones first. Raises `Misuse` for one that cannot be a unit."""
     chosen = list(chosen)
     names = {child: name for name, child in module.named_modules() if name}
     for unit in chosen:
@@ -52,15 +52,15 @@ def check_units(module: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.
 
 
 def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raises `Misuse`, naming what `fully_shard` cannot divide or would refuse too late."""
+    """Raises `Misuse`, naming it, for a parameter that `fully_shard` cannot shard, or would refuse too late."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        # Before, parameters that one rank uses and others do not broke the reduction; and over gloo, one version summed
-        # gradients where it was asked for means (pytorch#162338).
+        # In older versions parameters that only some ranks use broke the reduction, and over gloo one version summed
+        # gradients where means were requested (pytorch#162338).
         raise Misuse(f"sharding needs PyTorch 2.13 or newer, and this is {torch.__version__}")
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise Misuse("the module is sharded already")
     if isinstance(module, LISTS):
-        raise Misuse(f"a {type(module).__name__} has no forward; shard the module that runs what it holds")
+        raise Misuse(f"a {type(module).__name__} has no forward; shard the module that calls its entries")
     named = dict(module.named_parameters())
     if not named:
         raise Misuse("the module has no parameters to shard")
@@ -77,13 +77,13 @@ def check_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
             len(dtypes := {str(parameter.dtype) for parameter in own if parameter.requires_grad and parameter.dim()})
             > 1
         ):
-            raise Misuse(f"what is gathered at once must be trained in one dtype; {name} has {sorted(dtypes)}")
+            raise Misuse(f"parameters of one unit must be trained in one dtype; {name} has {sorted(dtypes)}")
 
 
 def compare_first_forward(module: nn.Module, units: Mapping[str, nn.Module], world: World) -> None:
-    """Synchronises the first forward pass: before each unit, ranks compare which one it is. Ranks that enter different
-    units would silently gather one's shards into the other's parameters. Raises `Misuse` on every rank then. Ranks that
-    first differ in a later forward are not noticed: such models need `units=()`.
+    """Has ranks compare the units that they enter in the first forward pass. Raises `Misuse` on every rank if they
+    differ: they would gather one unit's shards into another's parameters. Differences in a later forward are not
+    noticed: such models need `units=()`.
     """
 
     def tell(place: str) -> None:
@@ -112,7 +112,7 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _shared(module: nn.Module, name: str, unit: nn.Module) -> str | None:
-    """A name outside of the unit that one of its parameters has too."""
+    """A name outside of the unit of one of its parameters; None if it shares none."""
     inside = set(unit.parameters())
     for other, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in inside and not other.startswith(f"{name}."):

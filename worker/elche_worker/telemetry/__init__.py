@@ -1,1 +1,1 @@
-"""What is measured of a training process: batch times, sums of losses, device gauges and the timeline."""
+"""Measurements of a training process: batch times, sums of losses, device gauges and the timeline."""

@@ -12,7 +12,7 @@ EVERY_S = 1.0
 
 
 class Gauges:
-    """Samples a device once a second on a thread. `take` gives a new sample, for the loop to complete."""
+    """Samples a device once a second on a thread. `take` returns a new sample, which the loop completes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -47,7 +47,7 @@ class EpochSums:
 
 @dataclass(slots=True)
 class RoundWork:
-    """What one rank trained between two rounds."""
+    """The work of one rank between two rounds."""
 
     weight: int = 0
     """Samples trained since the last round."""
@@ -55,14 +55,14 @@ class RoundWork:
     epochs: dict[int, EpochSums] = field(default_factory=dict)
 
     def part(self) -> list[Any]:
-        """The part that a follower adds to the leader's sums. Reads values from the device."""
+        """A follower's losses and scalars for the leader's sums, as plain values. Reads them from the device."""
         return [
             [epoch, float(sums.loss_sum), {name: [float(total), n] for name, (total, n) in sums.scalars.items()}]
             for epoch, sums in self.epochs.items()
         ]
 
     def add_part(self, part: list[Any]) -> None:
-        """Adds a follower's part: its losses and recorded scalars."""
+        """Adds a follower's losses and scalars."""
         for epoch, loss_sum, scalars in part:
             sums = {name: (total, count) for name, (total, count) in scalars.items()}
             self.epochs.setdefault(epoch, EpochSums()).add(EpochSums(0, 0, loss_sum, sums))
@@ -79,15 +79,15 @@ class Meter:
         self.local_step = 0
         """Batches trained."""
         self.num_processed = 0
-        """Samples trained, in the order of the leases."""
+        """Samples trained, counted in the order of the leases."""
         self.work = RoundWork()
-        """Since the last round."""
+        """Work since the last round."""
         self.throttled_ms = 0.0
-        """Time at the limit of batches, waiting for slower ranks."""
+        """Time in ms spent waiting at the limit for slower ranks."""
         self._data_wait_ms = 0.0
         self._reads_losses = reads_losses
         self._new_wait_ms = 0.0
-        """Wait for the data of a batch whose time is not known yet."""
+        """Wait in ms for the data of batches whose times are not known yet."""
         self._batch_ms: list[float] = []
         self._loss_sum = 0.0
         self._loss_count = 0
@@ -108,7 +108,7 @@ class Meter:
             self._loss_count += 1
 
     def add_times(self, batch_ms: list[float]) -> None:
-        """Adds device times of batches. The time per batch that is reported includes the wait for its data."""
+        """Adds device times of batches, in ms. The reported time per batch includes the wait for its data."""
         self.work.compute_ms += sum(batch_ms)
         if batch_ms:
             self._batch_ms.append(batch_ms[0] + self._new_wait_ms)
@@ -116,7 +116,7 @@ class Meter:
             self._new_wait_ms = 0.0
 
     def add_data_wait(self, waited_ms: float) -> None:
-        """Adds time that was spent waiting for the next batch's data."""
+        """Adds time in ms spent waiting for the next batch's data."""
         self._data_wait_ms += waited_ms
         self._new_wait_ms += waited_ms
 
@@ -139,12 +139,12 @@ class Meter:
         return report
 
     def take_work(self) -> RoundWork:
-        """Takes the work since the last round."""
+        """Removes and returns the work since the last round."""
         work, self.work = self.work, RoundWork()
         return work
 
     def put_back(self, work: RoundWork) -> None:
-        """Puts back the work of an abandoned round, for the next one."""
+        """Returns the work of an abandoned round, so that it goes into the next one."""
         self.work.weight += work.weight
         self.work.compute_ms += work.compute_ms
         for epoch, sums in work.epochs.items():

@@ -1,7 +1,8 @@
-"""What NVIDIA's driver says of a rank's GPU (NVML): load, heat, power, slowdowns, errors, and who has its memory.
+"""NVML measurements of a rank's GPU: load, temperature, power, throttling, errors, and the processes that use its
+memory.
 
-A slice of a card (MIG) has memory and processes of its own; all else is the card's, and load is not known of a slice.
-What a card, a driver or a container does not say is left out.
+A MIG slice has its own memory and processes; other values are those of its GPU, and the load of a slice is unknown.
+Values that the GPU, driver or container does not provide are left out.
 """
 
 import os
@@ -20,11 +21,11 @@ SLOWDOWNS = {
     "nvmlClocksEventReasonHwThermalSlowdown": "thermal",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power_brake",
 }
-"""NVML's reasons for a clock below what the load asks for. That a card is idle, or set to a clock, is none."""
+"""NVML's reasons for a clock lower than the load would need, without idleness and clocks set by the user."""
 
 
 class Nvml:
-    """One GPU in NVML. Raises what the driver raises where there is none."""
+    """One GPU in NVML. The constructor raises NVML's errors if there is none."""
 
     def __init__(self, device: torch.device) -> None:
         import pynvml
@@ -32,13 +33,13 @@ class Nvml:
         self._nvml: Any = pynvml
         pynvml.nvmlInit()
         self._device = self._find(device)
-        """The GPU, or the slice."""
+        """NVML's handle of the GPU, or the slice."""
         is_slice = False
         with self._left_out():
             is_slice = bool(pynvml.nvmlDeviceIsMigDeviceHandle(self._device))
         self._card = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._device) if is_slice else self._device
         self._xids: Any = None
-        """Where the driver reports Xids, if it does."""
+        """NVML's event set for Xids, if the driver reports them."""
         self._num_xids = 0
         with self._left_out():
             xids = pynvml.nvmlEventSetCreate()
@@ -46,7 +47,7 @@ class Nvml:
             self._xids = xids
 
     def add_to(self, sample: rank_pb2.Gauges) -> None:
-        """Adds what is known."""
+        """Adds the values that are available to the sample."""
         nvml, card = self._nvml, self._card
         with self._left_out():
             sample.gpu_utilization = nvml.nvmlDeviceGetUtilizationRates(self._device).gpu / 100
@@ -71,7 +72,9 @@ class Nvml:
             sample.gpu_xid_errors = self._num_xids
 
     def _find(self, device: torch.device) -> Any:
-        """By its id. To a process that may use a slice, CUDA may give the id of the slice or of its card."""
+        """Finds the device by its UUID. In a process that may use a slice, CUDA returns that of the slice or of its
+        GPU.
+        """
         uuid = torch.cuda.get_device_properties(device).uuid
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
         *others, last = ([visible] if visible.startswith("MIG-") else []) + [f"GPU-{uuid}", f"MIG-{uuid}"]
@@ -81,12 +84,12 @@ class Nvml:
         return self._nvml.nvmlDeviceGetHandleByUUID(last)
 
     def _num_ecc_errors(self, kind: int) -> int:
-        """Since the driver was loaded."""
+        """ECC errors of a kind since the driver was loaded."""
         return int(self._nvml.nvmlDeviceGetTotalEccErrors(self._card, kind, self._nvml.NVML_VOLATILE_ECC))
 
     def _take_xids(self) -> None:
-        """Counts what the driver has reported since the last call. Does not wait."""
-        with self._left_out():  # when there are no more, it is a time-out
+        """Counts Xids that the driver has reported since the last call. Does not wait."""
+        with self._left_out():  # when there are no more, NVML raises a timeout
             while True:
                 xid = self._nvml.nvmlEventSetWait(self._xids, 0).eventData
                 self._num_xids += 1
@@ -94,19 +97,19 @@ class Nvml:
 
     @contextmanager
     def _left_out(self) -> Iterator[None]:
-        """Goes on without what is not known."""
+        """Ignores errors of values that are not available."""
         try:
             yield
-        except (self._nvml.NVMLError, AttributeError):  # or what the installed module does not have yet
+        except (self._nvml.NVMLError, AttributeError):  # `AttributeError` of an older module
             return
 
 
 def opened(device: torch.device) -> Nvml | None:
-    """The device in NVML; None without NVIDIA's driver, of which a line tells."""
+    """Opens the device in NVML. Without NVIDIA's driver prints a line and returns None."""
     if device.type != "cuda":
         return None
     try:
         return Nvml(device)
     except Exception as error:  # whatever the driver raises: gauges must not stop training
-        print(f"load, heat and power of {device} are not shown: {error}", flush=True)
+        print(f"load, temperature and power of {device} are not shown: {error}", flush=True)
         return None

@@ -9,14 +9,14 @@ from elche.v1 import rank_pb2
 
 EVERY_S = 0.5
 MAX_SPANS = 4000
-"""Limit of spans in one message; further ones are counted and dropped."""
+"""Most spans in one message; further ones are counted and dropped."""
 
 Span = tuple[int, float, float, int]
-"""(kind, start, end, detail); times as `time.perf_counter` has them."""
+"""(kind, start, end, detail); times of `time.perf_counter` in seconds."""
 
 
 class Timeline:
-    """Collects spans. `clock` returns when the coordinator's last clock was sent and received, in wall time."""
+    """Collects spans. `clock` returns the wall times at which the coordinator's last clock was sent and received."""
 
     def __init__(
         self, send: Callable[[rank_pb2.ConverseRequest], None], clock: Callable[[], tuple[float, float] | None]
@@ -34,7 +34,7 @@ class Timeline:
         self._spans.append((kind, start_s, end_s, detail))
 
     def stop(self) -> None:
-        """Sends what is left and stops."""
+        """Sends remaining spans and stops."""
         self._stopped.set()
         self._thread.join(1.0)
 

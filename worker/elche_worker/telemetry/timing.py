@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 MAX_AHEAD = 2
-"""How many batches the host may queue ahead, so that control is prompt and the device never idles."""
+"""Batches that the host may queue ahead: more would delay control, fewer could leave the device idle."""
 
 
 class BatchTimer(Protocol):
@@ -34,16 +34,16 @@ class BatchTimer(Protocol):
         ...
 
     def take_intervals(self) -> list["Interval"]:
-        """When those batches ran, if that is recorded."""
+        """Intervals in which those batches ran, if recorded."""
         ...
 
 
 Interval = tuple[float, float]
-"""(start, end), as `time.perf_counter` has them."""
+"""(start, end), times of `time.perf_counter` in seconds."""
 
 
 class HostTimer:
-    """For the CPU, where a batch has ended when its call returns."""
+    """Timer for the CPU, on which a batch has ended when its call returns."""
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
         self._ended: list[float] = []
@@ -77,8 +77,8 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """For CUDA: times come from events, read after they have passed. Intervals are relative to an event that the host
-    has waited for, a new one at every `finish`.
+    """Timer for CUDA, by events that are read after they have passed. Intervals are relative to an event for which the
+    host has waited, a new one at every `finish`.
     """
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
@@ -146,6 +146,6 @@ def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def new_timer(device: torch.device, *, keeps_intervals: bool = False) -> BatchTimer:
-    """The timer for a device; with `keeps_intervals` it also says when each batch was."""
+    """The timer for a device; with `keeps_intervals` it also records the interval of each batch."""
     kind = DeviceTimer if device.type == "cuda" else HostTimer
     return kind(keeps_intervals=keeps_intervals)

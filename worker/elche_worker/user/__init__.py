@@ -1,1 +1,1 @@
-"""What a user writes: the job and its functions, and what these functions are given."""
+"""The interface of users' files: the job, its functions, and their arguments."""

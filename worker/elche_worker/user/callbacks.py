@@ -1,4 +1,4 @@
-"""What a job's callbacks get, and what happens when one raises."""
+"""The arguments of a job's callbacks, and the handling of their errors."""
 
 import sys
 import traceback
@@ -23,7 +23,7 @@ class EpochMetrics:
     loss: float
     """Mean over batches."""
     scalars: dict[str, float]
-    """Means of what `train_step` and `record_scalar` recorded."""
+    """Means of the values that `train_step` and `record_scalar` recorded."""
     metrics: dict[str, float]
     """Metrics of the epoch's evaluation; empty without one."""
     duration_s: float
@@ -34,16 +34,16 @@ class EpochMetrics:
     rank_samples_per_s: tuple[float, ...] = ()
     """Samples per second of each rank, in rank order."""
     attempt: int = 1
-    """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
+    """Attempt, from 1: a job that goes back to a checkpoint reports epochs again."""
 
 
 class Rank(Protocol):
-    """One rank as its callbacks see it; `this_rank()` gives it where it is not handed over.
+    """One rank, for its callbacks; `this_rank()` returns it where it is not an argument.
 
-    Learning rates are set in `epoch_fn` and `after_round`, which run on every rank: set the same on all. Elsewhere that
-    raises `Misuse`, since one rank would train at another rate than the others. What is set is part of checkpoints and
-    goes to ranks that join, but for functions. A process calls `epoch_fn` for the epoch in which it begins, too, and it
-    may set these again; rates stay, where it had been called for this epoch before.
+    Set learning rates in `epoch_fn` and `after_round`, which run on every rank, equally on all. Elsewhere the setters
+    raise `Misuse`, since one rank would train at a different rate. Rates are stored in checkpoints and sent to ranks
+    that join; schedules, which are functions, are not. A new process calls `epoch_fn` for the epoch in which it begins,
+    so that it can set them again; rates then stay if it was called for this epoch before.
     """
 
     lr_factor: float
@@ -57,7 +57,7 @@ class Rank(Protocol):
     def device(self) -> str: ...
     @property
     def local_step(self) -> int:
-        """Batches that this rank has made."""
+        """Number of batches that this rank has trained."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class Rank(Protocol):
     def epoch(self) -> int: ...
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the job's `state(model)` has given, by name."""
+        """The objects that the job's `state(model)` has returned, by name."""
         ...
 
     @property
@@ -90,13 +90,11 @@ class Rank(Protocol):
         ...
 
     def set_lr_scale(self, scale: float) -> None:
-        """Sets a factor of all learning rates from the next batch on, with or without a schedule; 1 removes it."""
+        """Sets a factor on all learning rates from the next batch on, with or without a schedule; 1 removes it."""
         ...
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
-        """Replaces the job's `schedule` or `scheduler`; with None rates stay as the optimizer was built, or as `set_lr`
-        has set them.
-        """
+        """Replaces the job's `schedule` or `scheduler`; with None rates are those of the optimizer, or of `set_lr`."""
         ...
 
     def set_scheduler(self, scheduler: Callable[[Optimizer], LRScheduler] | None) -> None:
@@ -108,12 +106,11 @@ _this_rank: Rank | None = None
 
 
 def this_rank() -> Rank:
-    """The rank that this process trains, for `train_step` and for callbacks that it is not handed to.
-
-    Raises `Misuse` where no job is trained.
+    """The rank of this process, for `train_step` and callbacks without it as an argument. Raises `Misuse` while no job
+    is trained.
     """
     if _this_rank is None:
-        raise Misuse("this_rank() is for functions of a TrainingJob while it trains: here is no rank")
+        raise Misuse("this_rank() is for functions of a TrainingJob while it trains: no job is trained here")
     return _this_rank
 
 
@@ -124,7 +121,7 @@ def be_this_rank(rank: Rank) -> None:
 
 
 class Callbacks:
-    """Calls a job's callbacks. Errors that they raise are logged and counted; training goes on."""
+    """Calls a job's callbacks. Their errors are logged and counted; training goes on."""
 
     def __init__(self) -> None:
         self.num_errors = 0
@@ -135,11 +132,11 @@ class Callbacks:
         """Raises `Misuse` unless a callback that every rank calls is running."""
         if not self._are_on_every_rank:
             raise Misuse(
-                f"{what} is for epoch_fn and after_round, which run on every rank: here the ranks would come to differ"
+                f"{what} is for epoch_fn and after_round, which run on every rank: elsewhere the ranks would differ"
             )
 
     def call(self, function: Callable[..., Any] | None, *arguments: Any, on_every_rank: bool = False) -> None:
-        """Calls a callback, if it is set; `on_every_rank`: every rank calls it."""
+        """Calls a callback, if it is set; `on_every_rank`: True if every rank calls it."""
         if function is None:
             return
         self._are_on_every_rank = on_every_rank

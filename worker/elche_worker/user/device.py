@@ -1,4 +1,4 @@
-"""A device of a host, as a job's `batch_size` function gets it."""
+"""A device of a host: the argument of a job's `batch_size` function."""
 
 from dataclasses import dataclass
 

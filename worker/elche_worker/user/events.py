@@ -14,7 +14,7 @@ class EventSender:
     """Sends events within a rate limit. From any thread."""
 
     def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`tell` gets an event's text, and the number of events dropped before it."""
+        """`tell` is called with an event's text, and the number of events dropped before it."""
         self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()

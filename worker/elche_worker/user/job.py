@@ -1,4 +1,4 @@
-"""What a user writes: one training run, described by functions and settings."""
+"""The definition of a training run, by functions and settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ ALLOWED_WITH_SHARD: dict[str, tuple[object, ...]] = {
     "save_frozen": (True,),
     "state": (None,),
 }
-"""Values of settings that a sharded job can have; the default first."""
+"""Values of settings that a sharded job supports; the default first."""
 
 Loss = torch.Tensor | Mapping[str, Any]
 BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
@@ -67,12 +67,12 @@ BatchSize = int | str | Callable[[Device], int] | Mapping[str, int]
 class JobDefinition(Settings):
     """One training run, described by functions, so that every rank builds its own parts on its own device.
 
-    Its plain settings are the fields of `elche.settings.Settings`; here are those that are functions or objects.
+    Its plain settings are the fields of `elche.settings.Settings`; the fields here are functions or objects.
 
-    The functions are called on the ranks' hosts, in the environment of their agents; what lies beside the file does not
-    travel. Raise `InvalidJob` in them to refuse a job with one clear line.
+    The functions are called on the ranks' hosts, in the environment of their agents, in a copy of the file's folder.
+    Raise `InvalidJob` in them to refuse a job with one clear line.
 
-    Raises `InvalidJob` itself for a value that cannot work, and names it.
+    Raises `InvalidJob`, naming it, for an invalid value.
     """
 
     model: Callable[[], nn.Module]
@@ -83,59 +83,65 @@ class JobDefinition(Settings):
     dataset: Callable[[], Any]
     """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
     train_step: Callable[..., Loss]
-    """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record. In a rank
-    that joins others it is called once more at first, for a batch of which nothing stays (compilation, imports)."""
+    """Forward and loss of one batch: a scalar tensor, or a mapping with "loss" and more scalars to record. A rank that
+    joins others first calls it for a batch without effect, for compilation and imports."""
     batch_size: BatchSize
     """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
     {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256. Steps and `drop_last`
     count in one number: the function's for "cpu", or that of "", or the least."""
     outer_optimizer: OuterOptimizer | str = Settings.outer_optimizer
-    """What is done with the average: `outer.Average()`, or a step of `outer.SGD`, `outer.Nesterov` or `outer.Adam` on
-    the way to it (DiLoCo); or the name of one, in lower case."""
+    """Outer optimizer: `outer.Average()` takes the average itself; `outer.SGD`, `outer.Nesterov` and `outer.Adam` make
+    a step towards it (DiLoCo). Or the name of one, in lower case.
+    """
     shard: Strategy | str | None = Settings.shard
-    """How the processes of a group divide their model: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
+    """Sharding of the model over the processes of a group: `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `HYBRID_SHARD(n)` or
     `NO_SHARD`; or the name of one, in lower case."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Metrics of a model in eval mode, without gradients and autocast; called after each epoch on one rank."""
     eval_dataset: Callable[[], Any] | None = None
-    """Builds a map-style data set, which all ranks evaluate together after each epoch, each as much as it is fast."""
+    """Builds a map-style data set, which all ranks evaluate together after each epoch, in proportion to their speed."""
     eval_step: Callable[[nn.Module, Any], Mapping[str, Any]] | None = None
-    """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients. It
-    is tried on each rank before training, on a first batch of which nothing stays."""
+    """Metrics of one batch of `eval_dataset`: means over its samples. The model is in eval mode, without gradients.
+    Each rank tries it on the first batch before training, without effect.
+    """
     eval_metrics: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
     """Metrics of sums, such as F1 of a confusion matrix: tensors with dimensions that `eval_step` returns beside its
     metrics are summed over all batches of all ranks, in int64 or float64 on the CPU, up to 1 MiB. Called with the sums
     by name, on one rank after each evaluation, and before training on each with those of two batches."""
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of samples; by default torch's own."""
+    """Makes a batch of a list of samples; by default torch's `default_collate`."""
     manual_optimization: bool = False
-    """`train_step(model, batch, optimizers)` does backward and steps itself, as a GAN needs it. `optimizers` is what
-    `optimizer(model)` returned: one, or a list, tuple or dict of several."""
+    """`train_step(model, batch, optimizers)` calls backward and steps itself, as a GAN needs. `optimizers` is the
+    result of `optimizer(model)`: one, or a list, tuple or dict of several.
+    """
     sample_weights: Callable[[], Sequence[float]] | None = None
-    """Gives each sample's weight: an epoch is then as many draws, with replacement, each sample as likely as its weight
-    is. For data sets whose classes are not balanced."""
+    """Returns each sample's weight: an epoch then draws samples with replacement, with probabilities in proportion to
+    weights. For data sets with unbalanced classes."""
     state: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    """Gives what is your own and is to be kept with the model, by name, such as `{"ema": AveragedModel(model)}`:
-    objects with `state_dict()` and `load_state_dict()`, or dicts. Called once on each rank, with its model on its
-    device. Functions find them in `this_rank().state`; checkpoints have them, and a rank that joins gets another's."""
+    """Returns objects of your own to store with the model, by name, such as `{"ema": AveragedModel(model)}`: objects
+    with `state_dict()` and `load_state_dict()`, or dicts. Called once on each rank, with its model on its device.
+    Functions find them in `this_rank().state`; checkpoints contain them, and a rank that joins receives another's.
+    """
     schedule: Callable[[Progress], float] | None = None
-    """Factor of the optimizer's learning rates, by how far the job is."""
+    """Returns the factor on the optimizer's learning rates at the job's progress."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds a torch scheduler, which is never stepped: its learning rate at the job's position, in batches of all
     ranks, is taken. Instead of `schedule`."""
     epoch_fn: Callable[[Rank, int], None] | None = None
     """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[[EpochMetrics], None] | None = None
-    """Called on one rank with every finished epoch, in order, once. A training that goes on calls it for an epoch that
-    was told to nobody when its checkpoint was made."""
+    """Called on one rank with every finished epoch, in order, once. A resumed training calls it for an epoch that was
+    not reported when its checkpoint was made.
+    """
     loggers: Sequence[Logger] = ()
     """Experiment trackers that get every finished epoch: `TensorBoard`, `WandB`, `MLflow`, or one of your own."""
     checkpoint_fn: Callable[[int, nn.Module], None] | None = None
     """Called on the rank that writes a checkpoint: (version, model that holds the version)."""
     after_round: Callable[[nn.Module, int], None] | None = None
-    """Called on every rank when the result of a round, in which something was trained, is in its model: (model,
-    version). What it changes there stays: change the same on all. For a running mean of weights, which belongs to
-    `state`, or a rate that follows rounds (`this_rank().set_lr`)."""
+    """Called on every rank when the result of a round with trained samples is in its model: (model, version). Its
+    changes to the model are kept: make the same on all ranks. For a running mean of weights, which belongs to `state`,
+    or a rate that follows rounds (`this_rank().set_lr`).
+    """
 
     def __post_init__(self) -> None:
         for name, kind in (("model", nn.Module), ("optimizer", Optimizer), ("dataset", Dataset)):
@@ -170,7 +176,7 @@ class JobDefinition(Settings):
     def _check_together(self) -> None:
         _require(
             self.traits.takes_outer_optimizer or isinstance(self.outer_optimizer, Average),
-            f"policy {self.policy!r} averages after every batch and takes no outer optimizer: use 'cadence' or 'async'",
+            f"policy {self.policy!r} averages after every batch, without an outer optimizer: use 'cadence' or 'async'",
         )
         _require(
             self.traits.may_overlap or self.averaging != "overlapped",
@@ -198,7 +204,7 @@ class JobDefinition(Settings):
         )
         _require(
             self.eval_metrics is None or self.eval_step is not None,
-            "eval_metrics makes metrics of what eval_step returns: give eval_dataset and eval_step, too",
+            "eval_metrics needs the sums of eval_step: give eval_dataset and eval_step, too",
         )
         _require(
             self.monitor is None or self.has_evaluation,
@@ -221,7 +227,7 @@ class JobDefinition(Settings):
         if self.shard is None:
             _require(
                 self.group_size == 1,
-                f"group_size is {self.group_size}: say how its processes divide the model, such as shard='full_shard'",
+                f"group_size is {self.group_size}: choose how they shard the model, such as shard='full_shard'",
             )
             return
         _require(

@@ -1,4 +1,4 @@
-"""What a job's functions keep from one call to the next beside `state`: it is said, since no checkpoint has it."""
+"""Warns of variables that a job's functions keep between calls outside of `state`, which checkpoints do not have."""
 
 import dis
 from collections.abc import Callable
@@ -11,8 +11,8 @@ CALLED_AGAIN = ("train_step", "epoch_fn", "metrics_fn", "checkpoint_fn", "after_
 
 
 def what_is_kept_aside(job: JobDefinition) -> str:
-    """Names the functions that change global variables, or those of a function around them, and says what to do; empty
-    where none does.
+    """The warning, which names functions that change global variables or those of an enclosing function, and says what
+    to do; "" if there are none.
     """
     kept = {name: _changed_by(getattr(job, name)) for name in CALLED_AGAIN}
     said = [f"{name} changes {', '.join(changed)}" for name, changed in kept.items() if changed]
@@ -25,7 +25,7 @@ def what_is_kept_aside(job: JobDefinition) -> str:
 
 
 def _changed_by(function: Callable[..., Any] | None) -> list[str]:
-    """The variables outside of it that a function sets."""
+    """The global or enclosing variables that a function sets."""
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
         return []

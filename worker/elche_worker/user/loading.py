@@ -26,7 +26,7 @@ class UserCodeRaised(ElcheError):
 
 
 _script_pid = 0
-"""The process that runs a user's file as a script, if any."""
+"""Process id of the process that runs a user's file as a script, if any."""
 
 
 def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
@@ -38,7 +38,7 @@ def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
 
 
 def leave_if_forked(error: BaseException) -> None:
-    """Ends a process that user code has forked and in which it raises, so that it does not go on as the rank."""
+    """Ends a process that user code has forked and in which it raised, so that it does not go on as the rank."""
     if _script_pid in (0, os.getpid()):
         return
     is_in_order = isinstance(error, SystemExit) and not error.code
@@ -77,8 +77,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
 
 
 def _refuse_torchrun(source: str, file_name: str) -> None:
-    """Raises `InvalidJob` for a script that makes torch's process group and no job: here it would wait for others, or
-    train alone.
+    """Raises `InvalidJob` for a script that makes torch's process group and no job: here it would wait for other
+    processes, or train alone.
     """
     nodes = list(ast.walk(ast.parse(source, file_name)))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -91,15 +91,15 @@ def _refuse_torchrun(source: str, file_name: str) -> None:
     if lines and not names & {"job", "*"}:
         raise InvalidJob(
             f"line {min(lines)} makes a process group, as scripts for torchrun do, and there is no `job`: put "
-            "Trainer.setup(model, optimizer) in the place of process group, DistributedDataParallel and sampler, or "
+            "Trainer.setup(model, optimizer) instead of process group, DistributedDataParallel and sampler, or "
             "define job = TrainingJob(...); docs/moving.md shows both"
         )
 
 
 def _load_module(name: str, file_name: str) -> JobDefinition:
-    """The job of a module in the working directory, which is the folder that was sent."""
+    """The job of a module in the working directory, which is the job's folder."""
     module_name, attribute = check_module(name)
-    sys.path.insert(0, os.getcwd())  # before what the host has by the same name
+    sys.path.insert(0, os.getcwd())  # before the host's modules of the same name
     try:
         sys.modules["elche_job"] = module = importlib.import_module(module_name)
     except InvalidJob as error:
@@ -111,12 +111,12 @@ def _load_module(name: str, file_name: str) -> JobDefinition:
 
 
 def with_settings(job: JobDefinition, settings: Mapping[str, Any]) -> JobDefinition:
-    """The job with the settings that the command line replaces. Raises `InvalidJob`."""
+    """The job with settings replaced by the command line's. Raises `InvalidJob`."""
     return replace(job, **settings) if settings else job
 
 
 def refused(error: BaseException, file_name: str) -> ElcheError:
-    """The error for what a function of the user's file raised: its own `InvalidJob`, or a mistake in it."""
+    """Converts an error of the user's function: its own `InvalidJob` with the file's name, else `UserCodeRaised`."""
     leave_if_forked(error)
     is_refusal = isinstance(error, InvalidJob)
     return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
@@ -131,7 +131,7 @@ def said(error: BaseException) -> str:
 
 
 def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
-    """Describes what user code raised in one line, with its notes, and keeps the frames from the user's file on."""
+    """Describes an error of user code in one line, with its notes, and the traceback from the user's file on."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if frame.filename == file_name), 0)
     shown = traceback.StackSummary.from_list(frames[first:])

@@ -54,7 +54,7 @@ class TensorBoard:
 
 @dataclass(slots=True)
 class WandB:
-    """Logs to Weights & Biases; `options` go to `wandb.init`. The key is that of its own login or WANDB_API_KEY."""
+    """Logs to Weights & Biases; `options` go to `wandb.init`. The key is that of `wandb login` or WANDB_API_KEY."""
 
     project: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class WandB:
 
 @dataclass(slots=True)
 class MLflow:
-    """Logs to an MLflow server or store; without an address that of MLFLOW_TRACKING_URI."""
+    """Logs to an MLflow server or store; by default that of MLFLOW_TRACKING_URI."""
 
     experiment: str = "elche"
     tracking_uri: str | None = None
@@ -115,14 +115,14 @@ class Loggers:
             self._thread.submit(self._log, metrics, then, is_last)
 
     def end(self, timeout_s: float | None = None) -> None:
-        """Closes all open runs after everything is logged."""
+        """Closes all open runs once all epochs are logged; waits for that at most `timeout_s`."""
         if self._thread is None:
             return
         ending = self._thread.submit(self._end)
         try:
             ending.result(timeout_s)
         except TimeoutError:
-            print(f"the loggers have not ended in {timeout_s} s and are left", file=sys.stderr)
+            print(f"the loggers have not ended in {timeout_s} s and are not waited for", file=sys.stderr)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _log(self, metrics: EpochMetrics, then: Callable[[], None], is_last: bool) -> None:
@@ -152,7 +152,7 @@ class Loggers:
 
 
 def values_of(metrics: EpochMetrics) -> dict[str, float]:
-    """An epoch's values by the names under which trackers show them."""
+    """An epoch's values by their names in trackers."""
     return {
         "train/loss": metrics.loss,
         **{f"train/{name}": value for name, value in metrics.scalars.items()},

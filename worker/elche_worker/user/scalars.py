@@ -46,12 +46,12 @@ def number_of(value: Any) -> float | None:
 
 
 def described(value: Any) -> str:
-    """What is no number, for an error."""
+    """Describes a value that is no number, for an error."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def take_scalars() -> dict[str, Sum]:
-    """Sum and count of what was recorded since the last call, by name."""
+    """Removes and returns (sum, count) of the values recorded since the last call, by name."""
     global _recorded
     taken, _recorded = _recorded, {}
     return taken

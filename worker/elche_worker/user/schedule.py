@@ -40,7 +40,7 @@ class Progress:
 
 
 class LearningRates:
-    """Sets the learning rates of optimizers before each batch: base rate times factor times scale."""
+    """Sets the learning rates of optimizers before each batch: base rate * factor * scale."""
 
     def __init__(
         self,
@@ -50,13 +50,15 @@ class LearningRates:
         scheduler: Callable[[Any], LRScheduler] | None = None,
     ) -> None:
         self.epoch = -1
-        """Last epoch that callbacks have begun; of the rank, or the checkpoint, whose rates these are."""
+        """Last epoch for which callbacks were called on the rank, or before the checkpoint, from which the
+        rates come.
+        """
         self._scale = 1.0
         self._factor = 1.0
         self._optimizers = optimizers
         self._bases = [float(group["lr"]) for group in self._groups]
         self._were_set = False
-        """True if callbacks have set the bases."""
+        """True if callbacks have set the base rates."""
         self._schedule = schedule
         self._schedulers: list[LRScheduler] = []
         if scheduler is not None:
@@ -64,7 +66,7 @@ class LearningRates:
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        """The present groups: loading an optimizer's state replaces them."""
+        """The present parameter groups; loading an optimizer's state replaces them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -74,7 +76,7 @@ class LearningRates:
 
     @property
     def scale(self) -> float:
-        """Factor of all rates, by `lr_scale_ratio`."""
+        """Factor on all rates, of the setting `lr_scale_ratio`."""
         return self._scale
 
     @scale.setter
@@ -85,7 +87,7 @@ class LearningRates:
 
     @property
     def factor(self) -> float:
-        """Factor of all rates, set by the job's callbacks."""
+        """Factor on all rates, set by the job's callbacks."""
         return self._factor
 
     @factor.setter
@@ -102,7 +104,7 @@ class LearningRates:
         """Sets rates that do not depend on the progress; the others are set with the next batch."""
         self._put([base * self.scale * self.factor for base in self._bases])
 
-    # What callbacks set
+    # Setters for callbacks
 
     def set_lr(self, lr: float) -> None:
         """Sets the rate of every parameter group, factors included."""
@@ -115,7 +117,7 @@ class LearningRates:
         self._set_bases([base * _checked("the factor", factor) for base in self._bases])
 
     def set_lr_scale(self, scale: float) -> None:
-        """Sets the factor of all rates."""
+        """Sets the factor on all rates."""
         self.factor = _checked("the scale", scale)
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
@@ -125,7 +127,7 @@ class LearningRates:
 
     def set_scheduler(self, scheduler: Callable[[Any], LRScheduler] | None) -> None:
         """Replaces the schedule or scheduler. Raises `InvalidJob` for a scheduler that cannot be used."""
-        self._put(self._bases)  # a scheduler takes the rates that it finds as its own base
+        self._put(self._bases)  # a scheduler takes the present rates as its base
         for group in self._groups:
             group.pop("initial_lr", None)
         built = [_built(scheduler, optimizer) for optimizer in self._optimizers] if scheduler else []
@@ -133,11 +135,11 @@ class LearningRates:
         self.reset()
 
     def to_json(self) -> dict[str, Any]:
-        """What callbacks have set, as plain values for a checkpoint."""
+        """The rates and factors that callbacks have set, as plain values for a checkpoint."""
         return {"factor": self.factor, "bases": self._bases if self._were_set else None, "epoch": self.epoch}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what `to_json` returned; anything that callbacks have not set follows the job's file."""
+        """Restores a result of `to_json`; rates that callbacks have not set follow the job's file."""
         self.factor, self.epoch = state["factor"], state.get("epoch", -1)
         bases = state["bases"]
         if bases is not None and len(bases) == len(self._bases):
@@ -150,8 +152,8 @@ class LearningRates:
     def _check_unscheduled(self, what: str) -> None:
         if not self.is_constant:
             raise Misuse(
-                f"{what} has no effect while a schedule says the rate of each batch: use set_lr_scale, which goes with "
-                "it, or end it first with set_schedule(None)"
+                f"{what} has no effect while a schedule sets the rate of each batch: use set_lr_scale, which acts on "
+                "it too, or end it first with set_schedule(None)"
             )
 
     def _put(self, rates: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""How the parameters of a model are divided among ranks."""
+"""Strategies of sharding a model over ranks."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from elche.errors import Misuse
 class Strategy:
     """One of `Strategy.FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD` and `HYBRID_SHARD(intra_node_size=n)`.
 
-    All are one thing with two settings: among how many ranks a parameter is divided, and whether it is given back
+    They differ in the number of ranks over which a parameter is sharded, and in whether gathered parameters are freed
     between forward and backward.
     """
 
@@ -18,9 +18,9 @@ class Strategy:
     intra_node_size: int | None = None
 
     FULL_SHARD: ClassVar["Strategy"]
-    """Parameters, gradients and optimizer state divided by all ranks; gathered while used (ZeRO-3)."""
+    """Parameters, gradients and optimizer state sharded over all ranks; parameters gathered while used (ZeRO-3)."""
     SHARD_GRAD_OP: ClassVar["Strategy"]
-    """The same state divided, but a gathered parameter is kept from forward to the end of backward (ZeRO-2)."""
+    """As FULL_SHARD, but a gathered parameter is kept from forward to the end of backward (ZeRO-2)."""
     NO_SHARD: ClassVar["Strategy"]
     """Everything whole on every rank; gradients averaged (DDP)."""
 
@@ -39,7 +39,7 @@ class Strategy:
         return self.name != "SHARD_GRAD_OP"
 
     def num_shards(self, world_size: int) -> int:
-        """Among how many ranks a parameter is divided. Raises `Misuse` when the world cannot be divided so."""
+        """Number of ranks over which a parameter is sharded. Raises `Misuse` if the world size does not fit."""
         if self.name == "NO_SHARD":
             return 1
         if self.name != "HYBRID_SHARD":
