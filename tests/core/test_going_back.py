@@ -146,7 +146,7 @@ def test_three_attempts_without_a_checkpoint_are_enough(simulate):
         simulation.run_until(lambda: simulation.job.phase is not JobPhase.TRAINING)
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
-    assert result.error.endswith("; 3 attempts in a row have come to no checkpoint")
+    assert result.error.endswith("; 3 attempts in a row have reached no checkpoint")
     assert "was killed by signal 9" in result.error
 
 
@@ -168,7 +168,7 @@ def test_attempts_that_come_to_no_checkpoint_after_the_first_one_are_enough_too(
         if attempt < 4:
             simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt + 1)
             simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
-    assert simulation.run().error.endswith("; 3 attempts in a row have come to no checkpoint")
+    assert simulation.run().error.endswith("; 3 attempts in a row have reached no checkpoint")
 
 
 def test_a_job_that_waits_can_be_cancelled(simulate):

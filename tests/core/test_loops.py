@@ -370,7 +370,7 @@ def test_a_group_that_breaks_without_a_death_is_formed_again_but_not_for_ever() 
     loop.abandoned(0, 12, "timed out")
     commands = loop.abandoned(1, 12, "timed out")
     assert formed(commands) == []
-    assert loop.core.jobs[JOB].reason == "5 groups in a row have come to no batch: timed out"
+    assert loop.core.jobs[JOB].reason == "5 groups in a row have trained no batch: timed out"
 
 
 def test_the_last_rank_and_a_loop_that_cannot_regroup_fail_the_job() -> None:

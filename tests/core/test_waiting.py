@@ -61,7 +61,7 @@ def test_a_host_is_lost_and_too_few_are_left(simulate, policy, averaging):
     joins(simulation, "c", 1)
     simulation.run_until(lambda: num_training(simulation) == 3)
     assert describe_training(simulation.job, 0.0).state == JobState.TRAINING
-    assert said(simulation)[-1] == "3 ranks are there: the job goes on"
+    assert said(simulation)[-1] == "the job has 3 ranks and goes on"
     succeeds(simulation)
 
 

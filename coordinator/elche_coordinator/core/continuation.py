@@ -1,4 +1,4 @@
-"""What is kept of a job for a coordinator of another version, which cannot read the state of this one."""
+"""The continuation of a job under a coordinator of another version, which cannot read this one's state."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +9,10 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """With what a job that has not ended is submitted again, or else how it ends."""
+    """The submission with which a job that has not ended goes on, or else its result."""
 
     key: str
-    """With which it was submitted."""
+    """The submission's key."""
     submitted_at: float
     attempt: Attempt
     last_incarnation: Incarnation
@@ -21,11 +21,11 @@ class Continuation:
     resume: str
     """The checkpoint, or the folder of checkpoints, from which it goes on; empty: from its start."""
     end: JobResult | None
-    """How it ends: the outcome that is decided, or that it cannot go on without its processes. None: it goes on."""
+    """The decided result, or a failure if it cannot go on without its processes; None: it goes on."""
 
 
 def continuation(job: Job) -> Continuation:
-    """Of the job as it is now."""
+    """The continuation of the job as it is now."""
     return Continuation(
         key=job.key,
         submitted_at=job.submitted_at,
@@ -39,7 +39,9 @@ def continuation(job: Job) -> Continuation:
 
 
 def _end_with_coordinator(job: Job) -> JobResult | None:
-    """The end of a job that cannot begin anew; its figures are those of the last checkpoint, evaluation and epoch."""
+    """The result of a job that cannot begin anew, with figures of the last checkpoint, evaluation and epoch; else
+    None.
+    """
     if job.can_begin_again:
         return None
     whole = job.complete(JobResult(outcome=Outcome.FAILED))

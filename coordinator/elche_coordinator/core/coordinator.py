@@ -53,8 +53,8 @@ class Coordinator:
 
     A job is a training, which gets slots of hosts, or a loop of the user's own, which has none.
 
-    `handle` never raises for what a client, an agent or a rank may say: old news and what has no place in the
-    present phase change nothing. An exception out of it is a bug of the core.
+    `handle` never raises for a message of a client, an agent or a rank: old news, and events that do not fit the
+    present phase, change nothing. An exception out of it is a bug of the core.
     """
 
     def __init__(self, *, first_incarnation: int = 1) -> None:
@@ -66,26 +66,26 @@ class Coordinator:
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
         self._checks: Deadlines[JobId] = Deadlines()
-        """When to look for silent ranks."""
+        """Times at which to look for silent ranks."""
         self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
-        """When ranks that are gone may be started again."""
+        """Times from which lost ranks may be restarted."""
         self._next_incarnation = first_incarnation
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
         self.last_touched: list[JobId] = []
-        """The jobs that the last event named or changed."""
+        """Jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
-        """What these jobs have refused of it."""
+        """Their refusals of it."""
         self._placing = Placing(self._touch_training, self._try_again, self._new_incarnation)
         self.asked: list[SlotsAsked] = []
-        """What the last event asks of other jobs: events of their own, to be handled next."""
+        """Events for other jobs that follow from the last event, to be handled next."""
         self._may_place = False
         """True if slots, or what waits for them, have changed since jobs were last given any."""
         self.keys: dict[str, JobId] = {}
-        """With which jobs were submitted."""
+        """Keys of submissions, with their jobs."""
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Takes in one event at a time `now_s` (seconds, monotonic) and returns what is to be done, in order."""
+        """Handles one event at time `now_s` (seconds, monotonic); returns the commands that follow, in order."""
         self._now_s = now_s
         self.last_touched, self.last_refusals, self.asked = [], [], []
         try:
@@ -106,7 +106,7 @@ class Coordinator:
         return [command for job in touched.values() for command in job.take_commands()]
 
     def __getstate__(self) -> dict[str, object]:
-        """What a coordinator that starts again goes on with: not jobs that have ended, which are in the records."""
+        """The state for a restarted coordinator, without jobs that have ended: those are in the records."""
         kept: dict[str, object] = {
             name: {job_id: job for job_id, job in jobs.items() if job.result is None}
             for name, jobs in (("jobs", self.jobs), ("trainings", self.trainings), ("loops", self.loops))
@@ -119,11 +119,11 @@ class Coordinator:
         return {key: job_id for key, job_id in self.keys.items() if job_id in jobs and jobs[job_id].result is None}
 
     def forget_ended(self) -> None:
-        """Jobs that have ended are found in the records from now on."""
+        """Drops jobs that have ended, which are found in the records."""
         self.__dict__ |= self.__getstate__()
 
     def adopt(self, job: Job) -> None:
-        """The job is known from now on."""
+        """Adds a job."""
         self.jobs[job.id] = job
         match job:
             case TrainingJob():
@@ -132,11 +132,11 @@ class Coordinator:
                 self.loops[job.id] = job
 
     def begin_incarnations_at(self, number: int) -> None:
-        """Processes get numbers from this on, or above what they have come to."""
+        """Numbers later incarnations from `number` on, or from the highest so far."""
         self._next_incarnation = max(self._next_incarnation, number)
 
     def next_deadline_s(self) -> float | None:
-        """When `DeadlinePassed` is to be handled, at the latest; None when nothing waits for a time."""
+        """The time by which `DeadlinePassed` must be handled; None when nothing waits for a time."""
         times = (self._deadlines.next_s(), self._checks.next_s(), self._restarts.next_s())
         return min((at_s for at_s in times if at_s is not None), default=None)
 
@@ -161,7 +161,7 @@ class Coordinator:
         return replace(view, reason=self._placing.reason(training)) if job.phase is JobPhase.QUEUED else view
 
     def is_behind(self, job_id: JobId) -> bool:
-        """True if a queued job finds no slots because another, before it, waits for them."""
+        """True if a queued job gets no slots because one before it waits for them."""
         return job_id in self._placing.behind
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
@@ -170,32 +170,32 @@ class Coordinator:
         return JobView(job_id=job.id, name=job.spec.name, state=job.phase, reason=reason)
 
     def details(self, job_id: JobId, now_s: float) -> JobDetails | None:
-        """What was asked of the job, and what came of it; None when it is not known."""
+        """The job's submission and outcome; None for an unknown job."""
         job, training = self.jobs.get(job_id), self.trainings.get(job_id)
         return details(job, training, now_s) if job else None
 
     def spec(self, job_id: JobId) -> JobSpec | None:
-        """What was asked for; None when the job is not known."""
+        """The job's submission; None for an unknown job."""
         job = self.jobs.get(job_id)
         return job.spec if job else None
 
     def continuation(self, job_id: JobId) -> Continuation | None:
-        """What a coordinator of another version needs of the job; None when it is not known."""
+        """The job's continuation for a coordinator of another version; None for an unknown job."""
         job = self.jobs.get(job_id)
         return continuation(job) if job else None
 
     def num_wanted(self, job_id: JobId) -> int | None:
-        """How many ranks the job is to have; None when that cannot be changed."""
+        """The number of ranks that the job should have; None if it cannot be changed."""
         training = self.trainings.get(job_id)
         return training.num_wanted if training is not None and training.can_scale else None
 
     def result(self, job_id: JobId) -> JobResult | None:
-        """How the job ended; None while it has not."""
+        """The job's result; None while it has not ended."""
         job = self.jobs.get(job_id)
         return job.result if job else None
 
     def explanation(self, job_id: JobId) -> str:
-        """How the job's next round was decided, or else why it is in its state. Raises `KeyError`."""
+        """The reason of the next round's plan, or of the job's state. Raises `KeyError`."""
         training = self.trainings.get(job_id)
         if training is None:
             return self.jobs[job_id].reason
@@ -209,14 +209,14 @@ class Coordinator:
         return [record.address(job.id) for record in job.ranks.values()]
 
     def is_there(self, address: Address) -> bool:
-        """True if this is the process of a rank, and has not ended."""
+        """True if this is a rank's present process, and has not ended."""
         job = self.jobs.get(address["job_id"])
         record = job.ranks.get(address["rank"]) if job and not job.result else None
         is_it = record is not None and record.incarnation == address["incarnation"]
         return is_it and record is not None and record.phase is not RankPhase.EXITED
 
     def agent_of(self, address: Address) -> AgentId | None:
-        """The host of a process; None of one that runs by itself."""
+        """The agent of a process; None for a process that no agent has started."""
         training = self.trainings.get(address["job_id"])
         record = training.ranks.get(address["rank"]) if training else None
         return record.agent_id if record else None
@@ -227,7 +227,7 @@ class Coordinator:
 
     @property
     def now_s(self) -> float:
-        """When the last event was handled."""
+        """Time of the last event."""
         return self._now_s
 
     def position_in_round(
@@ -253,7 +253,7 @@ class Coordinator:
         return self.fleet.hosts()
 
     def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
-        """The hosts that may have what a job left with an agent that had this work folder, the likeliest first."""
+        """The hosts that may have a job's output, which was on an agent with this work folder; the likeliest first."""
         return self.fleet.holders(job_id, agent_id, folder)
 
     # Events
@@ -269,7 +269,7 @@ class Coordinator:
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
-                    self._may_place = True  # others may have waited behind it
+                    self._may_place = True  # other jobs may have waited behind it
             case JobBroken():
                 if (job := self._touch(event.job_id)) is not None:
                     job.on_broken(event.reason)
@@ -327,7 +327,7 @@ class Coordinator:
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
-            job.refuse(event, f"rank {record.rank} is to end", "the others go on without it")
+            job.refuse(event, f"rank {record.rank} is to end", "the other ranks go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
@@ -344,16 +344,16 @@ class Coordinator:
                 job.refuse(event, "it is a loop of the user's own", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
-                self._may_place |= isinstance(event, RankReady)  # a job takes ranks in from then on
+                self._may_place |= isinstance(event, RankReady)  # from then on the job accepts further ranks
 
     def _touch(self, job_id: JobId) -> Job | None:
-        """The job, whose commands will be taken at the end of the event."""
+        """Returns the job, and notes that its commands must be taken at the end of the event."""
         if (job := self.jobs.get(job_id)) is not None:
             self._touched[job_id] = job
         return job
 
     def _touch_training(self, job_id: JobId) -> TrainingJob | None:
-        """The same for a training; None for a loop."""
+        """As `_touch` for a training; None for a loop."""
         return self.trainings.get(job_id) if self._touch(job_id) is not None else None
 
     def _submit(self, event: JobSubmitted) -> None:
@@ -368,7 +368,7 @@ class Coordinator:
             self.keys[event.key] = event.job_id
 
     def _queue(self, job: TrainingJob) -> None:
-        """The job waits for slots."""
+        """Queues the job for slots."""
         self._placing.queue(job)
         self._may_place = True
 
@@ -378,14 +378,14 @@ class Coordinator:
             self._touch(event.job_id)
 
     def _is_there(self, event: JobSubmitted | LoopAttached) -> bool:
-        """True, and the event is refused, when there is a job with its id."""
+        """Refuses the event and returns True if there is a job with its id."""
         job = self._touch(event.job_id)
         if job is not None:
-            job.refuse_now(event, "it is there already")
+            job.refuse_now(event, "a job with this id exists already")
         return job is not None
 
     def _forget(self, gone: set[JobId]) -> None:
-        """These jobs, which have ended, are known no more."""
+        """Drops these jobs, which have ended, and all that refers to them."""
         for job_id in gone:
             del self.jobs[job_id]
             self.trainings.pop(job_id, None)
@@ -423,7 +423,7 @@ class Coordinator:
         self._may_place = True
 
     def _drain(self, event: DrainRequested) -> None:
-        """The ranks of a drained host go elsewhere; so does what would have been started there."""
+        """Has the ranks of a drained host leave, so that they are started elsewhere."""
         self.fleet.drain(event.agent_id, is_drained=event.is_drained)
         self._may_place = True
         by_job: dict[JobId, list[RankRecord]] = {}
@@ -439,7 +439,7 @@ class Coordinator:
         return list(dict.fromkeys(taken[place] for place in self.fleet.places(agent_id) if place in taken))
 
     def _lose_agent(self, event: AgentLost) -> None:
-        """Every rank that had a slot of the host has exited with it."""
+        """Treats every rank on the lost host as exited."""
         lost = self._ranks_on(event.agent_id)
         self.fleet.leave(event.agent_id)
         for job_id, rank in lost:

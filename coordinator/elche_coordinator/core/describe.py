@@ -1,4 +1,4 @@
-"""A job as people see it: a value that shells show, count and send."""
+"""Views of jobs for people and metrics, as plain values."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,12 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 
 MAX_RANKS = 1000
-"""Ranks of a job that a view shows: views are made every second, and cost time for each rank."""
+"""Most ranks in a view: views are made every second, and each rank costs time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView(views.RankView):
-    """One rank at one moment, with what the page and the metrics show besides."""
+    """One rank at one moment, with further values for the page and the metrics."""
 
     divergence: float | None
     data_wait_s: float
@@ -42,14 +42,13 @@ class RankView(views.RankView):
     durations: Histogram
     agent_id: str = ""
     folder: str = ""
-    """Identifies the work folder of its agent, where its log is; empty: not known."""
+    """Id of its agent's work folder, where its log is; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView(views.JobView):
-    """One job at one moment, with what the page and the metrics show besides.
-
-    Its state is a job phase, or how it ended.
+    """One job at one moment, with further values for the page and the metrics. Its state is a job phase or an
+    outcome.
     """
 
     ranks: tuple[RankView, ...] = ()
@@ -68,7 +67,7 @@ class JobView(views.JobView):
     round_s: float = 0.0
     averaging_s: float = 0.0
     overhead_fraction: float = 0.0
-    """Time that rounds kept ranks from training, as a part of their time since training began."""
+    """Fraction of the ranks' time since training began in which rounds kept them from training."""
     sent_bytes: int = 0
     num_given_up: int = 0
     num_regroups: int = 0
@@ -77,7 +76,7 @@ class JobView(views.JobView):
     checkpoint_age_s: float | None = None
     queue_wait_s: float = 0.0
     ended_for_s: float | None = None
-    """How long ago it ended; None while it has not."""
+    """Seconds since it ended; None while it has not."""
 
 
 def to_json(view: JobView) -> dict[str, object]:
@@ -86,7 +85,7 @@ def to_json(view: JobView) -> dict[str, object]:
 
 
 def from_json(state: Mapping[str, Any]) -> JobView:
-    """What `to_json` gave. Raises `TypeError`, `KeyError` or `ValueError` for what is none."""
+    """The inverse of `to_json`. Raises `TypeError`, `KeyError` or `ValueError` for an invalid value."""
     ranks = tuple(
         RankView(**{**rank, "gauges": Gauges(**rank["gauges"]), "durations": _histogram(rank["durations"])})
         for rank in state["ranks"]
@@ -102,20 +101,20 @@ def _histogram(state: Mapping[str, Any]) -> Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetails:
-    """What was asked of a job, and what came of it."""
+    """A job's submission and outcome."""
 
     spec: JobSpec
     settings: AgreedSettings | None = None
-    """What its ranks train with; None before they are ready, and for jobs of earlier runs of the coordinator."""
+    """The ranks' settings; None before they are ready, and for jobs of earlier runs of the coordinator."""
     result: JobResult | None = None
     ran_s: float | None = None
-    """From when it was placed until its end, or now."""
+    """Seconds from its placement until its end, or now."""
     num_wanted: int | None = None
-    """How many ranks it is to have; None where that cannot be changed."""
+    """The number of ranks that it should have; None if it cannot be changed."""
 
 
 def details(job: Job, training: TrainingJob | None, now_s: float) -> JobDetails:
-    """Of the job at time `now_s`; `training` is the same job, unless it is a loop."""
+    """The details of the job at time `now_s`; `training` is the same job, or None for a loop."""
     begun = training.run.training if training is not None else None
     began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
     return JobDetails(
@@ -128,7 +127,7 @@ def details(job: Job, training: TrainingJob | None, now_s: float) -> JobDetails:
 
 
 def describe_loop(loop: Loop, now_s: float) -> JobView:
-    """The loop at time `now_s`."""
+    """View of the loop at time `now_s`."""
     state: str = loop.result.outcome if loop.result else loop.phase
     if loop.phase is JobPhase.TRAINING and loop.is_paused:
         state = JobState.PAUSED
@@ -138,7 +137,7 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
 
 
 def describe_training(job: TrainingJob, now_s: float) -> JobView:
-    """The training at time `now_s`."""
+    """View of the training at time `now_s`."""
     run, state = job.run, _state_of_training(job)
     ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
     view = replace(_describe(job, state, _reason(job), ranks, now_s), counts=job.counts)
@@ -152,7 +151,7 @@ def describe_training(job: TrainingJob, now_s: float) -> JobView:
 
 
 def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], now_s: float) -> JobView:
-    """What is shown of every job."""
+    """The part of a view that trainings and loops have in common."""
     queued_s = job.began_s.get(JobPhase.QUEUED, now_s)
     ended_s = job.began_s.get(JobPhase.ENDED)
     return JobView(
@@ -170,7 +169,7 @@ def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], no
 
 
 def _with_stalls(view: JobView) -> JobView:
-    """While a rank is stalled, the job has no speed and no estimated end, and its reason names the rank."""
+    """Removes speed and estimated end while a rank is stalled, and names the rank in the reason."""
     stalled = [rank for rank in view.ranks if rank.stalled_s]
     if not stalled:
         return view
@@ -288,7 +287,7 @@ def _age(at_s: float | None, now_s: float) -> float | None:
 
 
 def _rate(training: Training, processed: int, now_s: float) -> float:
-    """Samples per second so far; over committed work once all is."""
+    """Samples per second so far; of committed work once all is committed."""
     if training.started is None:
         return 0.0
     if training.is_complete:
@@ -300,7 +299,7 @@ def _rate(training: Training, processed: int, now_s: float) -> float:
 def _describe_ranks(
     job: Job, doing: Callable[[RankRecord], str], target: Callable[[Rank], int], now_s: float
 ) -> tuple[RankView, ...]:
-    """`doing`: what a rank that is well does, in a word; `target`: the step at which it joins the next round."""
+    """`doing` returns the activity of a healthy rank as a word; `target` the step at which it joins the next round."""
     done = job.work_done()
     total = sum(done.values())
     return tuple(
@@ -350,7 +349,7 @@ def _describe_rank(
 
 
 def _state(record: RankRecord, job: Job, doing: str) -> str:
-    """What the rank is, in a word: how it is to go, or that it is silent, or else what it does."""
+    """The rank's state as a word: leaving, stalled, or its activity."""
     if record.is_ending and record.phase is not RankPhase.EXITED and job.is_open:
         return "leaving"
     if job.silence.since_s(record.rank) is not None and not job.result:

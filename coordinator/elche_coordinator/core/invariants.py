@@ -1,4 +1,4 @@
-"""The rules of the architecture as checks on the whole state; tests and the simulator run them after every event."""
+"""The architecture's rules as checks of the whole state, which tests and the simulator run after every event."""
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.training_job import TrainingJob
@@ -13,11 +13,11 @@ from elche_coordinator.core.work.ledger import Ledger
 
 
 class Broken(AssertionError):
-    """A rule does not hold. The message names the rule, the job and the place."""
+    """A rule is broken. The message names the rule, the job and the place."""
 
 
 def check_invariants(coordinator: Coordinator) -> None:
-    """Raises `Broken` when a rule does not hold."""
+    """Raises `Broken` when a rule is broken."""
     _check_slots(coordinator)
     for job in coordinator.jobs.values():
         _check_life(job)
@@ -66,7 +66,7 @@ def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
 
 
 def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
-    """Every round has all members, one that all have received is committed, and targets lie within leased work."""
+    """Checks that every round has all members, none that all have received is open, and targets lie in leased work."""
     ids = [opened.id for opened in generation.rounds]
     if ids != sorted(set(ids)):
         raise Broken(f"job {job.id}: open rounds {ids} are not in order")
@@ -106,7 +106,7 @@ def _check_life(job: Job) -> None:
 
 
 def _check_progress(job: Job, training: Training, generation: Generation) -> None:
-    """A round is open, or a rank has work whose end will be reported and make one due; or somebody has paused it."""
+    """Checks that a round is open, or a rank has work whose end makes one due, or the job is held."""
     is_regrouping = generation.abandoned is not None  # its members are asked, or form the next one
     if generation.rounds or training.is_paused or is_regrouping:
         return

@@ -1,1 +1,1 @@
-"""Trainings: who gets slots, which ranks train together, and what becomes of a rank that dies or leaves."""
+"""Trainings: allocation of slots, membership of ranks, and ranks that die or leave."""

@@ -1,4 +1,4 @@
-"""The counts of an attempt, as they stand."""
+"""The present counts of an attempt."""
 
 from elche_coordinator.core.jobs.run import Run
 from elche_coordinator.core.results.counts import Counts

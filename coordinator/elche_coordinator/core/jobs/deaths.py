@@ -1,4 +1,4 @@
-"""What a job remembers of its ranks' deaths: how soon one is started again, and on which samples several have died."""
+"""A job's record of its ranks' deaths, for the delay of restarts, and to find samples on which several have died."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,45 +12,45 @@ from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.work.ledger import Ledger
 
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
-"""Delay before a rank is started again, by its deaths in a row without a committed batch; the last holds on."""
+"""Seconds before a rank is restarted, by its number of deaths in a row without a committed batch; then the last."""
 RANKS_ON_SAMPLES = 3
-"""Ranks that may die one after the other on the same samples; then the job fails."""
+"""Deaths in a row on the same samples after which the job fails."""
 DEATHS_ON_SAMPLES = 5
 """As many deaths fail the job where these are fewer ranks, or others have died shortly before: that may be by chance.
 Those of one rank alone do not: it may have too little memory.
 """
 SHORTLY_S = 60.0
 REPORTED_MS = 200.0
-"""A rank that trains reports at least as often, or after each batch."""
+"""Seconds within which a rank that trains reports, unless one batch takes longer."""
 
 
 class Death(Enum):
-    """How a process has come to its end."""
+    """The way in which a process has ended."""
 
     BY_ITSELF = auto()
-    """With an exit code; it would do so again."""
+    """With an exit code; a restarted process would do the same."""
     KILLED = auto()
-    """By a signal, or left alone by others that were."""
+    """By a signal, or because processes of its group were killed."""
     WITH_HOST = auto()
 
 
 class Deaths:
-    """Of all attempts of a job."""
+    """The deaths of all attempts of a job."""
 
     def __init__(self) -> None:
         self._in_a_row: Counter[Rank] = Counter()
-        """Of each rank, without a committed batch between."""
+        """Deaths of each rank in a row, without a committed batch between."""
         self._suspects: list[Lease] = []
-        """Samples that each of the ranks whose processes died last may have been training."""
+        """Samples that each of the last processes to die may have been training."""
         self._died: list[Rank] = []
-        """These ranks, in order."""
+        """The ranks of these processes, in order."""
         self._died_s = -inf
-        """When the last one died."""
+        """Time of the last death."""
         self._quiet_s = inf
-        """For how long none had died before these."""
+        """Seconds without a death before these."""
 
     def restart_delay_s(self, record: RankRecord) -> float:
-        """One more death of the rank: how long it is not started again."""
+        """Counts one more death of the rank; returns the seconds before it may be restarted."""
         if record.base_step:
             self._in_a_row[record.rank] = 0
         num_before = self._in_a_row[record.rank]
@@ -60,9 +60,9 @@ class Deaths:
     def blame(
         self, record: RankRecord, ledger: Ledger, settings: AgreedSettings, now_s: float, *, trained: bool
     ) -> str | None:
-        """The rank has died, while it trained or not. Says so when the samples in flight are those on which the ones
-        before it died: they would end more ranks (protocol P24.3). A death between that has nothing to do with them
-        begins the count anew: then somebody kills at random.
+        """Records a rank's death. Returns the failure's text if its samples in flight are those on which earlier ranks
+        died, since they would kill more ranks (protocol P24.3). An unrelated death between, or one while not `trained`,
+        restarts the count: then processes are killed at random.
         """
         in_flight = ledger.in_flight(record.rank, _num_in_flight(record, now_s)) if trained else []
         common = _common(self._suspects, in_flight)
@@ -79,7 +79,7 @@ class Deaths:
 
 
 def _common(some: list[Lease], others: list[Lease]) -> list[Lease]:
-    """The samples that are in both."""
+    """The intersection of two lists of samples."""
     found = []
     for one in some:
         for other in others:
@@ -90,8 +90,8 @@ def _common(some: list[Lease], others: list[Lease]) -> list[Lease]:
 
 
 def _num_in_flight(record: RankRecord, now_s: float) -> int:
-    """Batches since the last report, the one under way among them, and one more: times vary. 0 when the report is too
-    old to tell: the coordinator was away, say.
+    """Estimated number of batches since the last report, including the one under way, plus one since times vary. 0 if
+    the report is too old, as after an absence of the coordinator.
     """
     if not record.ms_per_batch:
         return 1

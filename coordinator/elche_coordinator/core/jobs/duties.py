@@ -1,4 +1,4 @@
-"""What a rank of a training has to do at one moment, by which its silence is judged."""
+"""The present duty of a training's rank, by which its silence is judged."""
 
 from elche_coordinator.core.life.hangs import EXPLAINED_S, Duty
 from elche_coordinator.core.life.stalls import BATCHES, FIRST_S, LEAST_S, StallWatch
@@ -8,11 +8,11 @@ from elche_coordinator.core.rounds.generation import Generation
 
 
 def duty_of(record: RankRecord, training: Training | None, generation: Generation | None, stalls: StallWatch) -> Duty:
-    """A batch, an evaluation, or to wait for others, such as in a round."""
+    """Returns the rank's duty: a batch, an evaluation, or a wait for others, such as in a round."""
     if training is None or generation is None:
         return Duty()
     if not _is_member(record, generation):
-        return Duty(is_busy=True)  # a newcomer: that it waits costs nobody anything
+        return Duty(is_busy=True)  # a newcomer, for which nobody waits
     stall_s: float | None = None
     hang_s: float | None = None
     is_busy = generation.should_work(record) or generation.should_enter(record)

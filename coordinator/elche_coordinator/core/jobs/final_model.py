@@ -1,4 +1,4 @@
-"""The model that a job leaves: the last one, and the best one beside it or in its place."""
+"""The final model of a job: the last one, and the best one beside it or instead of it."""
 
 from elche_coordinator.core.messages.commands import SendKeepBest
 from elche_coordinator.core.messages.events import BestKept, FinalStateSaved
@@ -9,27 +9,27 @@ from elche_coordinator.core.results.training import Training
 
 
 class FinalModel:
-    """Where the model is, and which one it is."""
+    """The place of the final model, and which model it is."""
 
     def __init__(self, job_id: JobId, outbox: Outbox) -> None:
         self.path = ""
         self.agent_id = AgentId("")
-        """The host that has it."""
+        """The agent that has it."""
         self.folder = ""
-        """Identifies the work folder of that host."""
+        """Id of that agent's work folder."""
         self.model_is = ""
-        """True if it is the best one or the last, once that is known."""
+        """"last", or "best of epoch N", once that is known."""
         self.best_problem = ""
-        """Why the best model is not beside it."""
+        """The reason why the best model is not stored."""
         self._job_id = job_id
         self._outbox = outbox
         self._saver: RankRecord | None = None
         """The rank that has written the last model."""
         self._awaits_best = False
-        """True if that rank is to say that the best model is kept."""
+        """True if that rank still has to confirm that the best model is stored."""
 
     def on_saved(self, record: RankRecord, event: FinalStateSaved) -> None:
-        """The last model is on disk."""
+        """Records that the last model is on disk."""
         self.path, self._saver = event.path, record
         self.agent_id, self.folder = record.agent_id, record.folder
 
@@ -38,19 +38,19 @@ class FinalModel:
         return self._awaits_best and record is self._saver
 
     def on_best_kept(self, event: BestKept, training: Training) -> None:
-        """The best model is beside the last one or in its place, or why it cannot be."""
+        """Records that the best model is stored, or the reason why it is not."""
         self._awaits_best, self.best_problem, self.model_is = False, event.error, "last"
         if training.settings.restore == "best" and not event.error:
             self.model_is = f"best of epoch {training.evaluations.best_epoch}"
 
     def lose(self, lost: RankRecord) -> None:
-        """The rank is gone: what it was to put beside the model is not there."""
+        """Records that the rank is lost, and with it a best model that it has not confirmed."""
         if self._awaits_best and lost is self._saver:
             self._awaits_best, self.model_is = False, "last"
             self.best_problem = f"rank {lost.rank}, which was to put it there, is gone"
 
     def complete(self, training: Training) -> bool:
-        """True if all is written; if not, orders what is missing."""
+        """Returns True if all is written; else orders what is missing."""
         if self._saver is None or not training.is_idle:
             return False
         if not self.model_is and not self._awaits_best:
@@ -58,8 +58,8 @@ class FinalModel:
         return not self._awaits_best
 
     def _keep_best(self, training: Training, saver: RankRecord) -> None:
-        """Has the best model put beside the last one, or in its place. Every version that was judged has a checkpoint,
-        unless it is the last one, or could not be written.
+        """Orders the best model to be stored beside the last one, or instead of it, from its checkpoint. Every judged
+        version has one, unless it is the last, or it could not be written.
         """
         best = training.evaluations.best_version
         checkpoint = training.checkpoints.of(best)

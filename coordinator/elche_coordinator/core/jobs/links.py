@@ -1,5 +1,5 @@
-"""Finds ranks that cannot reach each other, when all are in an averaging in which nothing moves (protocol P24.1), or
-build a first group and it does not stand (P24.4).
+"""Finds ranks that cannot reach each other, when all are in an averaging that does not end (protocol P24.1), or a first
+group does not form (P24.4).
 """
 
 from collections.abc import Mapping
@@ -13,45 +13,44 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords, presen
 from elche_coordinator.core.rounds.generation import Generation
 
 STUCK_S = 1.0
-"""An averaging that lasts for so long, or for `TIMES` the longest of late, has its ranks asked; then again after twice
-the time, and so on: a large model on a slow link takes its time.
+"""Seconds, or `TIMES` the longest recent averaging if that is longer, after which an averaging's ranks test their
+links; then again after twice the time, and so on, since a large model on a slow link takes long.
 """
 TIMES = 4.0
 BUILD_S = 5.0
-"""The same for a group that is being built."""
+"""Seconds after which the ranks of a group that is being built test their links."""
 
 
 class LinkWatch:
-    """Has the ranks of one training try their links, and says who is left out of those that are not all connected."""
+    """Has the ranks of one training test their links, and decides whom to leave out if not all are connected."""
 
     def __init__(self, job_id: JobId, outbox: Outbox) -> None:
         self._job_id = job_id
         self._outbox = outbox
         self._watched: tuple[str, int] | None = None
-        """The averaging that is watched, or the group that is being built."""
+        """The averaging, or the group being built, that is watched."""
         self._since_s = 0.0
-        """When it was first seen."""
+        """Time at which it was first seen."""
         self._num_asked = 0
-        """How often its ranks were asked."""
+        """Number of times that its ranks were asked."""
         self._asked: RankRecords = {}
-        """Who is asked now, and all whose answers count."""
+        """Ranks that are asked now."""
         self._answers: dict[Rank, frozenset[Rank]] = {}
 
     def is_of(self, generation: Generation | None) -> bool:
-        """True if those that are asked build the group of this generation."""
+        """True if the asked ranks build the group of this generation."""
         return generation is not None and self._watched == ("group", generation.id)
 
     @property
     def is_of_group(self) -> bool:
-        """True if those that are asked build a group, and have no averaging yet."""
+        """True if the asked ranks build a group."""
         return self._watched is not None and self._watched[0] == "group"
 
     def check(
         self, standing: Generation | None, first: Generation | None, longest_averaging_ms: float, now_s: float
     ) -> None:
-        """Asks the members of an averaging that every member has entered a while ago, or those of a `first` group, if
-        one is being built, when it does not stand after a while, or could not be built. Who averages through the
-        coordinator needs no links.
+        """Asks the members of an averaging that all have entered and that takes too long, or those of a `first` group
+        that takes too long or could not be built. Ranks that average through the coordinator are not asked.
         """
         generation = first or standing
         if generation is None or generation.backend.is_relayed:
@@ -80,8 +79,8 @@ class LinkWatch:
             self._outbox.add(SendProbe(**record.address(self._job_id), peers=peers))
 
     def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str] | None:
-        """A rank has tried its links. Once all have: whom to leave out, and why; of as well connected ones, the highest
-        ranks. Nobody, when all are connected: then the averaging takes its time. Before: None.
+        """Records a rank's answer. Once all have answered, returns the ranks to leave out, with reasons; among equally
+        connected ones the highest. Empty if all are connected: the averaging is only slow. None before.
         """
         if self._asked.get(record.rank) is not record:
             self._outbox.refuse(event, f"rank {record.rank} was not asked", "the averaging has gone on, or ended")
@@ -99,7 +98,9 @@ class LinkWatch:
 
 
 def _apart(links: Mapping[Rank, set[Rank]]) -> list[Rank]:
-    """Ranks without which the others are all connected with each other; who has the fewest links goes first."""
+    """Ranks without which all others are connected with each other, found greedily: those with the fewest links
+    first.
+    """
     left, apart = {rank: set(others) for rank, others in links.items()}, []
     while any(len(others) < len(left) - 1 for others in left.values()):
         worst = min(left, key=lambda rank: (len(left[rank]), -rank))

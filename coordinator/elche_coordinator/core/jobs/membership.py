@@ -1,4 +1,4 @@
-"""Which ranks train together: one generation stands, another may be forming, and a death leads from one to the next."""
+"""Membership of a training: one generation stands, another may be forming; after a death the next one follows."""
 
 from collections.abc import Callable
 
@@ -16,25 +16,25 @@ from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.generation import Generation
 
 DIGESTS_FROM = 8
-"""In a generation of so many members the first one sends the rows of headers, and the others their digest: all rows by
-all members would be work that grows with the square of their number.
+"""Members from which on only the first sends the rows of headers, and the others a digest: if all sent all rows, the
+work would grow with the square of their number.
 """
 MAX_ABANDONED = 5
-"""Generations in a row without a death and without a round; then the job fails."""
+"""Generations in a row, without a death and without a round, after which the job fails."""
 Problem = Failure | BackToCheckpoint
-"""Why a training cannot go on as before."""
+"""Reasons for which a training cannot go on as before."""
 
 
 class Membership:
     """The generations of one attempt of a training.
 
-    The **standing** generation makes rounds. A member's death, or a collective that fails, has it abandoned: each
-    member says how its rounds ended (`SendAbandon`, `GenerationAbandoned`); then the rounds are resolved, and those
-    that are left form the next one. A rank that has become ready is taken in without that: the next generation forms
+    The **standing** generation makes rounds. After a member's death, or a failed collective, it is abandoned: each
+    member reports the outcome of its rounds (`SendAbandon`, `GenerationAbandoned`); then the rounds are resolved, and
+    the remaining ranks form the next one. A rank that becomes ready is admitted without that: the next generation forms
     while the standing one makes rounds, and takes over between two of them. In the same way a rank that leaves is
-    dismissed: the next generation is formed without it, and its work is in the last round of the standing one.
+    dismissed: the next generation forms without it, and its work is in the last round of the standing one.
 
-    What has the training end, or go back, is returned to its job.
+    A reason for which the training ends, or goes back, is returned to its job.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Membership:
     ) -> None:
         self.standing: Generation | None = None
         self.forming: Generation | None = None
-        """Whose members build its process group."""
+        """The generation whose members build its process group; None if there is none."""
         self.newest = GenerationId(0)
         self._job_id = job_id
         self._roster = roster
@@ -57,14 +57,14 @@ class Membership:
         self._choose = choose
         self._attempt = attempt
         self._relay: Choice | None = None
-        """Ranks of several hosts average through the coordinator, and why; None: as `choose` says."""
+        """The relayed backend for ranks on several hosts, with the reason; None: the backend of `choose`."""
         self._have_met = False
-        """True if ranks of several hosts have averaged among themselves: a group of theirs has stood."""
+        """True if a group of ranks on several hosts has stood."""
         self._num_failed = 0
         """Generations in a row that were abandoned without a death and without a round."""
 
     def form(self, members: RankRecords) -> None:
-        """These ranks build a process group, in rank order."""
+        """Has these ranks build a process group, in rank order."""
         self.newest = GenerationId(self.newest + 1)
         members = dict(sorted(members.items()))
         backend = self._relay if self._relay is not None and num_hosts(members) > 1 else self._choose(members)
@@ -83,8 +83,8 @@ class Membership:
             )
 
     def relay(self, why: str) -> bool:
-        """Has ranks of several hosts, the first that are to meet, average through the coordinator, which all of them
-        reach. Returns whether that is another way than the one that they have tried.
+        """Has ranks on several hosts, whose first group failed, average through the coordinator, which all of them
+        reach. Returns False if they do so already, or may not.
         """
         forming = self.first_of_several_hosts
         if forming is None or forming.backend.is_relayed or self._training.settings.backend != "auto":
@@ -100,7 +100,7 @@ class Membership:
         return forming if forming is not None and num_hosts(forming.members) > 1 else None
 
     def on_formed(self, record: RankRecord, event: GroupFormed) -> None:
-        """The rank's process group stands. When all members' do, the generation may take over."""
+        """Records that the rank's process group stands. Once all members' do, the generation may take over."""
         forming = self.forming
         if forming is None or event.generation != forming.id or record.rank in forming.formed:
             now = f"job is in generation {self.newest}"
@@ -111,7 +111,7 @@ class Membership:
         forming.formed[record.rank] = None
 
     def take_over(self, now_s: float) -> Failure | None:
-        """Has the generation that is formed make the next rounds, once no round of the standing one is open."""
+        """Makes the formed generation the standing one, once no round of the present one is open."""
         forming, standing, training = self.forming, self.standing, self._training
         if forming is None or not forming.is_formed or not self._closes(standing, now_s):
             return None
@@ -132,7 +132,7 @@ class Membership:
         return None
 
     def _closes(self, standing: Generation | None, now_s: float) -> bool:
-        """True once the standing generation has come to its end, if there is one; it announces no more rounds."""
+        """Has the standing generation, if any, announce no more rounds; returns True once none is open."""
         if standing is None or standing.abandoned is not None:
             return True
         if not standing.is_closing:
@@ -149,8 +149,8 @@ class Membership:
                 self._outbox.add(Publish(job_id=self._job_id, report=report))
 
     def change_members(self) -> None:
-        """Forms a generation with the ranks that have become ready, and without those that leave, unless one is forming
-        or is being abandoned.
+        """Forms a generation with ranks that have become ready, and without ranks that leave, unless one is forming or
+        being abandoned.
         """
         standing = self.standing
         if standing is None or standing.abandoned is not None or self.forming is not None:
@@ -161,19 +161,19 @@ class Membership:
             self.form(stay | newcomers)
 
     def _staying(self, ranks: RankRecords) -> RankRecords:
-        """The present ones without those that leave; all present ones as long as none of the others has the model."""
+        """The present ranks without those that leave; all present ranks if none of the rest has the model."""
         stay = staying(ranks)
         return stay if any(map(self._training.has_model, stay.values())) else present(ranks)
 
     def on_leaving(self, now_s: float) -> Failure | None:
-        """Some ranks are to leave, or may stay after all."""
+        """Called when ranks are to leave, or may stay after all."""
         if self.forming is not None and self.standing is not None:
             self._stop_forming(now_s)
         self.change_members()
-        return self._resolve(now_s)  # where the standing one is abandoned, the next is formed of who is left
+        return self._resolve(now_s)  # an abandoned generation is followed by one of the remaining ranks
 
     def _dismiss(self, record: RankRecord) -> Failure | None:
-        """The rank's work is committed: it may exit."""
+        """Asks the rank to exit, since its work is committed."""
         failure = self._training.lose(record)
         self._training.ledger.release(record.rank)
         self._roster.dismiss(record)
@@ -182,17 +182,17 @@ class Membership:
     # The end of a generation
 
     def abandon(self, now_s: float) -> Failure | None:
-        """A member is gone, or its collective has failed: the standing generation ends."""
+        """Abandons the standing generation, after a member's loss or a failed collective."""
         standing = self.standing
         if standing is not None and standing.abandoned is None:
             standing.abandoned = {}
             for record in present(standing.members).values():
                 self._outbox.add(SendAbandon(**record.address(self._job_id), generation=standing.id))
-        self.forming = None  # its members may be others now, who build another group instead
+        self.forming = None  # its members may have changed: another one is formed afterwards
         return self._resolve(now_s)
 
     def on_lost(self, record: RankRecord, now_s: float) -> Failure | None:
-        """The rank is gone."""
+        """Handles the loss of a rank."""
         standing, forming = self.standing, self.forming
         if standing is None:  # the first group never stood
             self.form(present(self._training.members))
@@ -205,7 +205,7 @@ class Membership:
         return self._resolve(now_s)
 
     def on_abandoned(self, record: RankRecord, event: GenerationAbandoned, now_s: float) -> Problem | None:
-        """Nothing of a generation runs on the rank any more."""
+        """Records that the rank has abandoned a generation."""
         standing, forming = self.standing, self.forming
         if forming is not None and event.generation == forming.id:
             return self._fail_to_form(forming, event.reason, now_s)
@@ -219,15 +219,15 @@ class Membership:
                 )
             if failure := self.abandon(now_s):
                 return failure
-        if not event.reason and standing.abandoned is not None:  # an answer: what is said unasked may come before it
+        if not event.reason and standing.abandoned is not None:  # a report with a reason may have come first
             standing.abandoned[record.rank] = None
         return self._resolve(now_s)
 
     def on_committed(self, now_s: float) -> Failure | None:
-        """A round of the standing generation is committed."""
+        """Called when a round of the standing generation is committed."""
         self._num_failed = 0
         failure = self.take_over(now_s)
-        self.change_members()  # who has come may have the model now, so that others may go
+        self.change_members()  # newcomers may have the model now, so that leaving ranks can go
         return failure
 
     def _stop_forming(self, now_s: float) -> None:
@@ -236,8 +236,8 @@ class Membership:
             self.standing.reopen(now_s)
 
     def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
-        """The members could not meet: the first ones do so through the coordinator, if they may. Where others train
-        meanwhile there is time to find out whether it is the way between hosts, or a rank that has just ended.
+        """Handles a group that could not form. The first group is relayed through the coordinator, if allowed. If
+        others train meanwhile, the ranks first test their links: a rank may just have ended.
         """
         if self.standing is None and self.relay("its hosts cannot reach each other"):
             return None
@@ -249,9 +249,9 @@ class Membership:
         return self.try_others(forming, reason, now_s)
 
     def try_others(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
-        """The members could not meet, and are not to do so through the coordinator: newcomers among others are started
-        again, later; without any it is tried again. When no group has stood yet, the job fails, or, after it has gone
-        back to a checkpoint, does so again.
+        """Handles a group that could not form and is not relayed: newcomers are restarted later; without newcomers the
+        group is tried again. If no group has stood yet, the job fails, or, if it has gone back to a checkpoint before,
+        does so again.
         """
         if self.standing is None and self._attempt > 1:
             return BackToCheckpoint(next(iter(forming.members)), reason)
@@ -265,8 +265,8 @@ class Membership:
         return self._resolve(now_s)
 
     def _resolve(self, now_s: float) -> Failure | None:
-        """Once nothing of the standing generation runs any more: commits what most members have received, replaces the
-        members that have another model, and forms the next generation of those that are left.
+        """Once all members have abandoned the standing generation: commits the rounds that most members have received,
+        replaces members with another model, and forms the next generation of the remaining ranks.
         """
         standing, training = self.standing, self._training
         if standing is None or not standing.is_abandoned or self.forming is not None:

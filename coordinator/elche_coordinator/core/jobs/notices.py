@@ -1,4 +1,4 @@
-"""Why a rank is lost, or a job waits, in words for the user."""
+"""Messages for the user on lost ranks and waiting jobs."""
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.messages.events import RankExited
@@ -7,7 +7,7 @@ from elche_coordinator.core.records.ranks import RankRecord
 
 
 def death_notice(record: RankRecord, event: RankExited) -> str:
-    """How the rank's process has ended."""
+    """Describes the end of a rank's process."""
     code = event.exit_code
     how = f"was killed by signal {-code}" if code < 0 else f"left with exit code {code}"
     how = "has lost the processes that it works with" if code == LEFT_ALONE else how
@@ -21,7 +21,7 @@ def death_notice(record: RankRecord, event: RankExited) -> str:
 
 
 def hang_notice(record: RankRecord, why: str) -> str:
-    """Why the others do not wait for the rank any more."""
+    """The reason why others do not wait for the rank any more."""
     return f"{_name(record)} is left out: {why}, and others wait for it"
 
 
@@ -30,7 +30,7 @@ def _name(record: RankRecord) -> str:
 
 
 def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
-    """What a job waits for that has lost too many ranks; `num_loading` are on their way."""
+    """The reason why a job with too few ranks waits; `num_loading` more are starting."""
     num = least - num_ranks
     loading = f"; {num_loading} {'load' if num_loading > 1 else 'loads'} the file" if num_loading else ""
     more = f"{num} more rank{'s' if num > 1 else ''}"
@@ -38,7 +38,7 @@ def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
 
 
 def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
-    """What a queued job waits for, and how many slots there are."""
+    """The slots for which a queued job waits, and how many there are."""
     num, size = spec.least_ranks, spec.group_size
     wanted = f"{num} free slot{'s' if num > 1 else ''}"
     if size > 1:
@@ -50,14 +50,14 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int) -> str:
 
 
 def quota_notice(spec: JobSpec, num_held: int, quota: int) -> str:
-    """Why a queued job gets no slots although others are not in its way."""
+    """The reason why a quota keeps a queued job from slots."""
     num, whose = spec.least_ranks * spec.group_size, spec.account or "jobs of nobody"
     never = "" if num <= quota else "; ask for fewer ranks"
     return f"waits for {num} of the {quota} slots that {whose} may have: {num_held} are taken{never}"
 
 
 def nothing_to_train(resumed: str) -> str:
-    """Why a job has nothing to do; `resumed`: the checkpoint that it begins from."""
+    """The reason why a job has nothing to train; `resumed`: the checkpoint from which it begins."""
     if resumed:
         return f"the checkpoint {resumed} is of a training that is complete; give more epochs to go on with it"
     return "drop_last leaves nothing to train: the data set is shorter than one batch"

@@ -1,4 +1,4 @@
-"""What a training came to, as a part of its job's result."""
+"""The training's part of a job's result."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which ranks a training is to have, and on which slots: starts them, and says which are missing."""
+"""The ranks that a training should have, and their slots: starts ranks, and records missing ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +17,12 @@ NextIncarnation = Callable[[], Incarnation]
 
 
 class Places:
-    """Starts a training's ranks. Its number of ranks is `num_wanted`; 0 until it is placed, if nobody says."""
+    """Starts a training's ranks. `num_wanted` is their number; 0 until it is placed, if the submission has none."""
 
     def __init__(self, job_id: JobId, roster: Roster, outbox: Outbox, num_wanted: int) -> None:
         self.num_wanted = num_wanted
         self.missing: dict[Rank, float] = {}
-        """Ranks that are to be started again, and not before which time."""
+        """Ranks to restart, with the earliest time of each."""
         self._job_id = job_id
         self._roster = roster
         self._outbox = outbox
@@ -31,7 +31,7 @@ class Places:
         self, groups: list[tuple[Place, ...]], spec: JobSpec, fleet: Fleet, next_incarnation: NextIncarnation
     ) -> None:
         """Starts one rank in each place, or group of places of one host, and no others."""
-        self._roster.clear()  # of an attempt before this one
+        self._roster.clear()  # drops ranks of the previous attempt
         self.num_wanted = spec.num_ranks or len(groups)
         for index, places in enumerate(groups):
             self._start(Rank(index), places, fleet, next_incarnation(), spec, Model.START)
@@ -46,7 +46,7 @@ class Places:
         *,
         warms_up: bool,
     ) -> None:
-        """Starts a rank that is gone, or a new one. It gets the others' model, whatever the job was resumed from."""
+        """Restarts a rank, or adds one. It gets the others' model, not the job's checkpoint."""
         self.missing.pop(rank, None)
         model = Model.NONE if spec.resume else Model.START
         start = replace(spec, resume="")
@@ -92,12 +92,12 @@ class Places:
         )
 
     def need_again(self, rank: Rank, at_s: float) -> None:
-        """The rank is gone, and is to be started again at that time at the earliest, unless it is one too many."""
+        """Notes that the lost rank should be restarted from `at_s` on, unless there are enough ranks."""
         if self.num_held < self.num_wanted:
             self.missing[rank] = at_s
 
     def want(self, num_ranks: int) -> int:
-        """Sets how many ranks there are to be. Returns how many of those that stay are too many."""
+        """Sets the number of ranks. Returns how many of the staying ranks are too many."""
         self.num_wanted = num_ranks
         for rank in sorted(self.missing, reverse=True)[: max(0, self.num_held - num_ranks)]:
             del self.missing[rank]
@@ -105,17 +105,17 @@ class Places:
 
     @property
     def num_held(self) -> int:
-        """Ranks that it has, or is to get again."""
+        """Number of ranks that run or will be restarted."""
         return self._roster.num_living + len(self.missing)
 
     @property
     def num_lacking(self) -> int:
-        """How many ranks could be added."""
+        """Number of ranks to add."""
         return max(0, self.num_wanted - self.num_held)
 
     @property
     def next_rank(self) -> Rank:
-        """The rank that is to be added next: the lowest that nobody is."""
+        """The rank to add next: the lowest unused one."""
         living = {rank for rank, one in self._roster.ranks.items() if one.phase is not RankPhase.EXITED}
         taken = living | self.missing.keys()
         return next(rank for rank in map(Rank, count()) if rank not in taken)

@@ -1,4 +1,4 @@
-"""Who gets the free slots: ranks that are to be started again, then jobs that wait, then jobs that want more ranks."""
+"""Allocation of free slots: first to ranks to be restarted, then to queued jobs, then to jobs that want more ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -15,39 +15,39 @@ from elche_coordinator.core.records.machine import JobPhase
 
 
 class _Offers:
-    """The slots by the conditions that jobs set, while jobs are placed; each is counted once."""
+    """Slots by the conditions of jobs, cached while jobs are placed."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.kept: set[Place] = set()
-        """Slots that jobs wait for, with all that they may get: nobody behind them gets these."""
+        """Slots that waiting jobs could have, which no job behind them gets."""
         self._offered: dict[tuple[str, ...], set[Place]] = {}
         self._num_slots: dict[tuple[str, ...], int] = {}
         self._num_free: dict[tuple[str, ...], int] = {}
 
     def num_free(self, spec: JobSpec) -> int:
-        """Free slots that the job may have."""
+        """Number of free slots that the job may have."""
         if spec.conditions not in self._num_free:
             self._num_free[spec.conditions] = len(self._fleet.free_for_one(spec.conditions, self.kept))
         return self._num_free[spec.conditions]
 
     def num_slots(self, spec: JobSpec) -> int:
-        """Slots that meet the job's conditions."""
+        """Number of slots that meet the job's conditions."""
         if spec.conditions not in self._num_slots:
             self._num_slots[spec.conditions] = self._fleet.num_slots(spec.conditions)
         return self._num_slots[spec.conditions]
 
     def overlap(self, one: JobSpec, other: JobSpec) -> bool:
-        """True if there is a slot that both could have."""
+        """True if there is a slot that both jobs could have."""
         return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
 
     def keep(self, spec: JobSpec) -> None:
-        """The job waits: what it could have goes to nobody behind it."""
+        """Keeps the slots that a waiting job could have from jobs behind it."""
         self.kept |= self._of(spec)
         self.change()
 
     def change(self) -> None:
-        """Slots have been taken, or kept."""
+        """Drops the counts, since slots were taken or kept."""
         self._num_free.clear()
 
     def _of(self, spec: JobSpec) -> set[Place]:
@@ -65,30 +65,32 @@ class Placing:
         try_again: Callable[[JobId, Rank, float], None],
         new_incarnation: Callable[[], Incarnation],
     ) -> None:
-        """`touch` is called with each job that changes; `try_again` says when a rank may be started again."""
+        """`touch` is called with each job that changes; `try_again` with the time from which a rank may be
+        restarted.
+        """
         self._touch = touch
         self._try_again = try_again
         self._new_incarnation = new_incarnation
         self._queued: dict[JobId, None] = {}
         self.behind: dict[JobId, JobId] = {}
-        """Queued jobs that find no slots, and the job before each that waits for the same."""
+        """Queued jobs without slots, each with the job before it that waits for the same slots."""
         self._reasons: dict[JobId, str] = {}
-        """Why queued jobs wait."""
+        """Reasons of queued jobs."""
         self.asked: list[SlotsAsked] = []
-        """What jobs are asked to give for others."""
+        """Slots that jobs are asked to give to others."""
 
     def queue(self, job: TrainingJob) -> None:
-        """The job waits for slots."""
+        """Adds a job to the queue."""
         self._queued[job.id] = None
 
     def reason(self, job: TrainingJob) -> str:
-        """Why a queued job waits, in words for people."""
+        """The reason why a queued job waits."""
         if (ahead := self.behind.get(job.id)) is not None:
             return f"waits behind job {ahead}: {self._reasons.get(ahead, '')}"
         return self._reasons.get(job.id, job.reason)
 
     def place(self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
-        """Gives slots to all who can have some. What others are to give is in `asked`."""
+        """Allocates slots to all jobs that can have some. Slots that others should give are in `asked`."""
         self._place_missing(jobs.values(), fleet, now_s)
         shares = Shares(jobs, fleet, quotas)
         waiting = self._place_queued(jobs, fleet, shares, now_s)
@@ -101,7 +103,7 @@ class Placing:
             self.asked += asked(job, others, fleet, shares)
 
     def _place_missing(self, jobs: Iterable[TrainingJob], fleet: Fleet, now_s: float) -> None:
-        """Gives free slots to ranks that are to be started again."""
+        """Gives free slots to ranks to be restarted."""
         for job in jobs:
             for rank, at_s in list(job.places.missing.items()):
                 if at_s > now_s:
@@ -115,7 +117,7 @@ class Placing:
     def _place_queued(
         self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, shares: Shares, now_s: float
     ) -> list[TrainingJob]:
-        """Gives free slots to queued jobs, in their order. Returns those that wait and could be placed some time."""
+        """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all."""
         self.behind.clear()
         self._reasons.clear()
         queued = [jobs[job_id] for job_id in self._queued if job_id in jobs]
@@ -130,7 +132,7 @@ class Placing:
             if job.retry_at_s > now_s:
                 self._try_again(job.id, Rank(0), job.retry_at_s)
             elif job.roster.num_living:
-                pass  # it has gone back, and not all processes of the attempt before have ended
+                pass  # processes of its previous attempt have not all ended
             elif shares.room(job) < spec.least_ranks:
                 self._reasons[job.id] = quota_notice(spec, shares.held(job), shares.quota(job))
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
@@ -139,7 +141,7 @@ class Placing:
                 offers.change()
             else:
                 ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
-                num_free = 0 if ahead is not None else offers.num_free(spec)  # what is kept for others is in no journal
+                num_free = 0 if ahead is not None else offers.num_free(spec)  # one job's journal lacks the others
                 self._reasons[job.id] = slots_notice(spec, num_free, offers.num_slots(spec))
                 if ahead is not None:
                     self.behind[job.id] = ahead.id
@@ -149,7 +151,7 @@ class Placing:
         return waiting
 
     def _place_more(self, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
-        """Gives slots that nobody waits for to jobs that want more ranks, one at a time, in their turn."""
+        """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""
         num_free = len(set(fleet.free_places()) - kept)
         for job in shares.in_turn(one for one in jobs for _ in range(min(num_free, one.num_lacking))):
             rank = job.places.next_rank if job.num_lacking and shares.room(job) > 0 else None
@@ -160,7 +162,7 @@ class Placing:
                 job.place_again(rank, places, fleet, self._new_incarnation)
 
     def _place(self, job: TrainingJob, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
-        """Gives the job its slots; False when they are too few, or not on one host."""
+        """Gives the job its slots; returns False if they are too few, or a group's are not on one host."""
         spec, room = job.spec, shares.room(job)
         groups = fleet.take(job.id, spec, min(spec.num_ranks or room, room), kept)
         if not groups:

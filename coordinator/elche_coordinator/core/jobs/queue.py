@@ -1,10 +1,10 @@
-"""Who makes room for whom.
+"""Preemption by priority and share.
 
-Jobs are placed by priority, and among equals by their projects' shares (`shares`). One that waits for slots holds back
-those behind it: else large jobs would wait for ever while small ones come. For it, jobs of lower priority give slots:
-first what they have beyond their least number of ranks; when that is too little, whole jobs go back to the queue, each
-with a checkpoint made for it, the least important and newest first. Jobs of equal priority whose projects have more
-slots than the waiting one's will have give what they have beyond their least number, and no more.
+Jobs are placed by priority, and among equals by their projects' shares (`shares`). A job that waits for slots holds
+back those behind it, since large jobs would otherwise never be placed while small ones arrive. Jobs of lower priority
+give it slots: first those beyond their least number of ranks; if these are too few, whole jobs go back to the queue
+with a checkpoint made for that, the lowest priority and newest first. Jobs of equal priority whose projects have more
+slots than the waiting one's will have give those beyond their least number, and no more.
 """
 
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ from elche_coordinator.core.records.ranks import staying
 
 
 def holds_back(job: TrainingJob, fleet: Fleet) -> bool:
-    """True if others wait behind a job for which there are too few free slots: not when there are too few at all."""
+    """True if a waiting job holds back others: not if all slots, free or not, are too few for it."""
     return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
 def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
-    """What others are asked to give for the job that waits, beyond what leaves already; nothing if all together have
-    too little.
+    """Requests to other jobs to give slots to the waiting one, beyond those that come free already; none if all
+    together have too few.
 
-    For ranks of several slots nobody is asked: what comes free would have to lie on one host. Nor is a job asked that
-    has slots which the waiting one cannot use: it may be these that come free.
+    None for ranks of several slots, which would have to come free on one host. A job with slots that the waiting one
+    cannot use is not asked either: those might come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
     lack = least - len(fleet.free_for_one(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
@@ -41,7 +41,7 @@ def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, share
     gifts: dict[TrainingJob, int] = {}
 
     def give(job: TrainingJob, num_ranks: int) -> int:
-        """How many slots the job gives, if it gives so many ranks and no more than are lacking."""
+        """Counts `num_ranks` as given by the job, if slots still lack; returns the slots that this adds."""
         given, size = gifts.get(job, 0), job.spec.group_size
         if lack > 0 and num_ranks > given:
             gifts[job] = num_ranks
@@ -56,7 +56,7 @@ def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, share
         lack -= slots
         if slots:
             richer[job.spec.account] -= slots
-    for job in sorted(lower, key=order, reverse=True):  # whole jobs, when what is beyond least numbers is too little
+    for job in sorted(lower, key=order, reverse=True):  # whole jobs
         lack -= give(job, _num_staying(job))
     if waiting.spec.group_size > 1 or lack > 0:
         return []

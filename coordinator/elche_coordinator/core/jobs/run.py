@@ -35,7 +35,7 @@ RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | 
 
 
 class Run:
-    """What ranks of one attempt train. There is no training and no membership until all are ready and agree."""
+    """One attempt. Training and membership are None until all ranks are ready and agree."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Run:
         self._outbox = outbox
         self._startup = Startup(past_attempts, list(kept))
         self._first_choice: Choice | None = None
-        """By which backend the first ranks are to average, once they have agreed."""
+        """The backend of the first ranks, once they have agreed."""
         self.training: Training | None = None
         self.membership: Membership | None = None
         self.model = FinalModel(job_id, outbox)
@@ -62,38 +62,38 @@ class Run:
 
     @property
     def attempt(self) -> Attempt:
-        """One more than that of the checkpoint that it goes on from; else 1."""
+        """One more than the attempt of the checkpoint from which it resumes; else 1."""
         return self._startup.attempt
 
     @property
     def generation(self) -> Generation | None:
-        """The ranks that make rounds together; None before the first group stands."""
+        """The standing generation; None before the first group stands."""
         return self.membership.standing if self.membership is not None else None
 
     @property
     def backend(self) -> Choice | None:
-        """By which backend the ranks average, or will first; None before they have agreed."""
+        """The present backend, or the first one; None before the ranks have agreed."""
         return self.generation.backend if self.generation is not None else self._first_choice
 
     @property
     def generation_id(self) -> GenerationId:
-        """The newest generation, which may be forming; 0 before there is any."""
+        """The newest generation, which may be forming; 0 before the first."""
         return self.membership.newest if self.membership is not None else GenerationId(0)
 
     @property
     def is_paused(self) -> bool:
-        """True if somebody has paused it."""
+        """True while a client has paused it."""
         return self.training is not None and Hold.ASKED in self.training.holds
 
     @property
     def is_waiting(self) -> bool:
-        """True if its ranks are too few to train."""
+        """True while it has too few ranks to train."""
         return self.training is not None and Hold.TOO_FEW in self.training.holds
 
     # On the way to training
 
     def admit(self, record: RankRecord, event: RankReady) -> Failure | None:
-        """The rank has read the user's file. One that was started while others train is taken in, if it agrees."""
+        """Handles a rank that has read the user's file. While others train, it is admitted if its settings agree."""
         record.settings, record.device, record.build = event.settings, event.device, event.build
         record.links_address = event.links_address
         record.batch_size = event.batch_size or event.settings.batch_size
@@ -108,7 +108,7 @@ class Run:
         return None
 
     def begin(self, record: RankRecord) -> Failure | None:
-        """All ranks are ready, this one was the last: if they agree, they form their first group."""
+        """Called when all ranks are ready, `record` last: if they agree, they form their first group."""
         if failure := self._startup.failure(self._roster.ranks) or self._begin_training(record):
             return failure
         assert self.training is not None
@@ -119,7 +119,7 @@ class Run:
         return None
 
     def _begin_training(self, record: RankRecord) -> Failure | None:
-        """Makes the training with the settings on which all agree. Returns why that is impossible, if so."""
+        """Creates the training with the settings on which all agree. Returns a failure if that is impossible."""
         settings = record.settings
         assert settings is not None
         try:
@@ -143,7 +143,7 @@ class Run:
         return None
 
     def _choose_backend(self, members: RankRecords) -> Choice:
-        """By which backend these ranks are to average."""
+        """Chooses the backend for these ranks."""
         assert self.training is not None
         assert self._first_choice is not None
         if self.training.settings.backend != "auto":
@@ -154,14 +154,14 @@ class Run:
     # Groups and rounds
 
     def on_formed(self, record: RankRecord, event: GroupFormed, now_s: float) -> Failure | None:
-        """A rank's process group stands. When all do, rounds are made in it."""
+        """Records that a rank's process group stands. When all do, rounds begin in it."""
         assert self.membership is not None
         self.membership.on_formed(record, event)
         is_over = self.training is not None and self.training.is_complete
         return None if is_over else self.membership.take_over(now_s)
 
     def on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> Failure | None:
-        """Batches and rounds, while it trains."""
+        """Handles reports of batches and rounds."""
         generation, training, membership = self.generation, self.training, self.membership
         assert generation is not None
         assert training is not None
@@ -173,7 +173,7 @@ class Run:
                 generation.on_batches(record, event, now_s)
             case ReserveRecalled():
                 generation.on_recalled(record, event, now_s)
-                failure = membership.take_over(now_s)  # which may have waited for that
+                failure = membership.take_over(now_s)  # it may have waited for this round
             case RoundEntered():
                 generation.on_entered(record, event, now_s)
             case HeaderTold():
@@ -195,8 +195,8 @@ class Run:
     # Ranks that hang, or die
 
     def check_links(self, now_s: float) -> bool:
-        """Has ranks try their links that are in an averaging in which nothing moves, or cannot build a first group.
-        Returns whether a first group is being built: its ranks say nothing while they cannot meet.
+        """Has ranks test their links if they are in an averaging that does not end, or cannot build a first group.
+        Returns True while a first group is being built, whose ranks report nothing meanwhile.
         """
         if (training := self.training) is not None and (group := self.membership) is not None:
             first = group.first_of_several_hosts or (group.forming if group.standing is None else None)
@@ -205,7 +205,7 @@ class Run:
         return False
 
     def blame(self, record: RankRecord, deaths: Deaths, now_s: float) -> str | None:
-        """The rank has died: says so when it is one of several that have died on the same samples."""
+        """Records a rank's death; returns the failure's text if several have died on the same samples."""
         training, generation = self.training, self.generation
         if training is None or generation is None:
             return None
@@ -213,7 +213,7 @@ class Run:
         return deaths.blame(record, training.ledger, training.settings, now_s, trained=trained)
 
     def can_lose(self, record: RankRecord) -> bool:
-        """True when somebody else has the model, and the user wants the job to go on."""
+        """True if another rank has the model, and the job's `on_rank_loss` allows it to go on."""
         training = self.training
         if training is None or self.membership is None:
             return False
@@ -225,10 +225,10 @@ class Run:
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or the folder of checkpoints, from which the job would begin anew; empty: from its start.
+        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would begin anew.
 
-        The newest checkpoint in the folder may be newer than any that the coordinator knows. Of a complete training
-        that would leave nothing to train, so then an older one is named.
+        The newest checkpoint in the folder may be newer than any that the coordinator knows. For a complete training it
+        would leave nothing to train, so that an older one is named.
         """
         training, before = self.training, self._spec.resume
         if training is None or not training.checkpoints.kept:
@@ -240,19 +240,19 @@ class Run:
 
     @property
     def kept(self) -> list[Checkpoint]:
-        """Its checkpoints, and those of the attempts before, the newest last."""
+        """Its checkpoints, and those of earlier attempts, the newest last."""
         return self._startup.kept if self.training is None else self.training.checkpoints.kept
 
     @property
     def has_saved(self) -> bool:
-        """True once this attempt has come to a checkpoint."""
+        """True once this attempt has completed a checkpoint."""
         return self.training is not None and self.training.checkpoints.saved_at_s is not None
 
     # For people, and for those who average through the coordinator
 
     @property
     def explanation(self) -> str:
-        """How the next round was decided, in words for people; empty before there is any."""
+        """The reason of the next round's plan, for people; empty before the first."""
         return self.generation.scheduler.reason if self.generation is not None else ""
 
     def target(self, rank: Rank) -> int:
@@ -262,7 +262,7 @@ class Run:
     def position_in_round(
         self, record: RankRecord, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
-        """The rank's position among the members of an open round, and their number; None when it is no member."""
+        """The rank's position among an open round's members, and their number; None if it is no member."""
         opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
         if opened is None or record.rank not in opened.targets:
             return None

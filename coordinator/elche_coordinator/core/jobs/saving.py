@@ -1,6 +1,6 @@
-"""What of a job would be lost with this coordinator's state, and whether it is being saved.
+"""Jobs with unsaved progress, for a coordinator that stops.
 
-A coordinator of another version goes on from checkpoints alone (protocol P22.2), so one that is to stop asks.
+A coordinator of another version can only resume jobs from checkpoints (protocol P22.2).
 """
 
 from elche_coordinator.core.jobs.training_job import TrainingJob
@@ -8,7 +8,7 @@ from elche_coordinator.core.records.machine import JobPhase
 
 
 def is_unsaved(job: TrainingJob) -> bool:
-    """True if a checkpoint that is asked for now comes, and has more than the newest one."""
+    """True if the job can write a checkpoint now that is newer than its newest one."""
     training = job.run.training
     if job.phase is not JobPhase.TRAINING or training is None or training.replay is not None or training.is_paused:
         return False
@@ -16,7 +16,7 @@ def is_unsaved(job: TrainingJob) -> bool:
 
 
 def is_being_saved(job: TrainingJob) -> bool:
-    """True if it writes its final state, or a checkpoint, or is about to."""
+    """True if the job writes its final state or a checkpoint, or is about to."""
     training = job.run.training
     if job.phase is JobPhase.FINISHING:
         return True

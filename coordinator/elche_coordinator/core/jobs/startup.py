@@ -1,4 +1,4 @@
-"""Whether a job's ranks can train together: they must have read the same settings, model and checkpoint."""
+"""Checks that a job's ranks can train together: they must have the same settings, model and checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ class Startup:
         self._past_attempts = past_attempts
         self.kept = kept
         self.attempt = Attempt(past_attempts + 1)
-        """One more than the checkpoint's, and than any before it of this job."""
+        """One more than the attempt of the checkpoint, and than all earlier ones of this job."""
         self.resumed: Mapping[str, Any] | None = None
-        """The training's state in the checkpoint that the job goes on from."""
+        """The training's state in the checkpoint from which the job resumes."""
         self._architecture: Architecture | None = None
-        """Of the first rank that was ready."""
+        """The training's state as text, of the first rank that was ready."""
         self._difference: str | None = None
-        """Between that and another rank's, or between checkpoints."""
+        """The first difference found between ranks' models or checkpoints."""
 
     def add(self, rank: Rank, event: RankReady) -> None:
-        """Adds what one rank has reported."""
+        """Adds one rank's report."""
         architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)
         if self._architecture is None:
             self._architecture = architecture
@@ -39,19 +39,19 @@ class Startup:
             self._add_resumed(event.resumed)
 
     def _add_resumed(self, text: str) -> None:
-        """Compares the training state of the checkpoint that the rank has loaded with that of the ranks before it."""
+        """Compares the training's state in the rank's checkpoint with that of earlier ranks."""
         try:
             resumed = json.loads(text)
             self.attempt = Attempt(max(self._past_attempts, whole_number(resumed["attempt"], "attempt")) + 1)
         except (ValueError, KeyError, TypeError, RecursionError):
-            self._difference = self._difference or "the checkpoint says nothing of its training; is it elche's?"
+            self._difference = self._difference or "the checkpoint has no training state; was it written by elche?"
             return
         if self.resumed is not None and self.resumed != resumed:
             self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
         self.resumed = resumed
 
     def failure(self, ranks: RankRecords) -> Failure | None:
-        """Why the ranks cannot train together; None when they can. Every rank must have been added."""
+        """Returns why the ranks cannot train together; None when they can. Call it once every rank was added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
         why = (
             self._difference or first_disagreement(settings) or first_invalid_setting(next(reversed(settings.values())))

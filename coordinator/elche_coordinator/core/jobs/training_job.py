@@ -1,4 +1,4 @@
-"""A job whose ranks elche starts: they load the user's file, form a process group, train, and leave a model."""
+"""A job whose ranks elche starts: they load the user's file, form a process group, train, and save a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,15 +57,15 @@ from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
 MAX_FRUITLESS = 3
-"""Attempts in a row that may come to no checkpoint."""
+"""Attempts in a row without a checkpoint after which the job fails."""
 
 
 class TrainingJob(Job):
-    """Starts, groups and trains its ranks. In each attempt there is no `training` and no `membership` until all ranks
-    are ready and agree.
+    """Starts, groups and trains its ranks. In each attempt `training` and `membership` are None until all ranks are
+    ready and agree.
 
-    An event goes to the part whose it is: the `generation` that makes rounds, the `membership`, the `training`, the
-    `model`. What a part cannot decide it returns (`Failure`, `BackToCheckpoint`), and the job does it.
+    An event goes to the part that it concerns: the `generation`, the `membership`, the `training`, or the `model`. A
+    part returns decisions beyond it (`Failure`, `BackToCheckpoint`), and the job carries them out.
     """
 
     def __init__(self, event: JobSubmitted) -> None:
@@ -78,44 +78,44 @@ class TrainingJob(Job):
         )
         self.places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
         self.retry_at_s = 0.0
-        """When a job that has gone back may be placed again."""
+        """Time from which a job that has gone back may be placed again."""
         self._gives: frozenset[Incarnation] = frozenset()
-        """Processes that leave their slots to another job."""
+        """Processes that leave for another job."""
         self._num_fruitless = 0
         """Attempts in a row without a checkpoint."""
         self._deaths = Deaths()
         self._counted = Counts()
-        """Of the attempts before."""
+        """Counts of earlier attempts."""
         self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
 
     @property
     def attempt(self) -> Attempt:
-        """One more than that of the checkpoint that it goes on from; else 1."""
+        """One more than the attempt of the checkpoint from which it resumes; else 1."""
         return self.run.attempt
 
     @property
     def generation_id(self) -> GenerationId:
-        """The newest generation, which may be forming; 0 before there is any."""
+        """The newest generation, which may be forming; 0 before the first."""
         return self.run.generation_id
 
     @property
     def is_paused(self) -> bool:
-        """True while somebody has paused it."""
+        """True while a client has paused it."""
         return self.run.is_paused
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or the folder of checkpoints, from which it would begin again; empty: from its start."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
         return self.run.resume_point
 
     @property
     def num_wanted(self) -> int:
-        """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
+        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
         return self.places.num_wanted
 
     @property
     def counts(self) -> Counts:
-        """Of all attempts."""
+        """Counts of all attempts."""
         return self._counted + counts_of(self.run)
 
     # Places
@@ -128,12 +128,12 @@ class TrainingJob(Job):
     def place_again(
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
     ) -> None:
-        """Starts a rank that is gone, or one more."""
+        """Restarts a rank, or adds one."""
         warms_up = self.phase is JobPhase.TRAINING
         self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
 
     def refuse_places(self, num_places: int) -> bool:
-        """Fails the job if it slows a rank that does not exist with so many places. Returns whether it did."""
+        """Fails the job, and returns True, if it slows a rank that it will not have with `num_places` places."""
         num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
         if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
             error = f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0"
@@ -142,7 +142,7 @@ class TrainingJob(Job):
 
     @property
     def num_lacking(self) -> int:
-        """How many ranks could be added now."""
+        """Number of ranks that could be added now."""
         is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
         return 0 if is_whole else self.places.num_lacking
 
@@ -152,7 +152,7 @@ class TrainingJob(Job):
         return self.is_open and not self.spec.replay
 
     def scale(self, num_ranks: int, now_s: float) -> None:
-        """Sets how many ranks it is to have. Those that are too many leave, the highest first."""
+        """Sets the number of ranks. Surplus ranks leave, the highest first."""
         if not self.can_scale:
             self.refuse_now("ScaleRequested", "it has ended, or repeats a recording")
             return
@@ -160,7 +160,9 @@ class TrainingJob(Job):
         self.leave(highest_staying(self.ranks, self.places.want(num_ranks)), now_s)
 
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
-        """Has so many ranks leave, the highest first. If all do, it waits in the queue, at a checkpoint made for it."""
+        """Has `num_ranks` ranks leave, the highest first. If all do, the job is queued, with a checkpoint
+        made for it.
+        """
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
         self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
@@ -169,13 +171,13 @@ class TrainingJob(Job):
     # Events of ranks
 
     def on_session_lost(self, record: RankRecord, now_s: float) -> None:
-        """The process may still run: its agent is asked to end it, and reports when it has."""
+        """Has the agent end the process, which may still run, and report its end."""
         if not (self.phase is JobPhase.STOPPING or record.is_ending or record.phase is RankPhase.EXITED):
             self.roster.stop(record)
             self._hold_or_go_on(now_s)
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """What a rank reports of its start, of rounds, and of what was made of their results."""
+        """Handles a rank's reports of its start, of rounds, and of chores."""
         match event:
             case (
                 BatchesTrained() | RoundEntered() | ResultReceived() | HeaderTold() | RoundFailed() | ReserveRecalled()
@@ -195,14 +197,14 @@ class TrainingJob(Job):
             case FinalStateSaved() | BestKept():
                 self._on_model(record, event)
             case SessionOpened():
-                pass  # what it brings comes with `RankReady`
+                pass  # `RankReady` follows with all data
             case LoopProgressed() | LoopEpochEnded() | LoopLeft():
                 self.refuse_now(event, "it is no loop of the user's own")
             case _:
                 assert_never(event)
 
     def _on_ready(self, record: RankRecord, event: RankReady, now_s: float) -> None:
-        """The rank has read the user's file. When all have, and agree, the group forms."""
+        """Handles a rank that has read the user's file. When all have, and agree, the group forms."""
         record.life.advance(RankTrigger.LOADED)
         is_first = self.run.membership is None
         failure = self.run.admit(record, event)
@@ -215,9 +217,9 @@ class TrainingJob(Job):
             self.fail(failure)
 
     def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
-        """A rank's group stands, or nothing of it runs any more."""
+        """Handles a rank's group that stands or is abandoned."""
         if self.run.membership is None or not self.is_open:
-            self.refuse_now(event, "no group is to stand")
+            self.refuse_now(event, "no group is being formed")
             return
         before = self.run.generation
         match event:
@@ -229,7 +231,7 @@ class TrainingJob(Job):
         self._hold_or_go_on(now_s)
 
     def _on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> None:
-        """Batches and rounds."""
+        """Handles reports of batches and rounds."""
         if self.phase is JobPhase.TRAINING:
             before, training = self.run.generation, self.run.training
             version = training.version if training is not None else None
@@ -237,12 +239,12 @@ class TrainingJob(Job):
             is_whole = before is self.run.generation and before is not None and before.abandoned is None
             if not is_whole or training is None or training.version != version:  # else the same ranks stay as before
                 self._hold_or_go_on(now_s)
-        elif not isinstance(event, BatchesTrained):  # which ranks tell until they leave
+        elif not isinstance(event, BatchesTrained):  # ranks report batches until they leave
             self.refuse_now(event, "rounds are made only while it trains")
 
     def _go_on(self, problem: Problem | None, before: Generation | None, now_s: float) -> None:
-        """After members, or rounds, may have changed: the job fails, goes back, comes to its end, or trains on. The
-        generation `before` stood when the event came.
+        """Called after members or rounds may have changed: the job fails, goes back, ends, or trains on. The generation
+        `before` stood when the event came.
         """
         match problem:
             case Failure():
@@ -267,7 +269,7 @@ class TrainingJob(Job):
         event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
         now_s: float,
     ) -> None:
-        """Something that was to be made of a round's result is done; the job may have waited for it to finish."""
+        """Handles a chore of a round's result that is done; the job may have waited for it to end."""
         training = self.run.training
         if training is None or (isinstance(event, EvaluationDone) and not self.is_open):
             self.refuse_now(event, "its outcome is decided, or it has no training yet")
@@ -290,14 +292,14 @@ class TrainingJob(Job):
         self._finish()
 
     def save(self) -> None:
-        """The next round that is announced becomes a checkpoint."""
+        """Requests that the next announced round becomes a checkpoint."""
         if self.run.training is not None:
             self.run.training.checkpoints.request()
 
     # Holding training
 
     def hold(self, now_s: float, *, is_paused: bool) -> None:
-        """Ranks stop after the open round, or go on."""
+        """Has ranks stop after the open round, or go on."""
         if self.run.generation is not None:
             self._set_hold(Hold.ASKED, now_s, holds=is_paused)
 
@@ -310,8 +312,8 @@ class TrainingJob(Job):
             self.run.generation.unpause(hold, now_s)
 
     def _hold_or_go_on(self, now_s: float) -> None:
-        """Below its least number of ranks the job waits for others. Where nobody is to stay it does not: it goes back
-        to a checkpoint, which takes a round.
+        """Holds the job while it has fewer ranks than its least number. Not if no rank stays: it then goes back to a
+        checkpoint, which takes another round.
         """
         training = self.run.training
         if (
@@ -330,14 +332,14 @@ class TrainingJob(Job):
     def _tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
         rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(self.ranks))
         waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
-        text = f"{num_ranks} ranks are there: the job goes on" if is_over else waits
+        text = f"the job has {num_ranks} ranks and goes on" if is_over else waits
         report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
         self.outbox.add(Publish(job_id=self.id, report=report))
 
     # Silence
 
     def duties(self) -> dict[Rank, Duty]:
-        """A batch, an evaluation, or to wait for others, such as in a round."""
+        """Each rank's duty: a batch, an evaluation, or a wait for others, such as in a round."""
         training, generation, stalls = self.run.training, self.run.generation, self.silence.stalls
         return {
             rank: duty_of(record, training, generation, stalls)
@@ -346,13 +348,13 @@ class TrainingJob(Job):
         }
 
     def check_silence(self, now_s: float) -> None:
-        """As of every job; and ranks may not reach each other."""
+        """As for every job; also checks if ranks can reach each other."""
         super().check_silence(now_s)
         if self.phase in WATCHED:
             self._check_links(now_s)
 
     def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
-        """The others go on without it, if they can."""
+        """Leaves the rank out, if the others can go on without it."""
         if self._can_lose(record):
             self._leave_out(record, why, now_s)
 
@@ -361,7 +363,7 @@ class TrainingJob(Job):
         return has_batch_due(record, self.run.generation)
 
     def _leave_out(self, record: RankRecord, why: str, now_s: float) -> None:
-        """The others go on without a rank that hangs."""
+        """Leaves a hung rank out: the others go on without it."""
         self.silence.on_left_out(record.rank, now_s)
         self.roster.leave_out(record)
         self.roster.tell_lost(record, hang_notice(record, why))
@@ -372,7 +374,9 @@ class TrainingJob(Job):
             self.watch_silence(now_s)
 
     def _leave_out_apart(self, apart: Mapping[Rank, str], now_s: float) -> None:
-        """These ranks have no way to others, and why: the first ones meet through the coordinator, if they may."""
+        """Leaves out ranks that cannot reach others, given with reasons; a first group is relayed instead, if
+        allowed.
+        """
         if self.run.links.is_of_group and (membership := self.run.membership) is not None:
             forming = membership.forming if self.run.links.is_of(membership.forming) else None
             has_relayed = bool(apart) and forming is not None and membership.relay(next(iter(apart.values())))
@@ -385,8 +389,8 @@ class TrainingJob(Job):
     # Ranks that are gone
 
     def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:
-        """The process has ended. Before an outcome is decided, the others go on, or the job goes back to a checkpoint,
-        or fails with the notice.
+        """Handles the end of a process. Until an outcome is decided, the others go on, or the job goes back to a
+        checkpoint, or fails with the notice.
         """
         is_open, accusation = self.is_open, None
         if is_open and death is not Death.WITH_HOST and not record.is_ending:
@@ -411,7 +415,7 @@ class TrainingJob(Job):
         return self.is_open and self.run.can_lose(record)
 
     def _on_lost(self, record: RankRecord, now_s: float) -> None:
-        """The others go on without the rank."""
+        """Has the others go on without the rank."""
         assert self.run.training is not None
         assert self.run.membership is not None
         generation = self.run.generation
@@ -424,9 +428,9 @@ class TrainingJob(Job):
         self._finish()
 
     def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
-        """The others go on without a rank: notes when it is to be started again (`Placing`)."""
+        """Notes the time at which a lost rank may be restarted (`Placing`)."""
         if record.incarnation in self._gives:
-            return  # it comes again when nobody waits for slots
+            return  # it left for another job: restarted like a rank that is added
         delay_s = self._deaths.restart_delay_s(record)
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             self.places.need_again(record.rank, now_s + delay_s)
@@ -434,7 +438,7 @@ class TrainingJob(Job):
     # Ranks that leave
 
     def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
-        """These ranks are to go once their work is committed. If nobody stays who has the model, the job goes back to a
+        """Has these ranks leave once their work is committed. If no rank with the model stays, the job goes back to a
         checkpoint that is made now.
         """
         if leaving:
@@ -452,7 +456,7 @@ class TrainingJob(Job):
         for record in leaving:
             record.departs(DepartureTrigger.ASKED)
             if not training.has_model(record) and record.is_present:
-                self.roster.dismiss(record)  # a newcomer: others do without it at once
+                self.roster.dismiss(record)  # a newcomer has no work to commit
                 self._on_lost(record, now_s)
         if any(map(training.has_model, staying(training.members).values())):
             self._go_on(membership.on_leaving(now_s), self.run.generation, now_s)
@@ -460,7 +464,7 @@ class TrainingJob(Job):
             training.checkpoints.request()
 
     def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
-        """They need not leave after all."""
+        """Cancels the leaving of these ranks."""
         for record in records:
             record.departs(DepartureTrigger.TAKEN_BACK)
         if self.run.membership is not None:
@@ -470,14 +474,14 @@ class TrainingJob(Job):
     # Going back
 
     def go_back(self, rank: Rank, notice: str, now_s: float, *, is_death: bool = True) -> None:
-        """Nobody is left who has the model: the job is queued again, and its next attempt begins from its newest
-        checkpoint. The fourth death in a row without a new checkpoint before it fails the job.
+        """Queues the job again, since no rank has its model; the next attempt begins from its newest checkpoint. The
+        fourth death in a row without a new checkpoint fails the job.
         """
         self._num_fruitless = is_death + (0 if self.run.has_saved else self._num_fruitless)
         if self._num_fruitless > MAX_FRUITLESS:
-            self.fail(Failure(f"{notice}; {MAX_FRUITLESS} attempts in a row have come to no checkpoint", rank=rank))
+            self.fail(Failure(f"{notice}; {MAX_FRUITLESS} attempts in a row have reached no checkpoint", rank=rank))
             return
-        least = self.spec.min_ranks if self.spec.num_ranks else 1  # if it took what was there, it does so again
+        least = self.spec.min_ranks if self.spec.num_ranks else 1  # else it takes the free slots again
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self._counted = self.counts
         self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
@@ -495,12 +499,12 @@ class TrainingJob(Job):
 
     @property
     def can_begin_again(self) -> bool:
-        """True when it goes back once all of its processes are gone."""
+        """True if it can go back to a checkpoint once all of its processes have ended."""
         return self._goes_back(is_violent=True)
 
     def _goes_back(self, *, is_violent: bool) -> bool:
-        """True when the job begins again from its newest checkpoint once nobody is left who has the model. A process
-        that ends by itself would do so again.
+        """True if the job goes back to its newest checkpoint once no rank has the model. Not if a process ended by
+        itself, which it would do again.
         """
         settings = [record.settings for record in self.ranks.values() if record.settings is not None]
         wanted = [self.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
@@ -509,21 +513,21 @@ class TrainingJob(Job):
     # End
 
     def on_deadline(self) -> None:
-        """Processes that have not left in time are ended."""
+        """Stops ranks that have not left in time."""
         for record in self.ranks.values():
             if record.phase is not RankPhase.EXITED:
                 self.roster.stop(record)
 
     def _on_model(self, record: RankRecord, event: FinalStateSaved | BestKept) -> None:
-        """The final model, or the best one, is on disk."""
+        """Handles the final model, or the best one, being on disk."""
         if isinstance(event, FinalStateSaved):
             if self.phase is not JobPhase.FINISHING:
-                self.refuse_now(event, "nobody was to write a final state")
+                self.refuse_now(event, "no rank was asked to write a final state")
                 return
             self.run.model.on_saved(record, event)
         else:
             if self.run.training is None or not self.run.model.awaits_best_of(record):
-                self.refuse_now(event, f"rank {record.rank} was not to keep the best model")
+                self.refuse_now(event, f"rank {record.rank} was not asked to store the best model")
                 return
             self.run.model.on_best_kept(event, self.run.training)
         self._finish()
@@ -541,7 +545,7 @@ class TrainingJob(Job):
         self.decide(Outcome.SUCCEEDED, f"all samples are committed; {odd}" if odd else "all samples are committed")
 
     def decide(self, outcome: Outcome, reason: str, failure: Failure | None = None) -> None:
-        """As of every job; no rank is started again."""
+        """As for every job; also cancels restarts of ranks."""
         super().decide(outcome, reason, failure)
         self.places.missing.clear()
 
@@ -550,5 +554,5 @@ class TrainingJob(Job):
         return {rank: record.num_batches for rank, record in self.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
-        """The result with what training came to."""
+        """Adds the training's figures to the result."""
         return with_training(result, self.run.training, self.run.model, self.ranks) if self.run.training else result

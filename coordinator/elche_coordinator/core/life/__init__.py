@@ -1,1 +1,1 @@
-"""What a training and a loop have in common: a phase, ranks, an outcome, and ranks that fall silent."""
+"""Common parts of trainings and loops: phase, ranks, outcome, and detection of silent ranks."""

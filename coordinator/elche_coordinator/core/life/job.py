@@ -1,4 +1,4 @@
-"""One job's life, from submission to result: what a training and a loop have in common."""
+"""The life of a job, from submission to result: the common base of trainings and loops."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -28,23 +28,23 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.roster import Roster
 
 STOP_GRACE_S = 5.0
-"""Between asking a rank to leave and having its process ended."""
+"""Seconds between asking a rank to leave and having its process ended."""
 
 WATCHED = (JobPhase.GROUPING, JobPhase.TRAINING, JobPhase.FINISHING)
 """Phases in which ranks wait for each other."""
 
 
 class Timer(Enum):
-    """For what a job is called at a time."""
+    """Reasons for which a job is called at a set time."""
 
     DEADLINE = auto()
-    """Ranks must have come, or left."""
+    """Time by which ranks must have connected, or left."""
     CHECK = auto()
-    """Ranks may be silent."""
+    """Check for silent ranks."""
 
 
 class Job(ABC):
-    """One job. Its methods take in what happened and add to `outbox` what is to be done.
+    """One job. Its methods handle events and add commands to `outbox`.
 
     An outcome is decided once; then the ranks leave; then the job has ended and has a result.
     """
@@ -63,39 +63,39 @@ class Job(ABC):
         self.key = key
         self.submitted_at = submitted_at
         self.reason = "waits for free slots"
-        """Why the job is in its phase, in words for people."""
+        """The reason of the job's phase, for people."""
         self.began_s: dict[JobPhase, float] = {}
-        """When each phase began, for people."""
+        """Time at which each phase began, for people."""
         self.result: JobResult | None = None
         self.outbox = Outbox(job_id)
         self.roster = Roster(job_id, self.outbox, last_incarnation)
         self.timers: dict[Timer, float | None] = {}
-        """In how many seconds the job is to be called, since `Coordinator` took them last; None: not any more."""
+        """Changes of timers since `Coordinator` took them, in seconds from now; None: cancelled."""
         self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=self._set_check)
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self._decided: tuple[Outcome, Failure | None] | None = None
 
-    # What a training and a loop do each in its own way
+    # Implemented by trainings and loops
 
     @property
     @abstractmethod
     def attempt(self) -> Attempt:
-        """Raised whenever the job goes back to a checkpoint; 1 at first."""
+        """Number of the attempt, from 1; each return to a checkpoint raises it."""
 
     @property
     @abstractmethod
     def resume_point(self) -> str:
-        """The checkpoint, or the folder of checkpoints, from which it would begin again; empty: from its start."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
 
     @property
     @abstractmethod
     def num_wanted(self) -> int:
-        """How many ranks it is to have; 0 until it is placed, if the submission does not say."""
+        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
 
     @property
     @abstractmethod
     def can_begin_again(self) -> bool:
-        """True when it can go on from `resume_point` with all of its processes gone."""
+        """True if it can resume from `resume_point` after all of its processes have ended."""
 
     @property
     @abstractmethod
@@ -105,15 +105,15 @@ class Job(ABC):
     @property
     @abstractmethod
     def is_paused(self) -> bool:
-        """True while somebody has paused it."""
+        """True while a client has paused it."""
 
     @abstractmethod
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """What a rank reports of its work. What has no place now is refused, and changes nothing."""
+        """Handles a rank's report of its work; refuses, unchanged, one that does not fit the present state."""
 
     @abstractmethod
     def on_session_lost(self, record: RankRecord, now_s: float) -> None:
-        """The rank's stream is lost."""
+        """Handles the loss of a rank's stream."""
 
     @abstractmethod
     def has_batch_due(self, record: RankRecord) -> bool:
@@ -121,37 +121,37 @@ class Job(ABC):
 
     @abstractmethod
     def duties(self) -> dict[Rank, Duty]:
-        """What each rank has to do now, and how long it may be silent."""
+        """Each rank's present duty, with the silence that it may keep."""
 
     @abstractmethod
     def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
-        """Others wait for the rank in vain."""
+        """Handles a hung rank, for which others wait."""
 
     @abstractmethod
     def on_deadline(self) -> None:
-        """The time set by `set_deadline` has passed."""
+        """Called when the time of `set_deadline` has passed."""
 
     @abstractmethod
     def save(self) -> None:
-        """Has a checkpoint made. Called while it trains."""
+        """Requests a checkpoint. Called only while it trains."""
 
     @abstractmethod
     def hold(self, now_s: float, *, is_paused: bool) -> None:
-        """Has the ranks stop, or go on. Called while it trains."""
+        """Has the ranks stop, or go on. Called only while it trains."""
 
     @abstractmethod
     def work_done(self) -> dict[Rank, int]:
-        """How much each rank has done, in any one unit: for shares."""
+        """Each rank's work in some unit, for its share of the whole."""
 
     @abstractmethod
     def complete(self, result: JobResult) -> JobResult:
-        """The result with what has come of the job."""
+        """Adds the job's figures to the result."""
 
     # Its life
 
     @property
     def phase(self) -> JobPhase:
-        """Where the job is in its life."""
+        """The job's phase."""
         return self.life.phase
 
     @property
@@ -161,41 +161,41 @@ class Job(ABC):
 
     @property
     def ranks(self) -> RankRecords:
-        """Its ranks, also those that are gone."""
+        """Its ranks, including lost ones."""
         return self.roster.ranks
 
     def advance(self, trigger: JobTrigger, reason: str) -> None:
-        """Moves the job to its next phase, for this reason. Raises `Refused` when the trigger has no place now."""
+        """Moves the job to its next phase, with a reason. Raises `Refused` if the phase does not allow the trigger."""
         self.life.advance(trigger)
         self.reason = reason
 
     def set_deadline(self, delay_s: float | None) -> None:
-        """Asks for `on_deadline` in so many seconds; None: not any more."""
+        """Schedules `on_deadline` in `delay_s` seconds; None cancels it."""
         self.timers[Timer.DEADLINE] = delay_s
 
     def _set_check(self, delay_s: float | None) -> None:
         self.timers[Timer.CHECK] = delay_s
 
     def take_commands(self) -> list[Command]:
-        """What is to be done since the last call."""
+        """Removes and returns the commands since the last call."""
         return self.outbox.take()
 
     def take_refusals(self) -> list[Refusal]:
-        """What was refused since the last call."""
+        """Removes and returns the refusals since the last call."""
         return self.outbox.take_refusals()
 
     def refuse(self, trigger: object, state: str, why: str) -> None:
-        """The trigger, an event or its name, has no place in the state, and changes nothing."""
+        """Records that the trigger, an event or its name, does not fit the state and so changed nothing."""
         self.outbox.refuse(trigger, state, why)
 
     def refuse_now(self, trigger: object, why: str) -> None:
-        """The trigger has no place in the job's phase."""
+        """Records that the trigger does not fit the job's phase."""
         self.outbox.refuse(trigger, f"job is {self.phase}", why)
 
     # Events of ranks
 
     def take_in(self, record: RankRecord, event: JobEvent, now_s: float) -> None:
-        """An event of a rank or its agent. What has no place now is refused, and changes nothing."""
+        """Handles an event of a rank or its agent; refuses, unchanged, one that does not fit the present state."""
         self.watch_silence(now_s)
         match event:
             case RankStarted():
@@ -219,12 +219,12 @@ class Job(ABC):
                     self.silence.on_alive(record, now_s)
 
     def watch_silence(self, now_s: float) -> None:
-        """An event has come while ranks work together: schedules a check of their silence."""
+        """Schedules a check for silent ranks, if ranks work together now."""
         if self.phase in WATCHED:
             self.silence.watch(now_s)
 
     def check_silence(self, now_s: float) -> None:
-        """The time of a check has come: tells of stalled ranks, and finds those that hang."""
+        """Reports stalled ranks and handles hung ones. Called at the scheduled time."""
         if self.phase not in WATCHED:
             self.silence.stop()
             return
@@ -232,7 +232,7 @@ class Job(ABC):
             self.on_hung(self.ranks[rank], why, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
-        """Publishes an event of user code. Refused after the result, which is the last that watchers get."""
+        """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
             self.outbox.add(Publish(job_id=self.id, report=report))
@@ -246,32 +246,32 @@ class Job(ABC):
         else:
             self.refuse_now(event, "its outcome is decided")
 
-    # What clients and the shell ask for
+    # Requests of clients and the shell
 
     def request_checkpoint(self) -> None:
-        """A client wants a checkpoint."""
+        """Requests a checkpoint for a client."""
         if self.phase is JobPhase.TRAINING:
             self.save()
         else:
             self.refuse_now("CheckpointRequested", "checkpoints are made only while it trains")
 
     def pause(self, now_s: float, *, is_paused: bool) -> None:
-        """A client wants training to stop after the open round, or to go on."""
+        """Has training stop after the open round, or go on, for a client."""
         if self.phase is JobPhase.TRAINING:
             self.hold(now_s, is_paused=is_paused)
             self.watch_silence(now_s)
         else:
-            self.refuse_now("PauseRequested", "only what trains can stop, and go on")
+            self.refuse_now("PauseRequested", "only a job that trains can be paused or resumed")
 
     def cancel(self) -> None:
-        """Ends the job by request. Nothing changes when its outcome is decided."""
+        """Cancels the job. Does nothing once its outcome is decided."""
         if self.is_open:
             self.decide(Outcome.CANCELLED, "cancelled by request")
         else:
             self.refuse_now("JobCancelled", "its outcome is decided")
 
     def on_broken(self, reason: str) -> None:
-        """Something of the job could not be carried out. Nothing changes when its outcome is decided."""
+        """Fails the job because a command could not be carried out. Does nothing once its outcome is decided."""
         if self.is_open:
             self.fail(Failure(reason))
         else:
@@ -280,11 +280,11 @@ class Job(ABC):
     # End
 
     def fail(self, failure: Failure) -> None:
-        """The job has failed. Raises `Refused` when its outcome is decided already."""
+        """Fails the job. Raises `Refused` when its outcome is decided already."""
         self.decide(Outcome.FAILED, failure.error, failure)
 
     def decide(self, outcome: Outcome, reason: str, failure: Failure | None = None) -> None:
-        """The outcome. Every rank is asked to leave. Raises `Refused` when it is decided already."""
+        """Decides the outcome, and asks every rank to leave. Raises `Refused` when it is decided already."""
         self.advance(JobTrigger.OUTCOME_DECIDED, reason)
         self._decided = (outcome, failure)
         for record in self.ranks.values():
@@ -296,17 +296,17 @@ class Job(ABC):
         self.end_if_gone()
 
     def end_if_gone(self) -> None:
-        """The job has ended once its outcome is decided and no rank is left."""
+        """Ends the job if its outcome is decided and no rank is left."""
         if self.phase is JobPhase.STOPPING and not self.roster.num_living:
             self.life.advance(JobTrigger.RANKS_GONE)
             self.set_deadline(None)
             self.result = self.decided_result()
-            self.spec = replace(self.spec, replay=())  # whoever resumes the job goes on after it
+            self.spec = replace(self.spec, replay=())  # a job that resumes this one goes on after the recording
             assert self.result is not None
             self.outbox.add(Publish(job_id=self.id, report=self.result))
 
     def decided_result(self) -> JobResult | None:
-        """How it ends; None while that is not decided."""
+        """The decided result; None before."""
         if self._decided is None:
             return None
         outcome, failure = self._decided

@@ -1,4 +1,4 @@
-"""Finds silent ranks: reports those that make no batch, asks for their stacks, and says which are to be left out."""
+"""Finds silent ranks: reports stalled ones, asks for their stacks, and returns those to leave out."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -20,7 +20,7 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 LATE_S = 0.25
-"""Delay of a check by which it is known that the coordinator itself has slept."""
+"""If a check is late by so many seconds, the coordinator itself did not run."""
 
 
 class SilenceWatch:
@@ -34,28 +34,28 @@ class SilenceWatch:
         self._outbox = outbox
         self._set_check = set_check
         self._due_s = inf
-        """When the next check is due."""
+        """Time of the next check."""
         self.stalls = StallWatch()
         self.hangs = HangWatch()
         self._gaps_before_s: dict[Rank, float] = {}
-        """The longest gaps of ranks before they were left out."""
+        """Longest gaps of ranks as of before they were left out."""
 
     def since_s(self, rank: Rank) -> float | None:
-        """Since when a stalled rank is silent; None for one that is not."""
+        """Time since which a stalled rank is silent; None for another rank."""
         return self.stalls.stalled.get(rank)
 
     def watch(self, now_s: float) -> None:
-        """Something has happened: schedules a check, unless one comes soon."""
+        """Schedules a check, unless one is due soon."""
         if self._due_s > now_s + CHECK_S:
             self._set_next(CHECK_S, now_s)
 
     def stop(self) -> None:
-        """There is nothing to check: the job does not train now."""
+        """Notes that no check is due, while the job does not train."""
         self._due_s = inf
 
     def check(self, duties: Mapping[Rank, Duty], now_s: float) -> dict[Rank, str]:
-        """Reports ranks that have become stalled, and asks their agents for their stacks; returns those that are to be
-        left out, and why.
+        """Reports newly stalled ranks, and asks their agents for stacks; returns the ranks to leave out, with
+        reasons.
         """
         late_s, self._due_s = now_s - self._due_s, inf
         if late_s > LATE_S:
@@ -83,18 +83,18 @@ class SilenceWatch:
         self._set_check(delay_s)
 
     def on_left_out(self, rank: Rank, now_s: float) -> None:
-        """The rank is to be started again. Its silence counts as a gap, so that the next must be longer."""
+        """Counts the silence of a rank that was left out as a gap, so that the next one may be longer."""
         self._gaps_before_s[rank] = self.stalls.gaps_s.get(rank, 0.0)
         self.stalls.on_progress(rank, now_s)
         self.stalls.on_order(rank)
         self.hangs.forget([rank])
 
     def on_was_stopped(self, rank: Rank) -> None:
-        """The process of a rank that was left out had been stopped (SIGSTOP): its silence does not count as a gap."""
+        """Takes back that gap, since the rank's process had been stopped (SIGSTOP)."""
         self.stalls.gaps_s[rank] = self._gaps_before_s.get(rank, 0.0)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
-        """The stacks of a stalled rank's threads."""
+        """Reports the stacks of a stalled rank's threads."""
         since_s = self.since_s(record.rank)
         if since_s is not None:
             self._report(record, now_s - since_s, stacks=event.text)
@@ -102,8 +102,8 @@ class SilenceWatch:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_heard(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """The rank has said something, which the job takes in after this. While averaging overlaps, one that enters a
-        round has a batch to make, too.
+        """Records a message of the rank, before the job handles it. With overlapped averaging, a rank that enters a
+        round has a batch to make as well.
         """
         self.hangs.on_heard(record.rank, now_s)
         match event:
@@ -113,21 +113,21 @@ class SilenceWatch:
                 self.on_progress(record, now_s)
 
     def on_alive(self, record: RankRecord, now_s: float) -> None:
-        """The rank has done something other than a batch, or has none to make now: its silence is over, and what comes
-        until its next batch is no gap between two.
+        """Ends the rank's silence after work other than a batch, or if no batch is due; the time until its next batch
+        does not count as a gap.
         """
         if record.rank in self.stalls.stalled:
             self.on_progress(record, now_s)
         self.stalls.on_order(record.rank)
 
     def on_progress(self, record: RankRecord, now_s: float) -> None:
-        """The rank has made batches."""
+        """Records that the rank has made batches."""
         silent_s = self.stalls.on_progress(record.rank, now_s)
         if silent_s is not None:
             self._report(record, silent_s, is_over=True)
 
     def forgive(self) -> None:
-        """Training was paused or goes on: every silence begins anew."""
+        """Restarts all silences, when training is paused or goes on."""
         self.hangs.forget(self._ranks)
         for rank in self._ranks:
             self.stalls.on_order(rank)

@@ -1,4 +1,4 @@
-"""Which ranks make no batch for longer than their history explains; `silence` reports and `describe` shows them."""
+"""Finds stalled ranks, which make no batch for longer than their history allows; `silence` reports them."""
 
 from collections.abc import Mapping
 from math import inf
@@ -12,39 +12,39 @@ CHECK_S = 1.0
 MAX_CHECK_S = 5.0
 """Seconds between two checks while a rank is silent, at most."""
 LEAST_S = 10.0
-"""The silence that a history explains is this, plus the larger of the next two."""
+"""Allowed silence: these seconds, plus the larger of the following two."""
 FIRST_S = 60.0
-"""As `LEAST_S`, for a first batch: one rank compiles, say, and the others do not."""
+"""As `LEAST_S`, for a first batch, for which only some ranks may have to compile."""
 BATCHES = 20.0
 """Times per batch."""
 GAPS = 4.0
-"""Times the longest gap between two reports of the rank."""
+"""Multiple of the longest gap between two reports of the rank."""
 FORGOTTEN = 0.999
-"""Factor on the longest gap with each report that is sooner, so that it is forgotten slowly."""
+"""Factor on the longest gap per sooner report, so that it is forgotten slowly."""
 
 
 class StallWatch:
     """The silence of a job's ranks.
 
-    A rank is stalled when it has work, waits for nobody, and is silent for longer than 10 s plus the larger of 20 of
-    its batch times and 4 times the longest gap between its reports; such a gap is forgotten slowly. One that has made
-    no batch yet is stalled 60 s and 20 times the slowest of the others' first batches after it began; when no other has
-    made one, there is nothing to compare with. An averaging may take 10 s and 20 times as long as before, and so may an
-    evaluation; a rank's first one 60 s and 20 times as long as the longest of the others'.
+    A rank is stalled when it has work, waits for no other, and is silent for longer than 10 s plus the larger of 20 of
+    its batch times and 4 times the longest gap between its reports. One without any batch is stalled after 60 s plus 20
+    times the slowest first batch of the others, and never if no other has made one. An averaging, and an evaluation,
+    may take 10 s plus 20 times as long as before; a rank's first evaluation 60 s plus 20 times the longest of the
+    others'.
     """
 
     def __init__(self) -> None:
         self.stalled: dict[Rank, float] = {}
-        """Since when each has been silent."""
+        """Time since which each stalled rank is silent."""
         self._quiet_since_s: dict[Rank, float] = {}
         self._heard_s: dict[Rank, float] = {}
         self.gaps_s: dict[Rank, float] = {}
-        """The longest between two reports of each rank; older ones count less."""
+        """Longest gap in seconds between two reports of each rank; older ones are discounted."""
         self._first_s: dict[Rank, float] = {}
-        """How long each rank took to report its first batch; 0 where that came before the first check."""
+        """Seconds that each rank took to report its first batch; 0 if that came before the first check."""
 
     def on_progress(self, rank: Rank, now_s: float) -> float | None:
-        """The rank has made batches. Returns how long it was silent when it was stalled before, else None."""
+        """Records that the rank has made batches. Returns the seconds of its silence if it was stalled, else None."""
         heard_s = self._heard_s.get(rank)
         if heard_s is not None:
             self.gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self.gaps_s.get(rank, 0.0))
@@ -56,15 +56,14 @@ class StallWatch:
         return None if since_s is None else now_s - since_s
 
     def on_order(self, rank: Rank) -> None:
-        """Restarts the rank's silence: it waits, or has something else to do. Its history does not count this gap."""
+        """Restarts the rank's silence, since it waits or does other work. This gap is not counted."""
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
     def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
-        """Finds ranks that have become stalled. `limits_s` has the ranks that should be making batches, each with the
-        silence in seconds that its history explains. Returns the newly stalled ones, and in how many seconds to check
-        again; None when every rank of `limits_s` is stalled.
+        """Finds newly stalled ranks. `limits_s` has the ranks that should be making batches, with their allowed silence
+        in seconds. Returns the newly stalled ones, and the seconds until the next check; None when all are stalled.
         """
         found, next_s = [], None
         for rank, limit_s in limits_s.items():
@@ -80,7 +79,7 @@ class StallWatch:
         return found, next_s
 
     def patience_s(self, record: RankRecord) -> float:
-        """How long a silence its history explains; infinite while there is none."""
+        """Allowed silence in seconds, by its history; infinite without one."""
         if record.local_step > 0:
             usual_ms = median(record.recent_ms) if record.recent_ms else record.ms_per_batch
             usual_s = self._first_s.get(record.rank, 0.0) if usual_ms is None else usual_ms / 1000

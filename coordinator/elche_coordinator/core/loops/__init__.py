@@ -1,1 +1,1 @@
-"""Loops of the user's own: their processes are there already, and report what they do."""
+"""User-owned loops: their processes run already, and report their progress."""

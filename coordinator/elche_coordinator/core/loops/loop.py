@@ -1,4 +1,4 @@
-"""A job whose processes the user has started: a loop of their own, which decides what it trains, and reports."""
+"""A job whose processes the user has started: a user-owned loop, which decides what it trains, and reports."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,20 +35,20 @@ from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
 MAX_EPOCHS_OPEN = 4
-"""Epochs that may have ended on some ranks and not yet on others; with more, the oldest is reported as it is."""
+"""Most epochs that have ended on some ranks only; with more, the oldest is reported as it is."""
 MAX_EPOCHS_TOLD = 10_000
-"""Newest epochs whose sizes the result has: a loop may make very many."""
+"""Newest epochs whose sizes the result contains, since a loop may make very many."""
 MAX_CHECKPOINTS = 100
-"""The newest ones that are remembered; the loop itself removes what it does not keep."""
+"""Newest checkpoints that are remembered; the loop itself removes older ones."""
 JOIN_GRACE_S = 60.0
-"""Time in which all ranks of a new loop must have connected."""
+"""Seconds in which all ranks of a new loop must connect."""
 
 
 class Loop(Job):
     """A job without agents, slots, leases and rounds: its ranks train already.
 
-    No process that the user has started is ended: one that hangs is shown as stalled. A rank whose stream is lost
-    counts as gone. Nobody but the user can start the script again.
+    The user's processes are never ended: one that hangs is shown as stalled. A rank whose stream is lost counts as
+    lost. Only the user can restart the script.
     """
 
     attempt = Attempt(1)
@@ -60,25 +60,25 @@ class Loop(Job):
         super().__init__(event.job_id, event.spec, submitted_at=event.submitted_at)
         self.policy = event.policy
         self.latest_s = now_s
-        """When a rank has last reported progress."""
+        """Time of the last progress report of any rank."""
         self.progress: LoopProgressed | None = None
-        """The newest, of rank 0."""
+        """The newest progress, of rank 0."""
         self.metrics: dict[str, float] = {}
-        """Of the last evaluation."""
+        """Metrics of the last evaluation."""
         self.checkpoints: list[Checkpoint] = []
         self.num_checkpoint_failures = 0
         self.saved_at_s: float | None = None
         self.num_epochs = 0
-        """That have ended here."""
+        """Number of epochs that have ended on all ranks."""
         self.epoch_sizes: list[int] = []
-        """Samples of all ranks in each of the newest of them."""
+        """Samples of all ranks in each of the newest ended epochs."""
         self._began_s = now_s
         self._joined: set[Rank] = set()
         """Ranks that have opened their session."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
-        """For each epoch: its sums, and the ranks that have finished it."""
+        """By epoch: its sums, and the ranks that have finished it."""
         self._num_done: dict[int, int] = {}
-        """Samples of these epochs, as ranks that have finished them say; those of dead ranks are among them."""
+        """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._can_regroup = event.can_regroup
         self._groups = Regrouping(self.id, self.ranks, self.outbox)
         self.began_s |= {JobPhase.QUEUED: now_s, JobPhase.STARTING: now_s}
@@ -89,7 +89,7 @@ class Loop(Job):
         self.set_deadline(JOIN_GRACE_S)
 
     def _add(self, rank: Rank, host: str, device: str, incarnation: Incarnation) -> None:
-        """A rank that trains."""
+        """Adds a rank, which trains already."""
         record = RankRecord(
             rank=rank,
             incarnation=incarnation,
@@ -104,11 +104,11 @@ class Loop(Job):
         self.roster.add(record)
 
     def has_batch_due(self, record: RankRecord) -> bool:
-        """Its next step, unless the loop is paused: what else the user's code does is not known."""
+        """True unless the loop is paused: a step is expected, since other work of the user's code is unknown."""
         return not self.is_paused
 
     def duties(self) -> dict[Rank, Duty]:
-        """A step of each rank, unless the loop is paused."""
+        """Each rank's duty: a step, unless the loop is paused."""
         stalls, is_paused = self.silence.stalls, self.is_paused
         return {
             one.rank: Duty(is_busy=True, stall_s=None if is_paused else stalls.patience_s(one))
@@ -116,10 +116,10 @@ class Loop(Job):
         }
 
     def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
-        """It is shown as stalled: a process that the user has started is not ended."""
+        """Does nothing: the rank is shown as stalled, and the user's process is not ended."""
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """What a rank reports of its loop."""
+        """Handles a rank's reports of its loop."""
         match event:
             case BatchesTrained():
                 self._on_batches(record, event, now_s)
@@ -145,17 +145,17 @@ class Loop(Job):
 
     @property
     def num_wanted(self) -> int:
-        """As many ranks as it began with."""
+        """The number of ranks with which it began."""
         return self.spec.num_ranks
 
     @property
     def generation_id(self) -> GenerationId:
-        """The group of its ranks: 0 is the one that the script has made."""
+        """The present group of its ranks; 0 is the one that the script has made."""
         return self._groups.generation_id
 
     @property
     def num_samples(self) -> int:
-        """Trained by all ranks, as reported."""
+        """Samples trained by all ranks, as reported."""
         return sum(record.num_samples for record in self.ranks.values())
 
     @property
@@ -166,16 +166,16 @@ class Loop(Job):
 
     @property
     def duration_s(self) -> float:
-        """From its beginning to the last report of a rank."""
+        """Seconds from its beginning to the last report of a rank."""
         return max(0.0, self.latest_s - self._began_s)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks, since it began."""
+        """Samples per second of all ranks since it began."""
         return self.num_samples / self.duration_s if self.duration_s else 0.0
 
     def _on_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
-        """Progress of one rank."""
+        """Handles one rank's progress."""
         self.latest_s = now_s
         if event.gauges is not None:
             record.gauges = event.gauges
@@ -193,12 +193,12 @@ class Loop(Job):
         record.waited_ms = max(record.waited_ms, event.waited_ms)
 
     def _on_progress(self, event: LoopProgressed) -> None:
-        """How far the loop is. Old news changes nothing."""
+        """Records the loop's progress. Ignores old news."""
         if self.progress is None or event.num_steps >= self.progress.num_steps:
             self.progress = event
 
     def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
-        """One rank has ended an epoch. Epochs that all have ended are reported, in order."""
+        """Handles the end of an epoch on one rank. Epochs that all ranks have ended are reported, in order."""
         epoch = event.work.epoch
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
         if record.rank in ended:
@@ -210,7 +210,7 @@ class Loop(Job):
         self._tell_epochs()
 
     def _tell_epochs(self) -> None:
-        """Reports the epochs that all who are there have ended, in order."""
+        """Reports the epochs that all present ranks have ended, in order."""
         while self._tallies:
             oldest = min(self._tallies)
             ended = self._tallies[oldest][1]
@@ -228,13 +228,13 @@ class Loop(Job):
         self.outbox.add(Publish(job_id=self.id, report=report))
 
     def _on_evaluated(self, event: EvaluationDone) -> None:
-        """The loop has evaluated, its own way."""
+        """Records an evaluation of the loop."""
         self.metrics = {name: total / count for name, (total, count) in event.sums.items() if count}
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
         self.outbox.add(Publish(job_id=self.id, report=report))
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint is written completely."""
+        """Records a complete checkpoint."""
         saved = Checkpoint(
             version=event.version,
             name=event.path.rpartition("/")[2],
@@ -250,7 +250,7 @@ class Loop(Job):
         self.outbox.add(Publish(job_id=self.id, report=saved))
 
     def save(self) -> None:
-        """Asks the first rank for a checkpoint; it brings that to the others."""
+        """Asks the first rank for a checkpoint; it tells the others."""
         for record in self._groups.members[:1]:
             self.outbox.add(SendSaveCheckpoint(**record.address(self.id)))
 
@@ -261,13 +261,13 @@ class Loop(Job):
             self.outbox.add(SendPauseLoop(**record.address(self.id), is_paused=is_paused))
 
     def _on_left(self, record: RankRecord) -> None:
-        """The rank has come to its end. When all have, the job has succeeded."""
+        """Records that the rank has ended regularly. When all have, the job has succeeded."""
         record.life.advance(RankTrigger.EXITED)
         self._tell_epochs()
         self._groups.on_left(record)
         self._regroup("")
         if not self.roster.num_living and self.is_open:
-            self.decide(Outcome.SUCCEEDED, "the loop has come to its end")
+            self.decide(Outcome.SUCCEEDED, "the loop has ended")
         self.end_if_gone()
 
     def _regroup(self, reason: str) -> None:
@@ -276,7 +276,7 @@ class Loop(Job):
             self.fail(failure)
 
     def on_session_lost(self, record: RankRecord, now_s: float) -> None:
-        """No agent watches the process: it counts as gone, and the others go on without it where they can."""
+        """Treats the rank as lost, since no agent watches its process; the others go on without it if they can."""
         if record.phase is RankPhase.EXITED:
             return
         where = f"rank {record.rank} on {record.host} ({record.device})"
@@ -292,30 +292,30 @@ class Loop(Job):
             self._on_gone(record, notice)
 
     def on_deadline(self) -> None:
-        """While the loop trains: ranks that have not connected count as gone; at its end: all that have not left."""
+        """Treats ranks as lost that have not connected, or, at the loop's end, have not left."""
         is_training = self.phase is JobPhase.TRAINING
         for record in self.ranks.values():
             if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
                 continue
             where = f"rank {record.rank} on {record.host}"
-            notice = f"{where} never connected: it cannot reach the coordinator, or is gone"
+            notice = f"{where} never connected: it cannot reach the coordinator, or has ended"
             self._on_gone(record, notice if is_training else "")
 
     def _on_gone(self, record: RankRecord, notice: str) -> None:
-        """The rank is gone, and the others cannot go on without it."""
+        """Handles a lost rank without which the others cannot go on."""
         self.roster.note_exit(record, counts=self.is_open)
         if self.is_open:
             self.fail(Failure(notice, rank=record.rank))
         self.end_if_gone()
 
     def work_done(self) -> dict[Rank, int]:
-        """Samples of each rank, where ranks say how many; else batches, of which all ranks have as many."""
+        """Samples of each rank, if ranks report them; else its batches."""
         if self.num_samples:
             return {rank: record.num_samples for rank, record in self.ranks.items()}
         return {rank: record.base_step for rank, record in self.ranks.items()}
 
     def complete(self, result: JobResult) -> JobResult:
-        """The result with what the loop came to."""
+        """Adds the loop's figures to the result."""
         return replace(
             result,
             epochs=self.num_epochs,

@@ -1,4 +1,4 @@
-"""How the ranks of a loop of the user's own go on when one of them has died (protocol P18.9)."""
+"""Regrouping of a user-owned loop's ranks after one has died (protocol P18.9)."""
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned
@@ -9,18 +9,18 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 MAX_FRUITLESS = 5
-"""Groups in a row in which nobody trains a batch."""
+"""Groups in a row without a batch after which the job fails."""
 ATTEMPT = Attempt(1)
 
 
 class Regrouping:
-    """The groups of a loop's ranks, one after the other. A group is abandoned as a whole; the next one is formed when
-    all that are there have said that nothing of it runs any more.
+    """The groups of a loop's ranks, one after the other. All members abandon a group; when all present ranks have, the
+    next one is formed.
     """
 
     def __init__(self, job_id: JobId, ranks: RankRecords, outbox: Outbox) -> None:
         self.generation_id = GenerationId(0)
-        """The group that trains; 0 is the one that the script has made."""
+        """The present group; 0 is the one that the script has made."""
         self._job_id = job_id
         self._ranks = ranks
         self._outbox = outbox
@@ -28,33 +28,33 @@ class Regrouping:
         """Ranks that have abandoned the group; None while it stands."""
         self._num_fruitless = 0
         self._left: Rank | None = None
-        """A rank that has come to its end while the group stood."""
+        """A rank that has ended regularly while the group stood."""
         self._has_lost = False
         """True if a member has died while the group stood."""
 
     @property
     def members(self) -> list[RankRecord]:
-        """The ranks that are there, in order."""
+        """The present ranks, in order."""
         ranks = self._ranks
         return [ranks[rank] for rank in sorted(ranks) if ranks[rank].phase is not RankPhase.EXITED]
 
     def on_batches(self) -> None:
-        """A rank has trained."""
+        """Records that a rank has trained."""
         self._num_fruitless = 0
 
     def on_abandoned(self, record: RankRecord, event: GenerationAbandoned) -> None:
-        """A rank has abandoned the group, by itself or because it was asked. Old news changes nothing."""
+        """Records that a rank has abandoned the group, by itself or when asked. Ignores old news."""
         if event.generation != self.generation_id:
             return
         self._abandon().add(record.rank)
 
     def on_lost(self) -> None:
-        """A member is lost: the others abandon the group."""
+        """Has the others abandon the group after a member's loss."""
         self._num_fruitless, self._has_lost = 0, True
         self._abandon()
 
     def on_left(self, record: RankRecord) -> None:
-        """A member has come to the loop's end."""
+        """Records that a member has reached the loop's end."""
         self._left = record.rank
 
     def _abandon(self) -> set[Rank]:
@@ -67,8 +67,8 @@ class Regrouping:
         return self._answered
 
     def form_if_all_have(self, reason: str) -> Failure | None:
-        """Forms the next group if all members have abandoned this one, the last of them for this reason. Returns why
-        the job cannot go on, if so.
+        """Forms the next group if all members have abandoned this one, the last of them for `reason`. Returns a failure
+        if the job cannot go on.
         """
         members = self.members
         if self._answered is None or not members or any(one.rank not in self._answered for one in members):
@@ -83,7 +83,7 @@ class Regrouping:
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS:
             why = reason or "its ranks could form no group"
-            return Failure(f"{MAX_FRUITLESS} groups in a row have come to no batch: {why}")
+            return Failure(f"{MAX_FRUITLESS} groups in a row have trained no batch: {why}")
         self._answered, self._left, self._has_lost = None, None, False
         self.generation_id = GenerationId(self.generation_id + 1)
         for position, record in enumerate(members):

@@ -1,1 +1,1 @@
-"""What goes in and out of the core: ids, specs, events, commands, reports. Frozen values, no behaviour."""
+"""Messages into and out of the core: ids, specs, events, commands, reports. Frozen values without behaviour."""

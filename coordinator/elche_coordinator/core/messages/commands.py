@@ -1,4 +1,4 @@
-"""What is to be done. Commands come out of `Coordinator.handle`, in order; the hottest come first."""
+"""Commands: the output of `Coordinator.handle`, to be carried out in order. The most frequent ones come first here."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.spec import JobSpec, Lease, Peer, TensorSum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommand:
-    """Something for one incarnation of a rank."""
+    """A command to one incarnation of a rank."""
 
     job_id: JobId
     rank: Rank
@@ -33,13 +33,15 @@ class SendSyncNow(RankCommand):
     generation: GenerationId
     after_step: int
     count: int = 1
-    """Consecutive rounds that this grants: the first after `after_step`, each other one a batch after the last."""
+    """Consecutive rounds that this grants: the first after `after_step`, each later one a batch after the one
+    before.
+    """
     stop_after: bool = False
     """No batch may be made beyond the last granted round."""
     checkpoint_round: RoundId | None = None
     """The granted round for which the rank keeps what a checkpoint needs."""
     newer_batches: int | None = None
-    """Apply the result exactly so many batches after the snapshot, as it was recorded; None: once it is there."""
+    """Apply the result exactly so many batches after the snapshot, as recorded; None: when it arrives."""
     every: int = 1
     """Batches between the rounds that `count_away` grants."""
     count_away: int = 0
@@ -52,19 +54,19 @@ class SendLease(RankCommand):
 
     lease: Lease
     is_reserve: bool = False
-    """True if it is only begun when that is permitted, or while the coordinator is away."""
+    """True if it may be begun only once that is permitted, or while the coordinator is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPermit(RankCommand):
-    """So many samples of the rank's leases may be trained, counted since its incarnation began."""
+    """Permit training the rank's leases up to this position, in samples since its incarnation began."""
 
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRecall(RankCommand):
-    """Give back what is in reserve."""
+    """Give the reserve back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +83,29 @@ class Evaluate:
     epoch: int
     offset: int = 0
     size: int = 0
-    """Samples; 0: the rank evaluates all, its own way."""
+    """Samples; 0: the rank calls the job's `evaluate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendMakeMetrics(RankCommand):
-    """Make metrics of what an evaluation has summed; the answer is an `EvaluationDone`."""
+    """Make metrics of an evaluation's summed tensors; the answer is an `EvaluationDone`."""
 
     epoch: int
     tensors: dict[str, TensorSum]
-    """Over all parts, by name."""
+    """Sums over all parts, by name."""
     names: tuple[str, ...]
-    """Of the metrics that the evaluation has already."""
+    """Names of metrics that the evaluation has already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCheckpoint:
-    """Make a checkpoint of what the rank has kept of the round."""
+    """Write a checkpoint of the state that the rank has captured of the round."""
 
     name: str
     training: str
     """The training's state at this version, as JSON."""
     keep: tuple[str, ...]
-    """Names of the checkpoints that are kept once this one is complete; the rest is removed."""
+    """Names of the checkpoints to keep once this one is complete; others are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ class SendOutcome(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendEpochMetrics(RankCommand):
-    """A finished epoch, for the job's own callback."""
+    """A finished epoch, for the job's callback."""
 
     report: EpochReport
     metrics: dict[str, float]
@@ -136,48 +138,48 @@ class SendFormGroup(RankCommand):
     world_size: int
     backend: str
     sends_digest: bool = False
-    """True if it may send the digest of a round's header in place of its rows, which another member sends."""
+    """True if it sends the digest of a round's header instead of the rows, which another member sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAbandon(RankCommand):
-    """Enter no more rounds of the generation, end its collective, and say `GenerationAbandoned`."""
+    """Enter no more rounds of the generation, abort its collective, and answer `GenerationAbandoned`."""
 
     generation: GenerationId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPing(RankCommand):
-    """Say `PingAnswered` at once."""
+    """Answer `PingAnswered` at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendProbe(RankCommand):
-    """Try whether these ranks can be reached, and say `LinksProbed`."""
+    """Test if these ranks can be reached, and answer `LinksProbed`."""
 
     peers: tuple[Peer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSaveCheckpoint(RankCommand):
-    """A loop of the user's own is to make a checkpoint after one of its next steps."""
+    """Have a user-owned loop make a checkpoint after one of its next steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPauseLoop(RankCommand):
-    """A loop of the user's own is to stop after one of its next steps, or to go on."""
+    """Have a user-owned loop stop after one of its next steps, or go on."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendKeepBest(RankCommand):
-    """Put the best model beside the final state that the rank has written."""
+    """Store the best model beside the final state that the rank has written."""
 
     checkpoint: str
-    """Where it is; empty: the final state is the best."""
+    """Its checkpoint; empty: the final state is the best."""
     restores: bool
-    """True if it takes the final state's place."""
+    """True if it replaces the final state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +199,9 @@ class StartRank(RankCommand):
     slot: int
     spec: JobSpec
     more_slots: tuple[int, ...] = ()
-    """Of a replica group: those of its other processes, by position from 1."""
+    """Slots of a replica group's other processes, by position from 1."""
     warms_up: bool = False
-    """True if others train already, which must not wait for its first batch."""
+    """True if the rank trains a batch without effect before it is ready, since others train already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class StopRank(RankCommand):
     agent_id: AgentId
     grace_s: float
     waits_while_stopped: bool = False
-    """True if a process that somebody has stopped (SIGSTOP) is left alone until it continues."""
+    """True if a process that was stopped (SIGSTOP) is not killed until it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ class AskStacks(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    """Tell the job's watchers."""
+    """Send a report to the job's watchers."""
 
     job_id: JobId
     report: Report
@@ -245,7 +247,7 @@ SessionCommand = (
     | SendMakeMetrics
     | SendShutdown
 )
-"""What a rank is sent in its session."""
+"""Commands that are sent to a rank in its session."""
 AgentCommand = StartRank | StopRank | AskStacks
-"""What the agent of a rank is sent."""
+"""Commands that are sent to the agent of a rank."""
 Command = SessionCommand | AgentCommand | Publish

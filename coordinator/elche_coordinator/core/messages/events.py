@@ -1,4 +1,4 @@
-"""What has happened. Events go into `Coordinator.handle`; the hottest come first."""
+"""Events: the input of `Coordinator.handle`. The most frequent ones come first here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, Jo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEvent:
-    """Something that one incarnation of a rank did."""
+    """An event of one incarnation of a rank."""
 
     job_id: JobId
     rank: Rank
@@ -19,7 +19,7 @@ class RankEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """A rank's device and loop at one moment, for people; None or 0: not known."""
+    """Measurements of a rank's device and loop at one moment, for people; None or 0: unknown."""
 
     learning_rate: float | None = None
     gradient_norm: float | None = None
@@ -47,22 +47,22 @@ class BatchesTrained(RankEvent):
     local_step: int
     num_processed: int
     batch_ms: tuple[float, ...] = ()
-    """Time of each of the newest batches, the wait for its data included, oldest first."""
+    """Times in ms of the newest batches, including the waits for their data, oldest first."""
     loss_sum: float = 0.0
     loss_count: int = 0
     data_wait_ms: float = 0.0
     """Since the session began."""
     gauges: Gauges | None = None
     waited_ms: float = 0.0
-    """Since the session began: time that steps of a loop of the user's own have waited instead of computed."""
+    """Time in ms since the session began in which steps of a user-owned loop have waited instead of computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveRecalled(RankEvent):
-    """The rank has given back what was in reserve and not begun."""
+    """The rank has given back its reserve."""
 
     num_samples: int
-    """Samples of its leases that it keeps, counted since its incarnation began."""
+    """Position up to which it keeps its leases, in samples since its incarnation began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +80,25 @@ class ResultReceived(RankEvent):
     generation: GenerationId
     round: RoundId
     header: tuple[HeaderRow, ...]
-    """Empty where the digest stands for it."""
+    """The rows; empty if the digest was sent instead."""
     collective_ms: float
-    """From entry to result."""
+    """Time from entry to result."""
     stalled_ms: float = 0.0
-    """Time that the round kept the rank from training."""
+    """Time for which the round kept the rank from training."""
     sent_bytes: int = 0
     divergence: float | None = None
     digest: int | None = None
     newer_batches: int = 0
-    """Batches that the rank had made after its snapshot when the result was applied to its model."""
+    """Batches that the rank had made after its snapshot when it applied the result."""
     callback_errors: int = 0
-    """How often the job's callbacks have raised on the rank."""
+    """Number of errors of the job's callbacks on the rank."""
     work: tuple[EpochWork, ...] = ()
     header_digest: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderTold(RankEvent):
-    """The header of a round of which the rank has sent the digest, since its generation is given up."""
+    """The header's rows of a round for which the rank had sent the digest, since its generation is abandoned."""
 
     generation: GenerationId
     round: RoundId
@@ -107,7 +107,7 @@ class HeaderTold(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFailed(RankEvent):
-    """The rank will not receive the round's result: it gave the averaging up."""
+    """The rank will not receive the round's result: its collective failed or was aborted."""
 
     generation: GenerationId
     round: RoundId
@@ -122,13 +122,13 @@ class RankReady(RankEvent):
     device: str
     build: Build = field(default_factory=Build)
     tensors: tuple[str, ...] = ()
-    """The model in words; empty when that is too much."""
+    """Descriptions of the model's tensors; empty if there are too many."""
     batch_size: int | None = None
-    """Samples in a batch of this rank; None: as the job's."""
+    """Samples in this rank's batches; None: the job's batch size."""
     resumed: str = ""
     """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
     links_address: str = ""
-    """Where others can try whether they reach it."""
+    """HOST:PORT at which others can test if they reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,53 +140,53 @@ class GroupFormed(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationAbandoned(RankEvent):
-    """Nothing of the generation runs on the rank any more. How its rounds ended there was said before this."""
+    """The rank has abandoned the generation. It has reported the outcome of its rounds before this."""
 
     generation: GenerationId
     reason: str = ""
-    """Why, when nobody had asked: its group could not be formed, or a collective failed."""
+    """The reason, if it was not ordered: its group could not be formed, or a collective failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PingSent(RankEvent):
-    """The question whether the rank's process runs has left; it may have waited for a record to become durable."""
+    """A ping was sent to the rank; it may have waited until earlier changes were durable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PingAnswered(RankEvent):
-    """The rank's process runs, and can be reached."""
+    """The rank has answered a ping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveAsked(RankEvent):
-    """The rank's process is to end, and would have its work committed before."""
+    """The rank's process must end, and asks to have its work committed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksProbed(RankEvent):
-    """The rank has tried whether it can reach the others."""
+    """The rank has tested its links to the others."""
 
     ranks: tuple[Rank, ...]
-    """Those that it can."""
+    """The ranks that it can reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDone(RankEvent):
-    """The evaluation that was asked for, or the rank's part of it."""
+    """The outcome of an ordered evaluation, or of the rank's part of it."""
 
     epoch: int
     sums: dict[str, tuple[float, int]]
     """Name to (sum, count)."""
     duration_ms: float
     tensors: dict[str, TensorSum] = field(default_factory=dict)
-    """What is summed over all parts, by name."""
+    """Tensors to sum over all parts, by name."""
     is_made: bool = False
-    """True if these are the metrics that were made of the summed tensors."""
+    """True if these are metrics made of the summed tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(RankEvent):
-    """The checkpoint that was asked for is complete."""
+    """An ordered checkpoint is complete."""
 
     version: Version
     path: str
@@ -196,17 +196,17 @@ class CheckpointSaved(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(RankEvent):
-    """The checkpoint that was asked for cannot be written; those before it are as they were."""
+    """An ordered checkpoint cannot be written; earlier ones are unchanged."""
 
     version: Version
     reason: str
     is_late: bool = False
-    """True if the rank had gone on before it knew of it: another round is to become one."""
+    """True if the order came too late, when the result was gone: another round must become a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetricsTaken(RankEvent):
-    """The job's own callback for a finished epoch has returned."""
+    """The job's callback for a finished epoch has returned."""
 
     epoch: int
     callback_errors: int = 0
@@ -214,11 +214,11 @@ class EpochMetricsTaken(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserEventRecorded(RankEvent):
-    """User code has recorded an event of its own, for people."""
+    """User code has recorded an event."""
 
     text: str
     num_dropped: int = 0
-    """Earlier events of the rank that were not sent, because they were too many."""
+    """Number of earlier events of the rank that were dropped by the rate limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,28 +230,28 @@ class FinalStateSaved(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestKept(RankEvent):
-    """The best model is beside the final state, or in its place."""
+    """The best model is stored beside the final state, or instead of it."""
 
     error: str = ""
-    """Why it is not, and the final state is as it was."""
+    """The reason if it could not be stored; the final state is then unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopProgressed(RankEvent):
-    """How far a loop of the user's own is; only rank 0 reports it."""
+    """The position of a user-owned loop; only rank 0 reports it."""
 
     num_steps: int
     epoch: int
     num_epochs: int
     """0: not known."""
     epoch_size: int
-    """Samples; 0: not known."""
+    """Samples of an epoch; 0: unknown."""
     epoch_done: int
     """Samples of all ranks."""
     batch_size: int
     anchor: int
     averaging_ms: float
-    """Since the loop began."""
+    """Seconds since the loop began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class LoopEpochEnded(RankEvent):
     work: EpochWork
     duration_s: float
     num_done: int = 0
-    """Samples of the epoch that all ranks have trained, those that are gone too; 0: not known."""
+    """Samples of the epoch that all ranks have trained, including lost ones; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ class SessionOpened(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLeft(RankEvent):
-    """A rank of a loop has ended normally."""
+    """A rank of a loop has ended regularly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,22 +299,22 @@ class RankStarted(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(RankEvent):
-    """The process has ended, as its agent reports; a negative code is a signal's number."""
+    """The process has ended, as its agent reports; a negative code is the number of a signal."""
 
     agent_id: AgentId
     exit_code: int
     log_tail: str = ""
     group_position: int = 0
-    """Of a replica group: the position of the process that ended first. The agent has ended the others."""
+    """Position of a replica group's process that ended first; the agent has ended the others."""
     log_path: str = ""
-    """Of that process, where it is not the rank's own."""
+    """Log of that process, if it is not the rank's main log."""
     was_stopped: bool = False
-    """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
+    """True if the process was stopped (SIGSTOP) when the agent tried to end it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StacksTold(RankEvent):
-    """The agent has read the stacks of the threads of a rank's process."""
+    """The agent reports the stacks of the threads of a rank's process."""
 
     agent_id: AgentId
     text: str
@@ -329,62 +329,62 @@ class AgentJoined:
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
     folder: str = ""
-    """Identifies its work folder, which another agent may have had before; empty: not known."""
+    """Id of its work folder, which another agent may have used before; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
-    """Whose logs or model it can deliver, as far as it has told."""
+    """Jobs whose logs or model it can deliver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLost:
-    """A host is gone, and its processes with it."""
+    """A host is lost, with its processes."""
 
     agent_id: AgentId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted:
-    """A client asked for a job."""
+    """A client submitted a job."""
 
     job_id: JobId
     spec: JobSpec
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
     key: str = ""
-    """The client's own name for this submission, with whose it is (`Caller.own_key`): one that is sent again makes no
-    second job. Empty: it has none.
+    """Idempotency key: the client's name for this submission, with its owner (`Caller.own_key`). A repeated submission
+    makes no second job. Empty: none.
     """
     past_attempts: int = 0
-    """How often it was begun under coordinators before this one. Then `spec.resume` is what it goes back to."""
+    """Attempts under earlier coordinators; if there were any, it resumes from `spec.resume`."""
     last_incarnation: Incarnation = Incarnation(0)  # noqa: RUF009
-    """The highest that was used then."""
+    """The highest incarnation used then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopAttached:
-    """A loop of the user's own wants to appear as a job. Its processes run already."""
+    """A user-owned loop, whose processes run already, attaches as a job."""
 
     job_id: JobId
     spec: JobSpec
     ranks: tuple[tuple[str, str], ...]
-    """(host, device) of each."""
+    """(host, device) of each rank."""
     policy: str
-    """How its steps are split among ranks, in words."""
+    """Description of how its steps are split among ranks."""
     submitted_at: float
     """Wall-clock time, seconds since 1970, for people only."""
     can_regroup: bool = False
-    """True if its ranks can go on without one that has died."""
+    """True if its ranks go on without one that has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCancelled:
-    """A client asked for a job's end."""
+    """A client cancelled a job."""
 
     job_id: JobId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBroken:
-    """A command or a record of the job could not be carried out: the job fails, the others go on."""
+    """A command or record of the job could not be processed: the job fails, others go on."""
 
     job_id: JobId
     reason: str
@@ -399,7 +399,7 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseRequested:
-    """A client wants a job to stop after the round that is open, or to go on."""
+    """A client pauses a job, after its open round, or resumes it."""
 
     job_id: JobId
     is_paused: bool
@@ -407,7 +407,7 @@ class PauseRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequested:
-    """A client wants a job to have more or fewer ranks."""
+    """A client changes a job's number of ranks."""
 
     job_id: JobId
     num_ranks: int
@@ -415,18 +415,18 @@ class ScaleRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsAsked:
-    """Another job waits for slots that this one has, and has a better right to them (`Coordinator.asked`)."""
+    """Another job, with precedence, waits for slots of this one (`Coordinator.asked`)."""
 
     job_id: JobId
     num_ranks: int
-    """How many of its ranks are to leave."""
+    """Number of its ranks that should leave."""
     by: JobId
     """Which job waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """A client wants no more ranks on a host, or some again. Those that it has go on."""
+    """A client drains a host, whose ranks then leave, or makes it available again."""
 
     agent_id: AgentId
     is_drained: bool
@@ -434,22 +434,24 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotasSet:
-    """The coordinator was started with these quotas. An event, so that a tape is repeated with those of its time."""
+    """The coordinator was started with these quotas. An event, so that a tape is replayed with the quotas of
+    its time.
+    """
 
     quotas: Mapping[str, int]
-    """By project, how many slots it may have at once (`core.jobs.shares`)."""
+    """Most slots that each project may have at once (`core.jobs.shares`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsForgotten:
-    """There are more jobs than are kept (`retention`): of these, those that have ended leave nothing."""
+    """More jobs are known than are kept (`retention`): drops those of these that have ended."""
 
     job_ids: tuple[JobId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed:
-    """The time of `next_deadline_s()` has come."""
+    """The time of `next_deadline_s()` has passed."""
 
 
 WorkEvent = (
@@ -475,9 +477,9 @@ WorkEvent = (
     | LoopLeft
     | SessionOpened
 )
-"""What ranks report of their work."""
+"""Ranks' reports of their work."""
 JobEvent = WorkEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
-"""What ranks and their agents report of a job, but for the end of a process, which frees its slots."""
+"""Reports of ranks and their agents on a job, except the end of a process, which frees its slots."""
 AnyRankEvent = JobEvent | RankExited
 Event = (
     AnyRankEvent

@@ -1,4 +1,4 @@
-"""The names of things. Ids are never reused and never addresses."""
+"""Types of ids, which are never reused and never addresses."""
 
 from collections.abc import Iterable
 from typing import NewType, TypeVar
@@ -16,7 +16,7 @@ Attempt = NewType("Attempt", int)
 GenerationId = NewType("GenerationId", int)
 """A fixed membership with one process group."""
 RoundId = NewType("RoundId", int)
-"""One averaging of a generation, also one that is given up."""
+"""One averaging of a generation, including given-up ones."""
 Version = NewType("Version", int)
 """A committed round's result; 0 is a model that no round has reached."""
 LeaseId = NewType("LeaseId", int)
@@ -24,7 +24,7 @@ Epoch = NewType("Epoch", int)
 
 
 def by_rank(ranks: Iterable[Rank], values: Iterable[Value]) -> dict[Rank, Value]:
-    """A list in the order of these ranks, such as a round's header, keyed by rank: the one place where positions count.
+    """Keys values in the order of these ranks, such as a round's header, by rank. The only place that uses positions.
 
     Raises `ValueError` when the two differ in length.
     """

@@ -1,4 +1,4 @@
-"""What watchers of a job get, and how a job ended: the shared declarations, and what the coordinator adds."""
+"""Reports to a job's watchers, and a job's result: the shared declarations with the coordinator's own fields."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Outcome(StrEnum):
-    """How a job ends."""
+    """The outcome of a job."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -32,30 +32,30 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport(reports.RoundReport):
-    """One committed round, as it can be repeated."""
+    """One committed round, with the data to repeat it."""
 
     recorded: RecordedRound = field(default_factory=lambda: RecordedRound(parts=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(reports.Checkpoint):
-    """A complete checkpoint, with the folder's name that its writer was given."""
+    """A complete checkpoint, with the folder name that its writer was given."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult(reports.JobResult):
-    """How a job ended, and by whom."""
+    """A job's result, with the rank that caused it."""
 
     outcome: Outcome
     checkpoints: tuple[Checkpoint, ...] = ()
     failed_rank: int | None = None
-    """The rank whose end, or whose error, failed the job; None where it was no rank's."""
+    """The rank whose end or error failed the job; None if no rank did."""
     model_agent_id: str = ""
     """The agent that had the model."""
     model_folder: str = ""
-    """Identifies that agent's work folder, which another agent may have now; empty: not known."""
+    """Id of that agent's work folder, which another agent may use now; empty: unknown."""
 
 
 Report = (

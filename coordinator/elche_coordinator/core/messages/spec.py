@@ -1,4 +1,4 @@
-"""Values of which messages are made: what a client submits, leases, headers, and what ranks are compared by."""
+"""Values in messages: submissions, leases, headers, and the settings by which ranks are compared."""
 
 import json
 import struct
@@ -14,11 +14,11 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
 MAX_WHOLE = 2**53
-"""The largest whole number that JSON represents exactly."""
+"""The largest integer that all JSON implementations represent exactly."""
 
 
 def whole_number(value: object, name: str) -> int:
-    """The value, which a checkpoint or a record has for a count. Raises `ValueError` when it is none."""
+    """Returns a count of a checkpoint or record. Raises `ValueError` for another value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
         raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
     return value
@@ -40,19 +40,19 @@ class TensorSum:
 
     shape: tuple[int, ...]
     is_integer: bool
-    """True if its values are int64, and not float64."""
+    """True for int64, False for float64."""
     data: bytes
 
     @property
     def is_whole(self) -> bool:
-        """True if there are as many values as the shape says."""
+        """True if the number of values fits the shape."""
         return len(self.data) == 8 * prod(self.shape)
 
     def plus(self, other: "TensorSum") -> "TensorSum":
-        """The sum with a tensor of the same shape; of integers if both are."""
+        """The sum with a tensor of the same shape, int64 if both are."""
         is_integer = self.is_integer and other.is_integer
         values: Iterable[Any] = map(add, self._values(), other._values())
-        if is_integer:  # as torch adds them: without a limit check
+        if is_integer:  # wraps on overflow, as torch does
             values = ((value + 2**63) % 2**64 - 2**63 for value in values)
         data = struct.pack(f"<{prod(self.shape)}{'q' if is_integer else 'd'}", *values)
         return TensorSum(shape=self.shape, is_integer=is_integer, data=data)
@@ -82,23 +82,23 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one rank brought into a round."""
+    """One rank's contribution to a round."""
 
     slices: tuple[Slice, ...] = ()
-    """In the order in which it trained them; whole batches, but for an epoch's tail."""
+    """Slices in the order of training; whole batches, except at an epoch's end."""
     num_batches: int = 0
     newer_batches: int = 0
-    """Batches that it had made after these when the result was applied to its model."""
+    """Batches that it had made after these when it applied the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRound:
-    """A committed round, as far as it can be repeated."""
+    """A committed round, with the data to repeat it."""
 
     parts: tuple[RankPart, ...]
     """In rank order."""
     generation: int = 0
-    """Differs from that of the round before when the ranks have changed; 0: not recorded."""
+    """Differs from the previous round's if the ranks have changed; 0: not recorded."""
 
     @property
     def num_samples(self) -> int:
@@ -108,7 +108,7 @@ class RecordedRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another rank, as it can be reached."""
+    """Another rank's address."""
 
     rank: Rank
     address: str
@@ -117,47 +117,47 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a client asked for."""
+    """A client's submission."""
 
     name: str
     source_hash: str
-    """Names the text of the user's file, which the core does without; empty: there is none."""
+    """Id of the text of the user's file, which the core does not need; empty: there is none."""
     file_name: str
     num_ranks: int = 0
     """Ranks, or replica groups; 0: as many as fit the slots that are free when the job is placed."""
     min_ranks: int = 0
-    """How many suffice to begin with; others join when there are slots for them. 0: all."""
+    """Ranks that suffice to begin; others join when there are slots for them. 0: all."""
     slow_factors: dict[int, float] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    """Replace the file's; values as JSON."""
+    """Settings that replace the file's, as JSON."""
     output_dir: str = ""
     verify_rounds: bool = False
     resume: str = ""
-    """Checkpoint to go on from."""
+    """Checkpoint to resume from."""
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
-    """A loop of the user's own: its processes run already, and elche cannot start them."""
+    """True for a user-owned loop, whose processes run already and cannot be started by elche."""
     arguments: tuple[str, ...] = ()
-    """What the user's file finds in `sys.argv` after its own name."""
+    """`sys.argv` of the user's file, without its own name."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
-    """What it finds in its environment beside that of the agent. Values are shown to nobody."""
+    """Environment variables in addition to the agent's. Values are never shown."""
     submitted_by: str = ""
-    """Who submitted it, as USER@HOST; the client's word, not checked."""
+    """Submitter as USER@HOST, as claimed by the client."""
     bundle: str = ""
-    """The packed folder in which `file_name` is; empty: the file is alone."""
+    """Checksum of the bundle that contains `file_name`; empty: the file is sent alone."""
     priority: int = 0
-    """Jobs with more get slots first, and may take them from those with less."""
+    """Jobs with a higher priority get slots first, and may preempt those with a lower one."""
     project: str = ""
-    """Whose slots it takes; empty: its submitter's own."""
+    """Project whose slots it uses; empty: its submitter's."""
     conditions: tuple[str, ...] = ()
-    """What every device that it gets meets (`elche.selector`)."""
+    """Conditions on each device that it gets (`elche.selector`)."""
     requirements: tuple[str, ...] = ()
-    """Packages that its file needs beside those of the hosts."""
+    """Packages that its file needs beside the hosts'."""
     module: str = ""
     """The job in the bundle, as PACKAGE.MODULE:NAME; empty: `job` of `file_name`."""
     secrets: tuple[str, ...] = ()
-    """Environment variables whose values are the hosts'."""
+    """Names of environment variables whose values the hosts have."""
 
     @property
     def account(self) -> str:
@@ -166,17 +166,17 @@ class JobSpec:
 
     @property
     def group_size(self) -> int:
-        """Processes that are one rank: a replica group. It is known before the file is read, from the settings."""
+        """Processes of each rank: its replica group's size. Taken from the settings, before the file is read."""
         return _group_size(self.settings.get("group_size", "1"))
 
     @property
     def least_ranks(self) -> int:
-        """How many ranks suffice to begin with."""
+        """Number of ranks that suffice to begin."""
         return self.min_ranks or self.num_ranks or 1
 
     @property
     def on_rank_loss(self) -> str | None:
-        """What the submission asks for; None: what the file says."""
+        """The submission's setting; None: the file's."""
         text = self.settings.get("on_rank_loss")
         return None if text is None else str(json.loads(text))
 
@@ -193,28 +193,28 @@ class Slot:
     device: str
     model: str = ""
     memory_bytes: int = 0
-    """Its memory, or its share of it; 0: unknown."""
+    """Memory in bytes of the device, or its share of it; 0: unknown."""
     repeats: bool = False
-    """True if one job may get the device as often as it is offered. CPUs need not say so."""
+    """True if one job may use several slots of the device. Always so for CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A rank's device and libraries, on which the choice of the backend depends."""
+    """A rank's device and libraries, by which the backend is chosen."""
 
     device_type: str = "cpu"
     device_id: str = ""
-    """Names one device among all hosts'; empty when it has no name."""
+    """Unique id of the device; empty if it has none."""
     torch: str = ""
     cuda: str = ""
     nccl: str = ""
     needs_encryption: bool = False
-    """True if nothing that leaves its host may be sent unencrypted, as gloo and NCCL do."""
+    """True if gloo and NCCL, which do not encrypt, may not be used between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderRow:
-    """What one rank brought into a round."""
+    """One rank's contribution to a round."""
 
     weight: int
     """Samples since the last average."""
@@ -223,30 +223,30 @@ class HeaderRow:
     local_step: int
     """Batches that its snapshot contains."""
     compute_us: int
-    """Time of the batches since the last round, without the waits for their data."""
+    """Compute time in microseconds of the batches since the last round, without waits for data."""
     finite: bool = True
     version: int = 0
     """The version of its parameters before the round; 0: none yet."""
     unusual: bool = False
-    """True if its step is far longer than its steps before."""
+    """True if its step is far longer than its earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochWork:
-    """What one rank trained in one epoch, as the losses and scalars say it."""
+    """One rank's work in one epoch, with losses and scalars."""
 
     epoch: int
     num_batches: int
     num_samples: int
     loss_sum: float
     has_loss: bool = True
-    """True if the losses are known, as they may not be in a loop of the user's own."""
+    """True if the losses are known; they may not be in a user-owned loop."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Name to (sum, count)."""
 
 
 def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:
-    """Names the first field on which two ranks' files differ, and both values; None when all agree."""
+    """Describes the first field in which two ranks' files differ, with both values; None when all agree."""
     (first_rank, first), *others = sorted(settings.items())
     for rank, other in others:
         for name in AgreedSettings.__dataclass_fields__:
@@ -254,20 +254,20 @@ def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:
             if mine != theirs:
                 what = "the model's parameters" if name == "layout_hash" else name
                 values = "" if name == "layout_hash" else f": {mine!r} and {theirs!r}"
-                return f"ranks {first_rank} and {rank} differ in {what}{values}; the file must not depend on the host"
+                return f"ranks {first_rank} and {rank} differ in {what}{values}; they must be equal: seed random choices"
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A rank's model in words, one line for each tensor: "NAME DTYPE SHAPE KIND"."""
+    """Descriptions of the tensors of a rank's model, "NAME DTYPE SHAPE KIND"."""
 
     rank: Rank
     layout_hash: int
     tensors: tuple[str, ...]
 
     def difference(self, other: "Architecture") -> str | None:
-        """Names the first tensor in which another rank's model differs; None when it does not."""
+        """Describes the first tensor in which another rank's model differs; None when they are equal."""
         if self.layout_hash == other.layout_hash:
             return None
         for mine, theirs in zip_longest(self.tensors, other.tensors, fillvalue=""):
@@ -278,7 +278,7 @@ class Architecture:
 
 
 def plain(value: Any) -> Any:
-    """A message as plain values, its fields by name; many times faster than `asdict`, since nothing is copied."""
+    """A message as plain values, fields by name. Much faster than `asdict`, since values are not copied."""
     if isinstance(value, tuple):
         return [plain(one) for one in value]
     fields = getattr(value, "__dataclass_fields__", None)

@@ -1,1 +1,1 @@
-"""What the core keeps of ranks, hosts and rounds: one record each, with its phase."""
+"""The core's records of ranks, hosts and rounds, with their phases."""

@@ -1,4 +1,4 @@
-"""Times at which something must have happened, in a heap; a key has at most one."""
+"""Deadlines in a heap, at most one per key."""
 
 import heapq
 from collections.abc import Hashable
@@ -8,7 +8,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Deadlines(Generic[Key]):
-    """Set, clear, and take what has passed. Cleared entries are dropped when they surface."""
+    """A heap of deadlines. Cleared entries are dropped when they reach the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Key]] = []
@@ -16,13 +16,13 @@ class Deadlines(Generic[Key]):
         self._count = 0
 
     def set(self, key: Key, at_s: float) -> None:
-        """The key's deadline, in place of any that it had."""
+        """Sets the key's deadline, replacing an earlier one."""
         self._count += 1
         self._live[key] = self._count
         heapq.heappush(self._heap, (at_s, self._count, key))
 
     def clear(self, key: Key) -> None:
-        """The key has no deadline any more."""
+        """Removes the key's deadline."""
         self._live.pop(key, None)
 
     def next_s(self) -> float | None:
@@ -32,7 +32,7 @@ class Deadlines(Generic[Key]):
         return self._heap[0][0] if self._heap else None
 
     def take_passed(self, now_s: float) -> list[Key]:
-        """Removes and returns the keys whose time has come, earliest first."""
+        """Removes and returns the keys whose deadlines have passed, earliest first."""
         passed = []
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             key = heapq.heappop(self._heap)[2]

@@ -1,4 +1,4 @@
-"""Why a job, or a part of it, cannot go on as before."""
+"""Reasons for which a job, or a part of it, cannot go on."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from elche_coordinator.core.messages.ids import Rank
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The job ends. What finds one returns it to the job, and does nothing more."""
+    """The job fails. The part that finds it returns it to the job, and does nothing else."""
 
     error: str
     rank: Rank | None = None
-    """Whose failure it is; None where it is no rank's."""
+    """The rank that failed; None if no rank did."""
     traceback: str = ""
     invalid: bool = False
-    """True when the job asks for what cannot be: trying it again does not help."""
+    """True if the job is invalid, so that trying again does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackToCheckpoint:
-    """The job begins again at its newest checkpoint."""
+    """The job goes back to its newest checkpoint."""
 
     rank: Rank
-    """Whose end is the reason."""
+    """The rank whose end is the reason."""
     reason: str

@@ -1,4 +1,4 @@
-"""The hosts and their devices: which slots are free, and which rank has which."""
+"""The hosts and their devices: free slots, and the ranks on the others."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +9,8 @@ from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 
 MAX_REMEMBERED = 1_000_000
-"""Hosts, and slots, that are remembered of all sets of conditions together; the set that was asked for the longest time
-ago is forgotten first.
-"""
+"""Most hosts and slots in the cache of all sets of conditions together; the least recently used set is dropped
+first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class AgentRecord:
-    """What the coordinator knows of one host."""
+    """The coordinator's record of one host."""
 
     host: str
     slots: tuple[Slot, ...]
@@ -32,9 +31,9 @@ class AgentRecord:
     is_drained: bool = False
     """True if it gets no more ranks."""
     folder: str = ""
-    """Identifies its work folder; empty: not known."""
+    """Id of its work folder; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
-    """Jobs that ended before it joined, of which it has told that it has their folders."""
+    """Jobs that ended before it joined, and whose folders it has."""
 
     def meeting(self, conditions: Iterable[str]) -> frozenset[int]:
         """The slots that meet all conditions."""
@@ -53,10 +52,10 @@ class HostView:
 
     agent_id: AgentId
     host: str
-    """Its name; several hosts may have the same."""
+    """Name of the host; not unique."""
     slots: tuple[Slot, ...]
     ranks: Mapping[int, tuple[JobId, Rank]]
-    """Index of a busy slot to the rank on it."""
+    """The ranks on busy slots, by slot index."""
     is_drained: bool = False
     """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -65,20 +64,20 @@ class HostView:
 class Fleet:
     """All slots. A slot has at most one rank; a rank that is a replica group has several slots of one host.
 
-    A device other than the CPU may be offered several times, for small jobs beside one another. One job gets it once,
-    since NCCL allows a device once in a group, unless its host says otherwise: then its ranks average over gloo.
+    A device other than the CPU may be offered several times, to run small jobs at the same time. One job gets it only
+    once, since NCCL allows a device once per group, unless its host allows more: then its ranks average over gloo.
     """
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, AgentRecord] = {}
         self.taken: dict[Place, tuple[JobId, Rank]] = {}
         self._meeting: dict[tuple[str, ...], dict[AgentId, dict[int, Place]]] = {}
-        """By conditions, that asked for last at the end: the slots of each host that meet them, by index."""
+        """Cache by conditions, the most recently used last: the slots of each host that meet them, by index."""
         self._num_remembered = 0
-        """Hosts and slots in `_meeting`."""
+        """Number of hosts and slots in `_meeting`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is found again."""
+        """Without the cache."""
         return {"agents": self.agents, "taken": self.taken}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,11 +85,11 @@ class Fleet:
         self.agents, self.taken = state["agents"], state["taken"]
 
     def join(self, agent_id: AgentId, record: AgentRecord) -> None:
-        """A host offers its slots."""
+        """Adds a host."""
         self.agents[agent_id] = record
 
     def leave(self, agent_id: AgentId) -> None:
-        """A host is gone, and its slots with it."""
+        """Removes a host and its slots."""
         for place in self.places(agent_id):
             self.taken.pop(place, None)
         self.agents.pop(agent_id, None)
@@ -99,13 +98,13 @@ class Fleet:
                 self._num_remembered -= 1 + len(slots)
 
     def places(self, agent_id: AgentId) -> list[Place]:
-        """All slots of a host; none of one that is not here."""
+        """All slots of a host; empty for an unknown one."""
         agent = self.agents.get(agent_id)
         return [Place(agent_id=agent_id, slot=slot) for slot in range(len(agent.slots) if agent else 0)]
 
     def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
-        """The hosts that may have what a job left with an agent that had this work folder, the likeliest first: that
-        agent, those that have its folder now, and those that have told that they hold the job's.
+        """The hosts that may have a job's output, which was on this agent with this work folder; the likeliest first:
+        that agent, those that use its folder now, and those that have reported the job's folder.
         """
         why = {
             one: (one == agent_id, agent.folder == folder != "", job_id in agent.jobs)
@@ -114,16 +113,16 @@ class Fleet:
         return sorted((one for one in why if any(why[one])), key=lambda one: why[one], reverse=True)
 
     def drain(self, agent_id: AgentId, *, is_drained: bool) -> None:
-        """The host gets no more ranks, or some again; nothing changes for one that is not here."""
+        """Drains the host, or makes it available again. Ignores an unknown host."""
         if agent_id in self.agents:
             self.agents[agent_id].is_drained = is_drained
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
-        """True if the slot, of a host that is here, meets all conditions."""
+        """True if the slot, of a known host, meets all conditions."""
         return place.slot in self._slots_meeting(conditions)[place.agent_id]
 
     def _slots_meeting(self, conditions: tuple[str, ...]) -> dict[AgentId, dict[int, Place]]:
-        """The slots of each host that meet all conditions. Each host is asked once, not at every look."""
+        """The slots of each host that meet all conditions, cached."""
         known = self._meeting[conditions] = self._meeting.pop(conditions, {})
         for agent_id, agent in self.agents.items():
             if agent_id not in known:
@@ -136,11 +135,11 @@ class Fleet:
         return known
 
     def free_places(self, conditions: tuple[str, ...] = ()) -> list[Place]:
-        """The slots that may get a rank, host by host."""
+        """The free slots of hosts that are not drained, host by host."""
         return [place for place in self.offered(conditions) if place not in self.taken]
 
     def offered(self, conditions: tuple[str, ...] = ()) -> list[Place]:
-        """The slots of all hosts that are not drained, free or not."""
+        """The slots of hosts that are not drained, free or not."""
         meeting = self._slots_meeting(conditions)
         return [
             place
@@ -150,7 +149,7 @@ class Fleet:
         ]
 
     def num_slots(self, conditions: tuple[str, ...] = ()) -> int:
-        """How many slots one job could have of all hosts, drained or not."""
+        """Number of slots that one job could have of all hosts, drained or not."""
         meeting = self._slots_meeting(conditions)
         return len(self._once((place for agent_id in self.agents for place in meeting[agent_id].values()), set()))
 
@@ -159,12 +158,12 @@ class Fleet:
         return self._once((one for one in self.free_places(conditions) if one not in without), set())
 
     def num_groups(self, spec: JobSpec) -> int:
-        """How many ranks of the job all hosts can have that are not drained."""
+        """Number of ranks of the job for which hosts that are not drained have slots, free or not."""
         return len(self._groups(self._once(self.offered(spec.conditions), set()), spec.group_size))
 
     def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
-        """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none at all when there are
-        too few. At most 0 asks for as many as fit. It gets none of `without`.
+        """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none if there are too few.
+        `most` 0 takes as many as fit. Slots in `without` are not taken.
         """
         least, free = spec.least_ranks, self._free_groups(job_id, spec, without)
         if not 0 < least <= len(free):
@@ -177,7 +176,7 @@ class Fleet:
     def take_again(
         self, job_id: JobId, rank: Rank, spec: JobSpec, before: tuple[Place, ...], without: Collection[Place] = ()
     ) -> tuple[Place, ...] | None:
-        """Takes slots for a rank that had others before, if possible the same; None when there are too few."""
+        """Takes slots for a rank to be restarted, if possible those of `before`; None if there are too few."""
         free = self._free_groups(job_id, spec, without)
         places = before if before in free else next(iter(free), None)
         if places is not None:
@@ -185,7 +184,7 @@ class Fleet:
         return places
 
     def _free_groups(self, job_id: JobId, spec: JobSpec, without: Collection[Place]) -> list[tuple[Place, ...]]:
-        """Free slots for the job, in groups that lie on one host each."""
+        """Free slots for the job, in groups on one host each."""
         its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         free = [place for place in self.free_places(spec.conditions) if place not in without]
         return self._groups(self._once(free, its_own), spec.group_size)
@@ -197,7 +196,7 @@ class Fleet:
         return self.agents[place.agent_id].slots[place.slot]
 
     def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
-        """The places, each device once and without those that are used; CPUs, and devices of which the host says so, as
+        """The places with each device only once and without `used` ones; CPUs, and devices whose host allows it, as
         often as they are offered.
         """
         found = []
@@ -237,5 +236,5 @@ class Fleet:
         ]
 
     def give_back(self, place: Place) -> None:
-        """The slot's rank is gone."""
+        """Frees the slot."""
         self.taken.pop(place, None)

@@ -1,15 +1,14 @@
-"""Phases as data: tables from (phase, trigger) to phase, drawn in the docs.
+"""State machines as tables from (phase, trigger) to phase, drawn in the docs.
 
-There are three, and they are coupled in few places:
+There are three, coupled in few places:
 
 - a **job**'s phase leads to TRAINING when the first group of its ranks stands, to FINISHING with its last round, back
-  to QUEUED when nobody is left who has its model, and to ENDED when all of its ranks have EXITED;
-- a **rank**'s phase is what its process does. Exiting is the only trigger that every phase takes;
-- a rank's **departure** says whether it is to go. From DISMISSED, LEFT_OUT and STOPPED on, what the rank says of its
-  work is refused, so its phase stays what it was until it has EXITED. The others wait for one that is STOPPED, and for
-  no other of these.
+to QUEUED when nobody is left who has its model, and to ENDED when all of its ranks have EXITED; - a **rank**'s phase is
+what its process does. EXITED is the only trigger that every phase allows; - a rank's **departure** says if it is to
+leave, and how. From DISMISSED, LEFT_OUT and STOPPED on, its reports on work are refused, so that its phase stays until
+it has EXITED. The others wait for a rank that is STOPPED, but not for the rest.
 
-A job, and a rank's phase, refuse a trigger that has no place; a departure ignores it.
+Job and rank phases refuse a trigger that is not in their table; a departure ignores it.
 """
 
 from collections import Counter
@@ -22,7 +21,7 @@ Trigger = TypeVar("Trigger", bound=StrEnum)
 
 
 class Refused(Exception):
-    """The trigger has no place in the phase. Nothing was changed."""
+    """The phase does not allow the trigger. Nothing was changed."""
 
     def __init__(self, state: str, trigger: str) -> None:
         super().__init__(f"{state}: {trigger} has no place there")
@@ -31,7 +30,7 @@ class Refused(Exception):
 
 
 class Machine(Generic[Phase, Trigger]):
-    """One thing's phase, moved only along its table. Several may share a census: how many are in each phase."""
+    """A state machine that moves only along its table. Several may share a census, the number in each phase."""
 
     __slots__ = ("_census", "_table", "_what", "phase")
 
@@ -49,7 +48,7 @@ class Machine(Generic[Phase, Trigger]):
         self.phase = start
 
     def accepts(self, trigger: Trigger) -> bool:
-        """True if the trigger has a place in the present phase."""
+        """True if the present phase allows the trigger."""
         return (self.phase, trigger) in self._table
 
     def advance(self, trigger: Trigger) -> None:
@@ -62,7 +61,7 @@ class Machine(Generic[Phase, Trigger]):
 
 
 class JobPhase(StrEnum):
-    """Where a job is in its life."""
+    """Phase of a job."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -74,7 +73,7 @@ class JobPhase(StrEnum):
 
 
 class JobTrigger(StrEnum):
-    """What moves a job."""
+    """Triggers of a job's phases."""
 
     PLACED = "placed"
     RANKS_READY = "ranks ready"
@@ -104,7 +103,7 @@ JOB_PHASES: dict[tuple[JobPhase, JobTrigger], JobPhase] = {
 
 
 class RankPhase(StrEnum):
-    """Where a rank is in its life."""
+    """Phase of a rank."""
 
     STARTING = "starting"
     READY = "ready"
@@ -114,7 +113,7 @@ class RankPhase(StrEnum):
 
 
 class RankTrigger(StrEnum):
-    """What moves a rank."""
+    """Triggers of a rank's phases."""
 
     LOADED = "loaded"
     GROUPED = "grouped"
@@ -138,26 +137,26 @@ RANK_PHASES: dict[tuple[RankPhase, RankTrigger], RankPhase] = {
 
 
 def rank_machine(census: "Counter[RankPhase] | None" = None) -> Machine[RankPhase, RankTrigger]:
-    """The life of a rank that is starting."""
+    """A new rank's state machine."""
     return Machine("rank", RANK_PHASES, RankPhase.STARTING, census)
 
 
 class Departure(StrEnum):
-    """Whether, and how, a rank that has not exited is to go: a second machine beside its phase."""
+    """If, and how, a rank that has not exited is to leave: a second state machine beside its phase."""
 
     STAYS = "stays"
     LEAVING = "leaving"
-    """It exits as soon as its work is in a committed round."""
+    """It exits once its work is in a committed round."""
     DISMISSED = "dismissed"
     """Its work is committed, and it was asked to exit."""
     LEFT_OUT = "left out"
-    """It hangs: the others go on without it, and its process is to be ended."""
+    """It hangs: the others go on without it, and its process is being ended."""
     STOPPED = "stopped"
-    """Its process is to be ended; until it has exited the others wait for it."""
+    """Its process is being ended; until it has exited the others wait for it."""
 
 
 class DepartureTrigger(StrEnum):
-    """What has a rank go, or stay."""
+    """Triggers of a rank's departure."""
 
     ASKED = "asked to leave"
     TAKEN_BACK = "may stay"
@@ -178,24 +177,24 @@ DEPARTURES: dict[tuple[Departure, DepartureTrigger], Departure] = {
     (Departure.STOPPED, DepartureTrigger.WORK_COMMITTED): Departure.DISMISSED,
     (Departure.STOPPED, DepartureTrigger.LEFT_OUT): Departure.LEFT_OUT,
 }
-"""What is not in it changes nothing: a rank that is to go does not come back."""
+"""Triggers that are not in the table are ignored: a rank that is being ended does not return."""
 
 
 class Model(StrEnum):
-    """Which model a rank has."""
+    """The model that a rank has."""
 
     NONE = "none"
-    """It was started while others trained, and gets theirs with the next round."""
+    """None yet: it was started while others trained, and gets theirs with the next round."""
     START = "start"
-    """What its attempt began with: a checkpoint, or what the user's file makes."""
+    """The initial one of its attempt: a checkpoint's, or that of the user's file."""
     PRESENT = "present"
-    """The job's: it has the result of a committed round."""
+    """The job's present one, from a committed round."""
 
 
 class Hold(Enum):
-    """Why ranks that could train stop at the last announced round."""
+    """Reasons for which ranks stop at the last announced round."""
 
     ASKED = auto()
-    """Somebody has paused the job."""
+    """A client has paused the job."""
     TOO_FEW = auto()
-    """There are fewer of them than the job's least number."""
+    """There are fewer ranks than the job's least number."""

@@ -1,4 +1,4 @@
-"""The commands that one event leads to, and what of the event was refused."""
+"""The commands and refusals of one event."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from elche_coordinator.core.messages.ids import JobId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An event, or a part of it, that had no place in the job's state and so changed nothing."""
+    """An event, or a part of it, that did not fit the job's state and so changed nothing."""
 
     job_id: JobId
     state: str
-    """What the job, the rank or the round is, in words."""
+    """The state of the job, the rank or the round, as text."""
     trigger: str
-    """What was to change it: a trigger of a phase table, or the event's type."""
+    """The trigger of a phase table, or the event's type."""
     why: str
 
 
@@ -27,22 +27,22 @@ class Outbox:
         self._refusals: list[Refusal] = []
 
     def add(self, command: Command) -> None:
-        """One more thing to do, after those before it."""
+        """Appends a command."""
         self._commands.append(command)
 
     def refuse(self, trigger: object, state: str, why: str) -> None:
-        """The trigger, an event or its name, has no place in the state."""
+        """Records that the trigger, an event or its name, does not fit the state."""
         name = trigger if isinstance(trigger, str) else type(trigger).__name__
         self._refusals.append(Refusal(job_id=self._job_id, state=state, trigger=name, why=why))
 
     def take_refusals(self) -> list[Refusal]:
-        """All refusals since the last call."""
+        """Removes and returns the refusals since the last call."""
         if not self._refusals:
             return []
         refusals, self._refusals = self._refusals, []
         return refusals
 
     def take(self) -> list[Command]:
-        """All commands since the last call."""
+        """Removes and returns the commands since the last call."""
         commands, self._commands = self._commands, []
         return commands

@@ -1,4 +1,4 @@
-"""One record per rank: who it is, how fast it is, how far it has come."""
+"""Records of ranks: identity, speed and progress."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ OUTLIER_FACTOR = 2.0
 
 
 class Address(TypedDict):
-    """Whom a command is for."""
+    """The incarnation to which a command goes."""
 
     job_id: JobId
     rank: Rank
@@ -45,13 +45,13 @@ class Address(TypedDict):
 
 
 def address_of(message: RankEvent | RankCommand) -> Address:
-    """Whose event it is, or for whom the command."""
+    """The address of an event's or command's incarnation."""
     return {"job_id": message.job_id, "rank": message.rank, "incarnation": message.incarnation}
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRecord:
-    """What the coordinator knows of one incarnation of a rank."""
+    """The coordinator's record of one incarnation of a rank."""
 
     rank: Rank
     incarnation: Incarnation
@@ -60,30 +60,30 @@ class RankRecord:
     host: str
     device: str
     more_slots: tuple[int, ...] = ()
-    """Of a replica group: those of its other processes, by position from 1."""
+    """Slots of a replica group's other processes, by position from 1."""
     slot_devices: tuple[str, ...] = ()
     """The device of each of its processes."""
     folder: str = ""
-    """Identifies the work folder of its agent; empty: not known."""
+    """Id of its agent's work folder; empty: unknown."""
     log_path: str = ""
     links_address: str = ""
-    """Where other ranks can try whether they reach it; empty before it is ready."""
+    """HOST:PORT at which other ranks can test if they reach it; empty before it is ready."""
     settings: AgreedSettings | None = None
     life: Machine[RankPhase, RankTrigger] = field(default_factory=rank_machine)
     departure: Departure = Departure.STAYS
-    """Whether, and how, it is to go."""
+    """If, and how, it is to leave."""
     model: Model = Model.START
     num_before: int = 0
-    """Processes that were this rank before."""
+    """Number of earlier processes of this rank."""
     earlier_batches: int = 0
-    """Committed by earlier incarnations of the rank."""
+    """Batches committed by earlier incarnations of the rank."""
 
     local_step: int = 0
     """Batches trained, as reported."""
     ms_per_batch: float | None = None
-    """Present time per batch, the wait for its data included; None before the first batch."""
+    """Present time per batch in ms, including the wait for its data; None before the first batch."""
     reported_at_s: float = 0.0
-    """When `local_step` was true."""
+    """Time of the last report of `local_step`."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     num_fresh: int = 0
     """How many of these are of after the last round without work."""
@@ -92,13 +92,13 @@ class RankRecord:
     gauges: Gauges = NO_GAUGES
     """Its device and loop, as last reported."""
     loss: float | None = None
-    """Mean over the last batches whose losses it has reported."""
+    """Mean loss of the last reported batches."""
     durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
-    """Times of its batches, waits for data included."""
+    """Histogram of its batch times, including waits for data."""
     num_samples: int = 0
     """Committed."""
     num_made: int = 0
-    """Samples that its process has trained, as far as is known."""
+    """Samples that its process has trained, as reported."""
     data_wait_ms: float = 0.0
     """Since its session began."""
     build: Build | None = None
@@ -106,21 +106,21 @@ class RankRecord:
     """Samples in each of its batches."""
 
     limit_step: int = 0
-    """How many batches it has been allowed in all; 0 while there is no limit."""
+    """The limit that it was sent, as a local step; 0 while there is none."""
     base_step: int = 0
-    """Batches that the last committed round contained."""
+    """Local step at the last committed round."""
     compute_ms: float = 0.0
-    """Compute time of all committed batches."""
+    """Compute time in ms of all committed batches."""
     base_data_wait_ms: float = 0.0
     """`data_wait_ms` at the last committed round; its pace counts both."""
     waited_ms: float = 0.0
     callback_errors: int = 0
-    """How often the job's callbacks have raised there."""
+    """Number of errors of the job's callbacks on it."""
     divergence: float | None = None
-    """L2 of what the last round changed, relative to its result; None where that was not measured."""
+    """L2 distance of its values from the last round's result, relative to the result; None if not measured."""
 
     discarded_in_a_row: int = 0
-    """Of the last averages that it brought samples to, those that it was left out of."""
+    """Number of averages in a row, among those to which it brought samples, from which it was left out."""
     evaluation_ms: float = 0.0
     """How long the last evaluation took here; 0 before the first."""
     evaluated_ms: float = 0.0
@@ -128,21 +128,21 @@ class RankRecord:
 
     @property
     def tells_losses_at_rounds(self) -> bool:
-        """True if its losses stay on the device until a round."""
+        """True if its losses stay on the device until a round, so that progress reports lack them."""
         return self.build is not None and self.build.device_type != "cpu"
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The slots that it has, its own first."""
+        """Its slots, the leader's first."""
         return tuple(Place(agent_id=self.agent_id, slot=slot) for slot in (self.slot, *self.more_slots))
 
     def address(self, job_id: JobId) -> "Address":
-        """The fields that send a command to this incarnation."""
+        """The address of commands to this incarnation."""
         return {"job_id": job_id, "rank": self.rank, "incarnation": self.incarnation}
 
     @property
     def phase(self) -> RankPhase:
-        """Where the rank is in its life."""
+        """The rank's phase."""
         return self.life.phase
 
     @property
@@ -151,17 +151,17 @@ class RankRecord:
         return self.phase not in (RankPhase.STARTING, RankPhase.EXITED)
 
     def departs(self, trigger: DepartureTrigger) -> None:
-        """Moves it along `DEPARTURES`; a trigger without a row there changes nothing."""
+        """Moves its departure along `DEPARTURES`; ignores a trigger without a row there."""
         self.departure = DEPARTURES.get((self.departure, trigger), self.departure)
 
     @property
     def is_present(self) -> bool:
-        """True while it trains with the others: it has not exited, and nobody has told it to."""
+        """True while it has neither exited nor been told to."""
         return self.phase is not RankPhase.EXITED and self.departure in (Departure.STAYS, Departure.LEAVING)
 
     @property
     def is_ending(self) -> bool:
-        """True once it was told to exit; what it says afterwards of its work does not count."""
+        """True once it was told to exit; later reports of work are refused."""
         return self.departure not in (Departure.STAYS, Departure.LEAVING)
 
     @property
@@ -171,12 +171,12 @@ class RankRecord:
 
     @property
     def has_model(self) -> bool:
-        """True from its first committed round on: others can get the job's present model from it."""
+        """True once it has the result of a committed round, and so the job's present model."""
         return self.model is Model.PRESENT
 
     @property
     def num_batches(self) -> int:
-        """Committed by all incarnations of the rank."""
+        """Batches committed by all incarnations of the rank."""
         return self.earlier_batches + self.base_step
 
     @property
@@ -185,7 +185,7 @@ class RankRecord:
         return self.local_step - self.base_step
 
     def take_over(self, before: "RankRecord") -> None:
-        """What an earlier process of the rank has done; its speed too, on the same device."""
+        """Takes over the figures of the rank's previous process; its speed only on the same device."""
         self.num_before = before.num_before + 1
         self.earlier_batches, self.num_samples = before.num_batches, before.num_samples
         self.compute_ms, self.waited_ms, self.durations = before.compute_ms, before.waited_ms, before.durations
@@ -193,7 +193,7 @@ class RankRecord:
             self.ms_per_batch = before.ms_per_batch
 
     def on_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
-        """Takes in a progress report. Old news changes nothing."""
+        """Records a progress report. Ignores old news."""
         if local_step <= self.local_step:
             return
         is_first = self.local_step == 0
@@ -221,18 +221,18 @@ class RankRecord:
         self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
 
     def note_made(self, num_samples: int) -> int:
-        """Its process has trained so many in all; returns how many of them are new."""
+        """Records the samples that its process has trained in all; returns the number of new ones."""
         before, self.num_made = self.num_made, max(self.num_made, num_samples)
         return self.num_made - before
 
     def take_data_wait_ms(self) -> float:
-        """Time in ms that it has waited for data since the last call, as reported."""
+        """Reported time in ms of waits for data since the last call."""
         waited_ms = self.data_wait_ms - self.base_data_wait_ms
         self.base_data_wait_ms = self.data_wait_ms
         return waited_ms
 
     def on_committed(self, row: HeaderRow, waited_ms: float, now_s: float) -> int:
-        """Takes in its part of a committed round; returns the batches in it."""
+        """Records its part of a committed round; returns the batches in it."""
         num_batches = row.local_step - self.base_step
         self.num_fresh = self.num_fresh if num_batches else 0
         self.base_step = row.local_step
@@ -260,7 +260,7 @@ def staying(ranks: RankRecords) -> RankRecords:
 
 
 def num_hosts(ranks: RankRecords) -> int:
-    """On how many hosts they are; two agents of one machine count as two."""
+    """Number of their hosts; two agents of one machine count as two."""
     return len({record.agent_id for record in ranks.values()})
 
 
@@ -271,12 +271,12 @@ def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
 
 
 def present(ranks: RankRecords) -> RankRecords:
-    """Ranks that train, or are about to: neither exited nor told to."""
+    """Ranks that have neither exited nor been told to."""
     return {rank: record for rank, record in ranks.items() if record.is_present}
 
 
 def fastest(members: RankRecords) -> Rank:
-    """The present rank with the shortest batches; the first of those that are alike, or not measured."""
+    """The present rank with the shortest batches; the first of equal or unmeasured ones."""
     there = present(members) or members
     return min(there.values(), key=lambda record: (_speed(record), record.rank)).rank
 

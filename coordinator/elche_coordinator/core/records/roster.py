@@ -1,4 +1,4 @@
-"""A job's ranks as one table. Whoever has a rank leave, or tells that one is gone, does so here."""
+"""The table of a job's ranks, and the ways in which they leave."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 
 KILL_GRACE_S = 2.0
-"""Between an agent's asking a process to end and killing it."""
+"""Seconds between an agent's asking a process to end and killing it."""
 
 
 class Roster:
@@ -19,29 +19,29 @@ class Roster:
     def __init__(self, job_id: JobId, outbox: Outbox, last_incarnation: Incarnation) -> None:
         self.ranks: RankRecords = {}
         self.last_incarnation = last_incarnation
-        """The highest that any of its ranks has had."""
+        """The highest incarnation of its ranks so far."""
         self.num_lost = 0
-        """Ranks that died or were left out while the job went on."""
+        """Number of ranks that died or were left out while the job went on."""
         self._job_id = job_id
         self._outbox = outbox
         self._census: Counter[RankPhase] = Counter()
-        """How many ranks are in each phase."""
+        """Number of ranks in each phase."""
 
     def num_in(self, phase: RankPhase) -> int:
-        """How many ranks are in the phase."""
+        """Number of ranks in the phase."""
         return self._census[phase]
 
     @property
     def num_living(self) -> int:
-        """How many processes have not ended."""
+        """Number of processes that have not ended."""
         return len(self.ranks) - self._census[RankPhase.EXITED]
 
     def new_life(self) -> Machine[RankPhase, RankTrigger]:
-        """The life of a rank that is to be added."""
+        """The state machine of a rank to be added."""
         return rank_machine(self._census)
 
     def add(self, record: RankRecord) -> None:
-        """Adds a rank, or a new process of one, which goes on where the one before it has ended."""
+        """Adds a rank, or a new process of one, which takes over the figures of the previous one."""
         before = self.ranks.get(record.rank)
         if before is not None:
             self._census[before.phase] -= 1
@@ -50,11 +50,11 @@ class Roster:
         self.last_incarnation = record.incarnation
 
     def clear(self) -> None:
-        """Forgets all ranks, which have exited: others are to be added."""
+        """Drops all ranks, which have exited."""
         self.ranks.clear()
         self._census.clear()
 
-    # How ranks go
+    # Leaving
 
     def shut_down(self, record: RankRecord, reason: str, *, failed: bool = False) -> None:
         """Asks a rank to exit, over its session if it has one."""
@@ -64,21 +64,21 @@ class Roster:
             self.stop(record)
 
     def dismiss(self, record: RankRecord) -> None:
-        """Asks a rank to exit whose work is committed. It is started again where a slot is free."""
+        """Asks a rank to exit whose work is committed. It is restarted on another slot if one is free."""
         self.shut_down(record, f"{record.host} is to be left")
         record.departs(DepartureTrigger.WORK_COMMITTED)
         self.tell_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")
 
     def leave_out(self, record: RankRecord) -> None:
-        """Has a rank's process ended that the others do not wait for; one that somebody has stopped (SIGSTOP) ends when
-        it continues.
+        """Leaves a rank out: its process is ended, and the others do not wait for that. One that was stopped (SIGSTOP)
+        is ended when it continues.
         """
         record.departs(DepartureTrigger.LEFT_OUT)
         self.num_lost += 1
         self._stop(record, waits_while_stopped=True)
 
     def stop(self, record: RankRecord) -> None:
-        """Has the rank's process ended by its agent."""
+        """Has the agent end the rank's process; the others wait until it has exited."""
         record.departs(DepartureTrigger.STOPPED)
         self._stop(record)
 
@@ -93,12 +93,14 @@ class Roster:
         )
 
     def note_exit(self, record: RankRecord, *, counts: bool) -> None:
-        """The process has ended. It `counts` as lost if the job goes on, unless the others did so without it before."""
+        """Records the process's end. It `counts` as lost if the job goes on and the others were not without
+        it already.
+        """
         record.life.advance(RankTrigger.EXITED)
         self.num_lost += counts and not record.is_done_without
 
     def tell_lost(self, record: RankRecord, notice: str) -> None:
-        """Tells watchers that the others go on without a rank."""
+        """Reports to watchers that the others go on without a rank."""
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)

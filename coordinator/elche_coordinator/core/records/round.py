@@ -21,28 +21,28 @@ class Round:
     targets: dict[Rank, int]
     """The members, in the order of the header's rows, and the local step after which each joins."""
     at_s: float
-    """When it was announced or last revised."""
+    """Time of its announcement or last revision."""
     is_fixed: bool = False
     """True if its targets are never revised."""
     is_granted: bool = False
-    """True if it was not announced, but entered by a member for which the coordinator was away."""
+    """True if it was not announced, but entered by grant while the coordinator was away."""
     checkpoint_writer: Rank | None = None
-    """The member that copies what a checkpoint of the result needs; None: the round becomes none."""
+    """The member that captures state for a checkpoint of the result; None: the round becomes none."""
     first_targets: dict[Rank, int] = field(init=False)
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)
     results: dict[Rank, ResultReceived] = field(default_factory=dict)
     failures: dict[Rank, str] = field(default_factory=dict)
-    """RankRecords that will not receive the result, and why."""
+    """Members that will not receive the result, with the reasons."""
     told_header: tuple[HeaderRow, ...] = ()
-    """What a member has told of the header when the generation was given up."""
+    """The header's rows, if a member has sent them when the generation was abandoned."""
 
     def __post_init__(self) -> None:
         self.first_targets = dict(self.targets)
 
     @property
     def is_received_by_all(self) -> bool:
-        """True if the round may commit."""
+        """True if all members have the result, so that the round may commit."""
         return len(self.results) == len(self.targets)
 
     @property
@@ -52,17 +52,17 @@ class Round:
 
     @property
     def header(self) -> tuple[HeaderRow, ...]:
-        """What every member brought, in the order of `targets`; empty as long as nobody has sent the rows."""
+        """The header's rows, in the order of `targets`; empty while no member has sent them."""
         return next((one.header for one in self.results.values() if one.header), self.told_header)
 
     @property
     def rows(self) -> dict[Rank, HeaderRow]:
-        """What every member brought. Raises `ValueError` for a header that is not of this round's members."""
+        """The header's rows by rank. Raises `ValueError` if it does not fit this round's members."""
         return by_rank(self.targets, self.header)
 
     @property
     def sync_ms(self) -> float:
-        """The averaging itself: the time from entry to result of the last rank to enter, the shortest."""
+        """Duration of the averaging itself: the shortest time from entry to result, that of the last rank to enter."""
         return min(_sensible(one.collective_ms) for one in self.results.values())
 
     @property
@@ -71,25 +71,25 @@ class Round:
         return max(_sensible(one.collective_ms) for one in self.results.values())
 
     def stalled_ms(self, rank: Rank) -> float:
-        """How long the round kept the rank from training; 0 for one that has not said so."""
+        """Time in ms for which the round kept the rank from training; 0 without a report."""
         return _sensible(self.results[rank].stalled_ms) if rank in self.results else 0.0
 
     @property
     def cost_ms(self) -> float:
-        """What the averaging itself cost in training time: the least time that it kept any rank from training.
+        """Training time in ms that the averaging itself cost: the least time for which it kept any rank from training.
 
         An overlapped one costs little; counting all of `sync_ms` would make rounds needlessly long (row E4).
         """
         return min(self.stalled_ms(rank) for rank in self.results)
 
     def discarded(self, settings: AgreedSettings) -> dict[Rank, str]:
-        """Of each rank whose values are not in the result, why; the ranks have decided it by the same header."""
+        """The ranks whose values were left out of the result, with reasons. The ranks decide by the same header."""
         rows = self.rows
         are_out = discarded(list(rows.values()), nonfinite=settings.nonfinite, outliers=settings.outliers)
         return {rank: _notice(row) for (rank, row), is_out in zip(rows.items(), are_out, strict=True) if is_out}
 
     def failure(self, *, allows_nonfinite: bool) -> Failure | None:
-        """Why the result must not be committed: members disagree on it, or it is not finite; None when it may be."""
+        """A failure if the result must not be committed: members disagree, or it is not finite. None if it may be."""
         header = self.header
         if len(header) != len(self.targets):
             return Failure(f"round {self.id} has {len(self.targets)} members, but its header {len(header)} rows")
@@ -102,7 +102,7 @@ class Round:
         return self._difference(header)
 
     def _difference(self, header: tuple[HeaderRow, ...]) -> Failure | None:
-        """In what members disagree, if they do."""
+        """A failure that names a disagreement of members; None if they agree."""
         first_rank, first = next(iter(self.results.items()))
         teller = next((rank for rank, one in self.results.items() if one.header), first_rank)
         is_short = any(other.header_digest is not None for other in self.results.values())
@@ -118,9 +118,9 @@ class Round:
 def _notice(row: HeaderRow) -> str:
     too_long = "its step is far longer than its steps before (outliers='keep' averages it)"
     why = too_long if row.finite else "its parameters are not finite"
-    return f"after its batch {row.local_step}: {why}; does its device compute right?"
+    return f"after its batch {row.local_step}: {why}; does its device compute correctly?"
 
 
 def _sensible(duration_ms: float) -> float:
-    """A duration that a rank has reported; 0 when it is negative or not finite."""
+    """A reported duration in ms; 0 if it is negative or not finite."""
     return duration_ms if 0 <= duration_ms < inf else 0.0

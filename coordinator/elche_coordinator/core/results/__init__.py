@@ -1,1 +1,1 @@
-"""What training comes to: committed work, metrics, evaluations, checkpoints."""
+"""Results of training: committed work, metrics, evaluations, checkpoints."""

@@ -1,4 +1,4 @@
-"""Which rounds become checkpoints, which of these are written, and which are kept."""
+"""Decides which rounds become checkpoints, and which checkpoints are kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,50 +10,50 @@ from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, Version
 from elche_coordinator.core.messages.reports import Checkpoint
 
 MAX_WRITING = 2
-"""Checkpoints that one rank may have in memory at once, until they are written."""
+"""Most checkpoints that one rank has in memory until they are written."""
 
 
 @dataclass(slots=True)
 class Checkpoints:
-    """A job's checkpoints. One comes of a round whose writer has copied what it needs, when the round commits."""
+    """A job's checkpoints. A round can become one if its writer has captured the state for it."""
 
     settings: AgreedSettings
     attempt: Attempt
     kept: list[Checkpoint] = field(default_factory=list)
-    """Complete ones, oldest first."""
+    """Complete checkpoints, oldest first."""
     num_failures: int = 0
     saved_at_s: float | None = None
-    """When the newest one was complete."""
+    """Time at which the newest one was complete."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
     _writers: dict[Version, Rank] = field(default_factory=dict)
     _before: Checkpoint | None = None
-    """The best one of the training that this one goes on from."""
+    """The best checkpoint of the training that this one resumes."""
     _is_requested: bool = False
     _since_s: float = 0.0
-    """When the last one was begun, or training."""
+    """Time at which the last checkpoint, or training, began."""
 
     def start(self, now_s: float) -> None:
-        """Training begins."""
+        """Starts the clock of checkpoints at the beginning of training."""
         self._since_s = now_s
 
     def request(self) -> None:
-        """A client wants the next round to be one."""
+        """Requests that the next round becomes a checkpoint, for a client."""
         self._is_requested = True
 
     def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
-        """True if a round that completes these epochs is to be one."""
+        """True if a round that completes these epochs should become a checkpoint."""
         every_s = self.settings.checkpoint_every_s
         is_time = every_s is not None and now_s - self._since_s >= every_s
         return self._is_requested or is_time or self.wants_end_of(epochs)
 
     def wants_end_of(self, epochs: list[Epoch]) -> bool:
-        """True if the end of one of these epochs is to be one."""
+        """True if the end of one of these epochs should become a checkpoint."""
         every = 1 if self.settings.monitor is not None else self.settings.checkpoint_every_epochs
         return every is not None and any((epoch + 1) % every == 0 for epoch in epochs)
 
     def begin(self, checkpoint: Checkpoint, rank: Rank, now_s: float) -> bool:
-        """Registers one that the rank is to write. Returns False if the rank has too many to write, unless a metric is
-        monitored: then each may be the best.
+        """Registers a checkpoint for the rank to write. Returns False if the rank has too many to write, except if a
+        metric is monitored: then each may be the best.
         """
         self._is_requested, self._since_s = False, now_s
         if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
@@ -64,7 +64,7 @@ class Checkpoints:
         return True
 
     def name(self, version: Version, epoch: int, global_step: int) -> str:
-        """A folder's name, which says how far training was; new for every version of every attempt."""
+        """The folder's name, with the progress of training; unique for every version of every attempt."""
         attempt = f"-attempt-{self.attempt}" if self.attempt > 1 else ""
         name = f"epoch-{epoch:04d}-step-{global_step:08d}{attempt}"
         taken = [one.name for one in (*self.kept, *(begun for _, begun in self._writing.values()))]
@@ -78,7 +78,7 @@ class Checkpoints:
             self._writing[version] = (rank, replace(begun, metrics=metrics))
 
     def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
-        """Those that are kept once one more is complete."""
+        """Names of the checkpoints to keep once one more is complete."""
         num_others = self.settings.keep_checkpoints - 1
         newest = self.kept[-num_others:] if num_others else []
         writing = [checkpoint for _, checkpoint in self._writing.values()]
@@ -88,21 +88,21 @@ class Checkpoints:
 
     @property
     def is_awaited(self) -> bool:
-        """True if one is being written, or asked for."""
+        """True if a checkpoint is being written or requested."""
         return self._is_requested or not self.is_idle
 
     @property
     def is_idle(self) -> bool:
-        """True if none is being written."""
+        """True if no checkpoint is being written."""
         return not self._writing
 
     @property
     def newest_version(self) -> Version:
-        """That of the newest that is complete or being written; 0 when there is none."""
+        """Version of the newest checkpoint that is complete or being written; 0 if there is none."""
         return max([Version(one.version) for one in self.kept] + list(self._writing), default=Version(0))
 
     def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
-        """A rank has written a checkpoint: returns it; None for old news."""
+        """Records a complete checkpoint and returns it; None for old news."""
         writer, begun = self._writing.get(event.version, (None, None))
         if begun is None or writer != rank:
             return None
@@ -114,7 +114,7 @@ class Checkpoints:
         return saved
 
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
-        """A rank cannot write a checkpoint. Returns False for old news."""
+        """Records that a rank cannot write a checkpoint. Returns False for old news."""
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False
         del self._writing[event.version]
@@ -123,7 +123,7 @@ class Checkpoints:
         return True
 
     def lose_writer(self, rank: Rank) -> None:
-        """The rank is gone: what it was writing is not there, and is wanted again."""
+        """Requests a checkpoint again that a lost rank was writing."""
         lost = [version for version, (writer, _) in self._writing.items() if writer == rank]
         for version in lost:
             del self._writing[version]
@@ -131,26 +131,26 @@ class Checkpoints:
             self._is_requested = True
 
     def writer_of(self, version: Version | None) -> Rank | None:
-        """The rank that has written the version, or is about to."""
+        """The rank that has written the version, or will."""
         return None if version is None else self._writers.get(version)
 
     def of(self, version: Version | None) -> Checkpoint | None:
-        """That of a version; it may be of the training that this one goes on from."""
+        """The checkpoint of a version, possibly of the training that this one resumes."""
         there = [*self.kept, self._before] if self._before else self.kept
         return next((one for one in there if one.version == version), None)
 
     def restore_best(self, fields: Mapping[str, Any] | None) -> None:
-        """The best one so far, as the checkpoint has it that training goes on from."""
+        """Restores the best checkpoint so far from the one that training resumes."""
         self._before = Checkpoint(**fields) if fields else None
 
     def adopt(self, kept: list[Checkpoint], version: Version) -> None:
-        """Those of the attempt before that training goes on from, at this version, and older ones."""
+        """Takes over the previous attempt's checkpoints up to the version from which training resumes."""
         self.kept = [one for one in kept if one.version <= version]
 
     def newest_before(self, version: Version) -> Checkpoint | None:
-        """The newest complete one of an older version."""
+        """The newest complete checkpoint of an older version."""
         return next((one for one in reversed(self.kept) if one.version < version), None)
 
     def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
-        """Those that are kept, the best one marked."""
+        """The kept checkpoints, with the best one marked."""
         return tuple(replace(one, is_best=one.version == best) for one in self.kept)

@@ -1,6 +1,6 @@
-"""What has happened in a job so far, in numbers that only grow: over all of its attempts, and whatever was lost.
+"""Counters of a job that never decrease, over all of its attempts and including lost work.
 
-Who wants rates of them must not see one fall: that would count as a new beginning, with all of it made at once.
+Prometheus takes a decrease for a counter's reset, and would count the whole value as new.
 """
 
 from dataclasses import dataclass, fields
@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Since this coordinator knows the job; what was in the checkpoint that it began from is not in them."""
+    """Counts since this coordinator knows the job, without those of the checkpoint from which it began."""
 
     samples: int = 0
-    """Committed; those that were committed again after the job had gone back count again."""
+    """Committed samples; those that are committed again after the job has gone back count again."""
     made_samples: int = 0
-    """Trained by ranks, whatever became of them."""
+    """Samples trained by ranks, committed or lost."""
     rounds: int = 0
     """Committed."""
     sent_bytes: int = 0

@@ -14,8 +14,8 @@ from elche_coordinator.core.results.tally import EpochTally
 
 
 class Epochs:
-    """Sums over the committed work of each open epoch. A finished one is reported, and the lowest rank's callbacks are
-    told.
+    """Sums over the committed work of each open epoch. A finished one is reported, and sent to the lowest rank for its
+    callbacks.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class Epochs:
         self._awaits_evaluation = awaits_evaluation
         self._tallies: dict[int, EpochTally] = {}
         self._shared_until_s = 0.0
-        """Until when epochs have got their parts of the time."""
+        """Time up to which durations were attributed to epochs."""
         self.untaken: dict[int, SendEpochMetrics] = {}
-        """Finished epochs that a rank has been told of, and whose callback has not returned; always the lowest rank."""
+        """Finished epochs that were sent to a rank, the lowest one, and whose callback has not returned."""
         self._due: dict[int, EpochReport] = {}
-        """Finished epochs that no rank has been told of, because their evaluation is not there."""
+        """Finished epochs that were not sent yet, because their evaluation is missing."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
-        """One rank's part of a committed round."""
+        """Adds one rank's work in a committed round."""
         self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
 
     def add_silent(self, rank: Rank, booked: list[Lease], batch_size: int) -> None:
-        """Such a part of a rank that cannot say what it was."""
+        """Adds a lost rank's work in a committed round, of which losses are unknown."""
         for piece in booked:
             num_batches = -(-piece.size // batch_size)
             work = EpochWork(
@@ -48,11 +48,11 @@ class Epochs:
             self.add(rank, work)
 
     def start_clock(self, now_s: float) -> None:
-        """Training begins: what was before is no epoch's time."""
+        """Starts the clock of epochs at the beginning of training."""
         self._shared_until_s = now_s
 
     def share_time(self, parts: Mapping[Rank, RankPart], now_s: float) -> None:
-        """Gives the epochs of a round their parts of the time since the last one, by samples: short ones may begin and
+        """Attributes the time since the last round to the round's epochs, by samples, since short epochs may begin and
         end within it.
         """
         slices = [piece for part in parts.values() for piece in part.slices]
@@ -74,7 +74,7 @@ class Epochs:
         return report
 
     def tell(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
-        """Tells the lowest rank of finished epochs, each with its evaluation, in order."""
+        """Sends finished epochs, each with its evaluation, to the lowest rank, in order."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)
             shown = metrics if self._awaits_evaluation else {}
@@ -86,13 +86,13 @@ class Epochs:
         self._outbox.add(self.untaken[epoch])
 
     def lose(self, rank: Rank, members: RankRecords) -> None:
-        """The rank is gone: what it was told of, and may not have taken, the lowest of the others is told again."""
+        """Sends epochs whose callback has not returned on a lost rank to the lowest of the others."""
         for epoch, told in list(self.untaken.items()):
             if told.rank == rank and members:
                 self._tell(members, epoch, told.report, told.metrics)
 
     def is_waited_for(self, rank: Rank) -> bool:
-        """True if a callback of the user's runs there, as far as is known."""
+        """True if a callback may be running on the rank."""
         return any(told.rank == rank for told in self.untaken.values())
 
     def to_json(self) -> dict[str, object]:
@@ -100,12 +100,12 @@ class Epochs:
         return {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()}
 
     def untold(self) -> list[dict[str, object]]:
-        """Finished epochs that the callback has not taken, as plain values."""
+        """Finished epochs whose callback has not returned, as plain values."""
         reports = {epoch: told.report for epoch, told in self.untaken.items()} | self._due
         return [asdict(report) for _, report in sorted(reports.items())]
 
     def restore(self, state: Mapping[str, Any], untold: Iterable[Mapping[str, Any]]) -> None:
-        """Goes on from `to_json` and `untold`: what was not taken is told in this training."""
+        """Restores `to_json` and `untold`, whose epochs are sent in this training."""
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state.items()}
         for fields in untold if self._tells_a_rank else ():
             report = EpochReport(**{name: _plain(value) for name, value in fields.items()})

@@ -1,4 +1,4 @@
-"""Evaluations under way, their metrics, which version is the best, and whether training has lost patience."""
+"""Evaluations under way, their metrics, the best version, and the end of patience."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.spec import TensorSum, figures, whole_numbe
 from elche_coordinator.core.records.failure import Failure
 
 MAX_VERSIONS = 32
-"""Newest versions whose metrics a checkpoint has."""
+"""Number of newest versions whose metrics a checkpoint stores."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,20 +21,20 @@ class Evaluation:
     """One version's evaluation, by one rank or by all, each a part."""
 
     epochs: list[Epoch]
-    """The finished epochs that it is the evaluation of; messages name the last one."""
+    """The finished epochs that it evaluates; messages name the last one."""
     version: Version
     num_epochs: int
-    """Epochs complete at the version, as its checkpoint counts them."""
+    """Number of epochs complete at the version."""
     waiting: dict[Rank, None]
-    """Ranks whose part is not complete."""
+    """Ranks whose part is missing."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     tensors: dict[str, TensorSum] = field(default_factory=dict)
-    """Sums over the parts that are there, of which a rank makes metrics when all are."""
+    """Sums of tensors over the received parts, of which a rank makes metrics once all are there."""
     is_asked: bool = False
-    """True if a rank was asked to make metrics of the tensors; it is in `waiting` until it has."""
+    """True if a rank was asked to make metrics of the tensors; it is in `waiting` until it answers."""
     duration_ms: float = 0.0
     failure: Failure | None = None
-    """Why the parts cannot be one evaluation, if so."""
+    """A failure if the parts do not fit together."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -43,11 +43,11 @@ class Evaluation:
 
     @property
     def lacks_metrics(self) -> bool:
-        """True if all parts are there, and nobody was asked to make metrics of their tensors."""
+        """True if all parts are there, and no rank was asked to make metrics of their tensors."""
         return bool(self.tensors) and not self.waiting and not self.is_asked and self.failure is None
 
     def add(self, part: EvaluationDone) -> None:
-        """Adds one rank's part, or the metrics that were made of all."""
+        """Adds one rank's part, or the metrics made of the sums."""
         self.duration_ms = (
             self.duration_ms + part.duration_ms if part.is_made else max(self.duration_ms, part.duration_ms)
         )
@@ -81,7 +81,7 @@ class Evaluations:
 
     def __init__(self, settings: AgreedSettings) -> None:
         self.metrics: dict[str, float] = {}
-        """Of the last one that is complete."""
+        """Metrics of the last complete evaluation."""
         self.metrics_epoch: int | None = None
         """Epochs complete at that one."""
         self.best_version: Version | None = None
@@ -89,27 +89,27 @@ class Evaluations:
         self.best_epoch: int | None = None
         """Epochs complete at that one."""
         self.num_since_best = 0
-        """Evaluations since that one."""
+        """Number of evaluations since the best one."""
         self._best: float | None = None
         self._last_finite: dict[str, int] = {}
-        """Epochs complete when each metric was last a finite number."""
+        """Number of epochs complete when each metric was last finite."""
         self._by_version: dict[Version, dict[str, float]] = {}
-        """Of the newest evaluations, and of the best."""
+        """Metrics by version, of the newest evaluations and the best one."""
         self._open: list[Evaluation] = []
         self._void: dict[Rank, list[int]] = {}
-        """Epochs whose evaluation a rank will still tell a part of, which counts for nothing."""
+        """By rank: epochs of void evaluations of which it will still send a part, to be ignored."""
         self._monitor = settings.monitor
         self._sign = -1.0 if settings.more_is_better else 1.0
         self._patience = settings.patience
 
     @property
     def is_idle(self) -> bool:
-        """True if none is under way."""
+        """True if no evaluation is under way."""
         return not self._open
 
     @property
     def best_metrics(self) -> dict[str, float]:
-        """What the best one gave."""
+        """Metrics of the best evaluation."""
         return {} if self.best_version is None else self._by_version.get(self.best_version, {})
 
     @property
@@ -118,17 +118,17 @@ class Evaluations:
         return [epoch for evaluation in self._open for epoch in evaluation.epochs]
 
     def has(self, rank: Rank) -> bool:
-        """True if the rank has a part to make."""
+        """True if the rank has a part of an evaluation to make."""
         return bool(self._void.get(rank)) or any(rank in evaluation.waiting for evaluation in self._open)
 
     def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:
-        """These ranks evaluate the version, at which so many epochs are complete."""
+        """Begins the evaluation of a version, at which `num_epochs` epochs are complete, by these ranks."""
         waiting = dict.fromkeys(ranks)
         self._open.append(Evaluation(epochs=epochs, version=version, num_epochs=num_epochs, waiting=waiting))
 
     def take_part(self, part: EvaluationDone) -> list[Evaluation]:
-        """One rank's part is there, or the metrics that it has made of all parts' tensors; returns what is complete
-        now, in order. Old news changes nothing.
+        """Adds one rank's part, or the metrics that it has made of all parts' tensors; returns evaluations that are now
+        complete, in order. Ignores old news.
         """
         if part.epoch in self._void.get(part.rank, ()):
             self._void[part.rank].remove(part.epoch)
@@ -141,22 +141,22 @@ class Evaluations:
         return self.take_complete()
 
     def take_complete(self) -> list[Evaluation]:
-        """Those of which no part is missing, nor of one before them, in order; each once."""
+        """Removes and returns complete evaluations, in order; one waits for those before it."""
         complete = []
         while self._open and not self._open[0].waiting and not self._open[0].lacks_metrics:
             complete.append(self._open.pop(0))
         return complete
 
     def ask(self, rank: Rank) -> list[Evaluation]:
-        """Those whose parts are all there, of whose tensors this rank is to make metrics now; each once."""
+        """Returns evaluations with all parts, of whose tensors this rank is asked to make metrics; each once."""
         asked = [evaluation for evaluation in self._open if evaluation.lacks_metrics]
         for evaluation in asked:
             evaluation.is_asked, evaluation.waiting = True, {rank: None}
         return asked
 
     def lose(self, rank: Rank) -> list[Epoch]:
-        """The rank is gone: what it had a part of is void; another can make metrics of tensors that are summed. Returns
-        the epochs whose evaluation is owed again.
+        """Voids evaluations of which a lost rank had a part; if it was only making metrics of the sums, another rank
+        can. Returns the epochs whose evaluation is owed again.
         """
         self._void.pop(rank, None)
         touched = [evaluation for evaluation in self._open if rank in evaluation.waiting]
@@ -172,7 +172,7 @@ class Evaluations:
         return [epoch for evaluation in lost for epoch in evaluation.epochs]
 
     def judge(self, evaluation: Evaluation) -> Failure | None:
-        """Takes a complete one for the newest. Returns why it cannot be judged, if so."""
+        """Makes a complete evaluation the newest one, and compares it with the best. Returns a failure if it cannot."""
         if evaluation.failure is not None:
             return evaluation.failure
         self.metrics, self.metrics_epoch = evaluation.metrics, evaluation.num_epochs
@@ -194,12 +194,14 @@ class Evaluations:
 
     @property
     def spoilt(self) -> str:
-        """Why training has failed with the newest evaluation as its final one; empty when it has not."""
+        """The failure's text if the newest evaluation, as the final one, has a metric that became not finite;
+        else "".
+        """
         return spoilt_metric(self.metrics, self._last_finite, self._monitor)
 
     @property
     def lost_patience(self) -> str | None:
-        """Why training is to end early; None when it is not."""
+        """The reason to end training early; None to go on."""
         if self._patience is None or self.num_since_best < self._patience:
             return None
         if self._best is None:
@@ -207,7 +209,7 @@ class Evaluations:
         return f"{self._monitor} was not better than {self._best:g} in {self._patience} evaluations"
 
     def to_json(self) -> dict[str, object]:
-        """What a checkpoint keeps, as plain values."""
+        """State for a checkpoint, as plain values."""
         return {
             "metrics": self.metrics,
             "best": self._best,
@@ -221,7 +223,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `to_json`; the epochs that were owed still are, to the next round."""
+        """Restores `to_json`; owed epochs are evaluated with the next round."""
         best, best_version = state["best"], state["best_version"]
         self.metrics = figures(state["metrics"])
         self._best = None if best is None else float(best)

@@ -1,4 +1,4 @@
-"""A committed round as its watchers are told of it."""
+"""The report of a committed round to watchers."""
 
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -10,7 +10,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.tally import mean_loss
 
 NO_PART = RankPart(slices=(), num_batches=0, newer_batches=0)
-"""Of a rank that was not in the round."""
+"""The row of a rank that was not in the round."""
 
 
 def round_report(

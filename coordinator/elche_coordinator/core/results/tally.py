@@ -20,10 +20,10 @@ class EpochTally:
     num_batches: int = 0
     loss_sum: float = 0.0
     num_losses: int = 0
-    """Batches whose losses are in the sum."""
+    """Number of batches whose losses are in the sum."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     duration_s: float = 0.0
-    """Of the rounds that trained it, by its part of their samples."""
+    """Duration in seconds of the rounds that trained it, in proportion to their samples."""
     rank_batches: dict[Rank, int] = field(default_factory=dict)
     rank_samples: dict[Rank, int] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class EpochTally:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "EpochTally":
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         return cls(
             num_batches=state["num_batches"],
             loss_sum=state["loss_sum"],
@@ -83,7 +83,7 @@ class EpochTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Where training stood at one moment."""
+    """Figures of training at one moment."""
 
     at_s: float
     samples: int
@@ -103,7 +103,7 @@ def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int])
 
 
 def mark_of(ranks: RankRecords, at_s: float, samples: int) -> Mark:
-    """The mark at a time, at which so many samples of the job are committed."""
+    """The mark at a time at which `samples` of the job are committed."""
     return Mark(
         at_s=at_s,
         samples=samples,
@@ -118,7 +118,7 @@ def samples_per_s(start: Mark, end: Mark) -> float:
 
 
 def mean_loss(work: Iterable[EpochWork]) -> float:
-    """Over the batches whose losses are known; NaN without any."""
+    """Mean over the batches whose losses are known; NaN without any."""
     known = [one for one in work if one.has_loss and one.num_batches]
     num_batches = sum(one.num_batches for one in known)
     return sum(one.loss_sum for one in known) / num_batches if num_batches else nan

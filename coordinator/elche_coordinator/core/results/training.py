@@ -1,6 +1,6 @@
-"""Commits a job's rounds: books samples, learns speeds, closes epochs, says who evaluates and writes checkpoints.
+"""Commits a job's rounds: books samples, learns speeds, closes epochs, assigns evaluations and checkpoints.
 
-A training outlives the generations of ranks that make it.
+A training continues over the generations of its ranks.
 """
 
 import json
@@ -41,15 +41,14 @@ from elche_coordinator.core.work.replay import Replay
 from elche_coordinator.core.work.shards import Shards
 
 OVERLAP_DECAY = 0.8
-"""Factor on the longest recent averaging with each round. Work is leased for as long, so it must not be forgotten at
-once."""
+"""Factor per round on the longest recent averaging. Work is leased for that time, so that it must decay slowly."""
 MAX_DISCARDED = 3
-"""Averages in a row of which a rank is left out that fail the job."""
+"""Averages in a row from which a rank is left out that fail the job."""
 
 
 class Training:
-    """Commits rounds, and decides who evaluates and writes what comes of them. Raises `ValueError` for settings that it
-    cannot follow, a checkpoint of another training, or a recording that does not fit.
+    """Commits rounds, and assigns the evaluation and writing of their results. The constructor raises `ValueError` for
+    unsupported settings, a checkpoint of another training, or a recording that does not fit.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Training:
     ) -> None:
         self.settings = settings
         self.ranks = members
-        """All ranks of the job, also those that are gone."""
+        """All ranks of the job, including lost ones."""
         self.members = dict(members)
         """The ranks that train now, in the order of a header's rows."""
         self.ledger = Ledger(
@@ -81,36 +80,36 @@ class Training:
         )
         self.version = Version(0)
         self.last_round = RoundId(0)
-        """The last committed one."""
+        """Version of the last committed round."""
         self.next_round = RoundId(1)
         self.granted_through = RoundId(0)
-        """The last round that was granted for when the coordinator is away; some may have been entered."""
+        """The last round granted for an absence of the coordinator; ranks may have entered it."""
         self.ride_out_s = 0.0
         """For how long rounds are granted, in seconds."""
         self.global_step = 0
         self.holds: set[Hold] = set()
-        """Why ranks stop at the last announced round, and no other is announced; empty while they need not."""
+        """Reasons for which ranks stop at the last announced round, and no other is announced."""
         self.discarded_samples = 0
         """Committed samples whose values were not finite and were left out of the average."""
         self.loss: float | None = None
-        """Mean of the last batches whose losses a rank has reported."""
+        """Mean loss of the last batches that any rank has reported."""
         self.ended_early = ""
-        """Why no more work is leased, although there is some."""
+        """Reason for which training ends early, so that no more work is leased; empty: none."""
         self.started: Mark | None = None
         self.committed: Mark | None = None
-        """Where training stood at its first, and its last, commit."""
+        """Marks of the first and the last commit."""
         self.calibrated: Mark | None = None
-        """Where it stood at its first calibrated commit."""
+        """Mark of the first calibrated commit."""
         self.restored_samples, self.restored_version = 0, Version(0)
-        """Committed in the checkpoint that training goes on from, and the version that it has."""
+        """Samples committed in the checkpoint that training resumes, and its version."""
         self.num_made = self.num_given_up = 0
-        """Samples that ranks have trained, and rounds that were given up, whatever came of them."""
+        """Samples that ranks have trained, and rounds that were given up, including lost work."""
         self.sent_bytes = 0
-        """Payload that ranks have sent for averaging."""
+        """Payload in bytes that ranks have sent for averaging."""
         self.last_round_s = 0.0
-        """From the last commit but one to the last."""
+        """Seconds between the last two commits."""
         self.averaging_ms = 0.0
-        """The averaging itself, in the last round."""
+        """Duration in ms of the averaging itself in the last round."""
         self.longest_averaging_ms = 0.0
         """How long averagings lately lasted, at most."""
         self.round_trip_ms = 0.0
@@ -120,24 +119,24 @@ class Training:
         self._shares = FairShares()
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._devices_then: list[str] = []
-        """Of the ranks whose speeds were learned last, in the checkpoint that training goes on from."""
+        """The ranks whose learned speeds are in the checkpoint that training resumes."""
         self._owed: list[Epoch] = []
-        """Complete epochs whose evaluation is to be made with the next result: it was not complete in the checkpoint
-        that training goes on from, or a rank that had a part of it is gone.
+        """Complete epochs to evaluate with the next result: their evaluation was not complete in the checkpoint that
+        training resumes, or a rank with a part of it was lost.
         """
         self._saver: Rank | None = None
-        """Who is to write the final state."""
+        """The rank that writes the final state; None before it is chosen."""
         if resumed is not None:
             try:
                 self._restore(resumed)
             except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
                 raise ValueError(f"the checkpoint's training state is not whole ({error!r})") from None
         self.replay = Replay(replay, list(members), self.ledger) if replay else None
-        """What is left of a recording that is repeated."""
+        """The rest of a recording that is repeated; None: none."""
 
     def set_members(self, members: RankRecords, like: Sequence[Sequence[int]]) -> None:
-        """These ranks train now. `like` says of each which of the ranks before it is, if any: what was learned of its
-        speed is kept (row E10).
+        """Sets the ranks that train now. `like` has for each the earlier ranks whose learned speed it takes over, if
+        any (row E10).
         """
         learned = self.policy.to_json()
         self.members = members
@@ -147,7 +146,7 @@ class Training:
             self.ledger.set_batch_size(rank, record.batch_size)
 
     def has_model(self, record: RankRecord) -> bool:
-        """True if the rank can give others the model. Before the first round it is what the attempt begins with."""
+        """True if the rank has the job's model. Before the first round that is the attempt's initial one."""
         return record.has_model or (self.started is None and record.model is Model.START)
 
     def is_waited_for(self, rank: Rank) -> bool:
@@ -161,7 +160,7 @@ class Training:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is owed beside training: evaluations, checkpoints, callbacks."""
+        """True if no evaluation, checkpoint or callback is pending."""
         return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
 
     @property
@@ -170,11 +169,11 @@ class Training:
         return bool(self.holds)
 
     def stop_if_decided(self) -> None:
-        """Leases nothing more once an early end is decided; while training is paused, that waits."""
+        """Stops leasing once an early end is decided, but not while training is held."""
         if self.ended_early and not self.is_paused and not self.ledger.is_stopped and not self.is_complete:
             self.ledger.stop()
 
-    # What ranks report of results
+    # Ranks' reports on results
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone, now_s: float) -> Failure | None:
         """A rank has evaluated its part, and trains from now on."""
@@ -189,7 +188,7 @@ class Training:
         return self._judge(complete)
 
     def _ask_for_metrics(self, without: RankRecord | None = None) -> None:
-        """Has a rank make metrics of tensors that are summed over all parts, which takes code of the job's."""
+        """Asks a rank to make metrics of summed tensors, which needs the job's code."""
         there = {rank: record for rank, record in present(self.members).items() if record is not without}
         if not there:
             return  # the job goes back, or ends
@@ -199,7 +198,7 @@ class Training:
             self._outbox.add(SendMakeMetrics(**address, epoch=one.epochs[-1], tensors=one.tensors, names=names))
 
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
-        """Takes in what evaluations gave."""
+        """Judges complete evaluations."""
         for done in complete:
             if failure := self.evaluations.judge(done):
                 return failure
@@ -219,7 +218,7 @@ class Training:
         return None
 
     def on_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint is complete."""
+        """Records a complete checkpoint."""
         saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
             self._outbox.add(Publish(job_id=self._job_id, report=saved))
@@ -227,7 +226,7 @@ class Training:
             self._refuse_checkpoint(event)
 
     def on_checkpoint_failed(self, record: RankRecord, event: CheckpointFailed) -> None:
-        """A checkpoint cannot be written; training goes on."""
+        """Records that a checkpoint cannot be written; training goes on."""
         if not self.checkpoints.take_failed(record.rank, event):
             self._refuse_checkpoint(event)
 
@@ -235,14 +234,14 @@ class Training:
         self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
 
     def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
-        """The job's own callback has taken a finished epoch."""
+        """Records that the job's callback for a finished epoch has returned."""
         record.callback_errors = max(record.callback_errors, event.callback_errors)
         self.epochs.untaken.pop(event.epoch, None)
 
     # Committing a round
 
     def impossible_cut(self, received: Round) -> Failure | None:
-        """Which rank's row of the header cannot be committed, and why; None when all can."""
+        """A failure that names the rank whose row of the header cannot be committed; None if all can."""
         for rank, row in received.rows.items():
             committed, end = self.ledger.bounds(rank)
             if not committed <= row.cut <= end or row.local_step < self.members[rank].base_step:
@@ -253,7 +252,7 @@ class Training:
         return None
 
     def discarded_in_vain(self, received: Round) -> Failure | None:
-        """Which rank the round leaves out as often in a row as a job may; None when there is none."""
+        """A failure that names a rank that was left out of too many rounds in a row; None if there is none."""
         for rank, why in received.discarded(self.settings).items():
             if self.members[rank].discarded_in_a_row + 1 >= MAX_DISCARDED:
                 return Failure(
@@ -262,7 +261,7 @@ class Training:
         return None
 
     def commit(self, received: Round, now_s: float) -> None:
-        """Commits a round whose result every member has, and tells them what comes of it."""
+        """Commits a round whose result every member has, and sends them the outcome."""
         self.version, self.last_round = Version(self.version + 1), received.id
         before = self.committed
         elapsed_s = now_s - before.at_s if before else 0.0
@@ -284,7 +283,7 @@ class Training:
         self._tell_outcome(received, self._close_epochs(), now_s)
 
     def _book(self, received: Round, now_s: float) -> dict[Rank, RankPart]:
-        """Commits exactly the header's cuts and learns from its times; returns what each rank brought."""
+        """Commits exactly the header's cuts and learns from its times; returns each rank's contribution."""
         parts, wall_ms, are_out = {}, {}, received.discarded(self.settings)
         for rank, row in received.rows.items():
             record, result = self.members[rank], received.results.get(rank)
@@ -300,7 +299,7 @@ class Training:
                 newer_batches=result.newer_batches if result else 0,
             )
             wall_ms[rank] = row.compute_us / 1000 + record.take_data_wait_ms()
-            if self.ranks[rank] is not record:  # it was started again before this was decided
+            if self.ranks[rank] is not record:  # restarted meanwhile: the new process has other work
                 self.ranks[rank].take_over(record)
             if result is None:
                 self.epochs.add_silent(rank, booked, record.batch_size)
@@ -318,7 +317,7 @@ class Training:
         return parts
 
     def _note_discarded(self, record: RankRecord, why: str | None, num_samples: int) -> None:
-        """Counts what is not in the result, and tells once of a rank that is discarded, or is so again."""
+        """Counts samples that were left out of the result, and reports a rank at the first of consecutive times."""
         if why is None:
             record.discarded_in_a_row = 0
             return
@@ -329,7 +328,7 @@ class Training:
             self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=text)))
 
     def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
-        """What the rank says of its own part of the round."""
+        """Records the rank's report on its part of the round."""
         record.divergence = result.divergence
         record.callback_errors = max(record.callback_errors, result.callback_errors)
         self.sent_bytes += result.sent_bytes
@@ -352,12 +351,12 @@ class Training:
         return closed
 
     def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
-        """Tells every member the outcome: who writes and who evaluates what of the result."""
+        """Sends every member the outcome, with orders to evaluate and write the result."""
         quickest = fastest(self.members)
         saver = self._choose_saver(quickest)
         owed, self._owed = [*self._owed, *closed], []
-        judged = owed if self.settings.monitor is not None else closed  # it may be the best: it needs a checkpoint
-        if self.is_complete and not owed:  # it ended within an epoch, and what is saved has been evaluated by nobody
+        judged = owed if self.settings.monitor is not None else closed  # the best may be among them
+        if self.is_complete and not owed:  # training ended within an epoch: the saved model was not evaluated yet
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
         parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}
         there = present(self.members)
@@ -380,7 +379,7 @@ class Training:
         checkpoint: WriteCheckpoint | None = None,
         save_final: bool = False,
     ) -> None:
-        """Tells a member of the newest result, or asks it for something more of it."""
+        """Sends a member the outcome of the newest round, or a further order on its result."""
         self._outbox.add(
             SendOutcome(
                 **self.members[rank].address(self._job_id),
@@ -394,27 +393,27 @@ class Training:
         )
 
     def choose_writer(self) -> Rank:
-        """Who is to write a checkpoint: the fastest rank; of a job that keeps a state, the lowest, which hears of
-        epochs and hands the state to those who join.
+        """Chooses the writer of a checkpoint: the fastest rank, or, for a job with its own state, the lowest, which
+        receives epochs.
         """
         if not self.settings.keeps_state:
             return fastest(self.members)
         return min(present(self.members) or self.members)
 
     def _choose_saver(self, quickest: Rank) -> Rank:
-        """Who writes the final state: the fastest rank, unless the best checkpoint so far is on another host."""
+        """Chooses the writer of the final state: the fastest rank, unless the best checkpoint is on another host."""
         writer = self.checkpoints.writer_of(self.evaluations.best_version)
         record = self.members.get(writer) if writer is not None else None
         if record is None or not record.is_present or record.agent_id == self.members[quickest].agent_id:
             return quickest
         return record.rank
 
-    # When a rank is gone
+    # Lost ranks
 
     def lose(self, lost: RankRecord) -> Failure | None:
-        """The rank is gone, or to be replaced: what it owed beside its work is asked of others.
+        """Reassigns evaluations, checkpoints and callbacks of a rank that is lost or replaced.
 
-        Its own work is given back by `Ledger.release`, once it is decided which rounds have its work.
+        `Ledger.release` frees its leases, once it is decided which rounds contain its work.
         """
         self.checkpoints.lose_writer(lost.rank)
         self.epochs.lose(lost.rank, present(self.members))
@@ -424,7 +423,7 @@ class Training:
         there = present(self.members)
         if failure is not None or not self.is_complete or not there:
             return failure
-        if self._owed and self.settings.has_evaluation:  # no other result comes
+        if self._owed and self.settings.has_evaluation:  # no later result will come
             owed, self._owed = self._owed, []
             for rank, part in self._begin_evaluation(owed, fastest(there)).items():
                 self._send_outcome(rank, evaluate=part)
@@ -434,7 +433,7 @@ class Training:
         return None
 
     def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
-        """Who evaluates what: the fastest rank all, or each, of an `eval_dataset`, in proportion to its speed."""
+        """Assigns the evaluation: all to the fastest rank, or an `eval_dataset` to all in proportion to speed."""
         epoch, size = closed[-1], self.settings.eval_size
         if not size:
             parts = {quickest: Evaluate(epoch=epoch)}
@@ -452,10 +451,10 @@ class Training:
     def _begin_checkpoint(
         self, writer: Rank, closed: list[Epoch], now_s: float, *, is_foreseen: bool
     ) -> WriteCheckpoint | None:
-        """The order to write a checkpoint of the committed round; None when it becomes none.
+        """The order to write a checkpoint of the committed round; None if it becomes none.
 
-        A round that ends an epoch unexpectedly, because ranks had overshot their targets, becomes a checkpoint anyway:
-        its result is there, with the writer's moments as they are now. Any other unplanned one waits for the next.
+        A round that ends an epoch unexpectedly, because ranks had overshot their targets, becomes a checkpoint with the
+        writer's present moments. Another unplanned checkpoint waits for the next round.
         """
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:
@@ -475,7 +474,7 @@ class Training:
     # Figures and state
 
     def throughput(self) -> tuple[float, float, float]:
-        """Samples per second, their bound without communication, and the part of the bound after calibration."""
+        """Samples per second, their bound without waits, and the fraction of the bound since calibration."""
         if self.started is None or self.committed is None:
             return 0.0, 0.0, 0.0
         late = self.calibrated if self.calibrated and self.calibrated.at_s < self.committed.at_s else self.started
@@ -488,7 +487,7 @@ class Training:
         )
 
     def snapshot(self) -> dict[str, object]:
-        """What a checkpoint keeps of the training, as plain values."""
+        """State for a checkpoint, as plain values."""
         policy = self.policy.to_json()
         return {
             "attempt": self.checkpoints.attempt,
@@ -513,7 +512,7 @@ class Training:
         return [record.device for record in self.members.values()]
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's `snapshot`."""
+        """Restores a checkpoint's `snapshot`. Raises `ValueError` if it is of another training."""
         size, kept_size = self.settings.dataset_size, self.ledger.extent.kept_size
         now = {"dataset_size": size, "epoch_size": kept_size, "seed": self.settings.seed}
         for name, value in now.items():

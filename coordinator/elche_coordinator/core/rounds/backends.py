@@ -1,4 +1,4 @@
-"""By which backend the ranks of a job average: asked for, or chosen by what all of them can do."""
+"""Choice of the backend for a job's averaging: the job's setting, or one that all ranks support."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ UNENCRYPTED = "hosts would average unencrypted: elche-worker --interface names a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend, and why it."""
+    """A backend with the reason of its choice."""
 
     backend: str
     reason: str
 
     @property
     def is_relayed(self) -> bool:
-        """True if ranks average through the coordinator, and so not while it is away."""
+        """True if ranks average through the coordinator, and so cannot while it is away."""
         return self.backend == "cpu"
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Choice:
 
 
 def choose_backend(asked: str, builds: dict[Rank, Build], num_hosts: int) -> Choice:
-    """What `asked` comes to for these ranks on so many hosts. Raises `ValueError` when that cannot be."""
+    """The backend for these ranks on `num_hosts` hosts. Raises `ValueError` if the one in `asked` cannot be used."""
     if asked not in BACKENDS:
         raise ValueError(f"unknown backend {asked!r}; known are {', '.join(BACKENDS[:-1])} and {BACKENDS[-1]}")
     obstacle = nccl_obstacle(builds)
@@ -42,7 +42,7 @@ def choose_backend(asked: str, builds: dict[Rank, Build], num_hosts: int) -> Cho
 
 
 def nccl_obstacle(builds: dict[Rank, Build]) -> str | None:
-    """Why the ranks cannot average by NCCL; None when they can."""
+    """Returns why the ranks cannot average over NCCL; None when they can."""
     first_rank, first = next(iter(builds.items()))
     owners: dict[str, Rank] = {}
     for rank, build in builds.items():

@@ -1,4 +1,4 @@
-"""The ranks of one generation: what they report of batches and rounds, and when a round is committed or given up."""
+"""One generation: its ranks' reports of batches and rounds, and the commit or giving up of rounds."""
 
 from collections import Counter
 from itertools import takewhile
@@ -22,13 +22,13 @@ from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
 
 MAX_GIVEN_UP = 5
-"""Rounds that may be given up one after the other; then the job fails."""
+"""Rounds given up in a row after which the job fails."""
 
 
 class Generation:
     """The ranks of one process group, and the rounds in which they average.
 
-    A change of membership is a new generation of the same training: no round of this one is open when that begins.
+    A change of membership makes a new generation of the same training, which begins when no round of this one is open.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Generation:
         self.id = generation
         self.members = members
         self.backend = backend
-        """By which its members average."""
+        """The backend over which its members average."""
         self.formed: dict[Rank, None] = {}
         """Members whose process group is built."""
         self.failure = ""
-        """Why its members could not meet, while it is found out whether they ever can; empty otherwise."""
+        """Reason for which its group could not form, while its members test their links; else empty."""
         self.abandoned: dict[Rank, None] | None = None
-        """Members that have said that nothing of it runs there any more; None unless it is being abandoned."""
+        """Members that have abandoned it; None unless it is being abandoned."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
         self.is_closing = False
-        """True if it announces no more rounds, since another generation is to go on."""
+        """True if it announces no more rounds, since another generation will take over."""
         self.num_given_up = 0
-        """Rounds that were given up."""
+        """Number of rounds given up."""
         self._given_up_in_a_row = 0
         self._training = training
         self._outbox = outbox
@@ -71,13 +71,13 @@ class Generation:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if nothing of it runs any more in any member that is there."""
+        """True if all present members have abandoned it."""
         return self.abandoned is not None and all(
             rank in self.abandoned or not record.is_present for rank, record in self.members.items()
         )
 
     def begin(self, now_s: float) -> None:
-        """Every member's process group stands: announces the next round, which is the first of all or goes on."""
+        """Announces the next round, once every member's process group stands."""
         training = self._training
         training.ride_out_s = 0.0 if self.backend.is_relayed else training.settings.ride_out_s
         if any(record.has_model for record in self.members.values()):
@@ -86,14 +86,14 @@ class Generation:
             self.scheduler.begin(now_s)
 
     def reopen(self, now_s: float) -> None:
-        """No other generation is to go on after all."""
+        """Goes on announcing rounds, since no other generation takes over after all."""
         if self.is_closing:
             self.is_closing = False
             if not self.rounds:
                 self.scheduler.plan_next(now_s)
 
     def resolve(self, num_rounds: int, now_s: float) -> Failure | None:
-        """Nothing of it runs any more: commits its first open rounds; the others never were."""
+        """Commits its first `num_rounds` open rounds, and drops the others, once all members have abandoned it."""
         for opened in self.rounds[:num_rounds]:
             if failure := self._commit(opened, now_s):
                 return failure
@@ -101,9 +101,9 @@ class Generation:
         return None
 
     def split(self) -> tuple[int, list[RankRecord]]:
-        """How many of its open rounds are to commit, and which present members then have another model.
+        """Returns the number of open rounds to commit, and the present members that then have another model.
 
-        Most members' model is kept, since none of the rounds is committed yet; of two as large groups, the newer one.
+        The model of most members is kept; of equally many, the newer one. Any could be, since none is committed yet.
         """
         there = present(self.members).values()
         levels = {record.rank: self._num_received(record.rank) for record in there}
@@ -116,7 +116,7 @@ class Generation:
 
     @property
     def is_torn(self) -> bool:
-        """True if some members have a round's result and others never will: it can make no more rounds."""
+        """True if some members have a round's result and others never will, so that it can make no more rounds."""
         return any(opened.results and opened.failures for opened in self.rounds)
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
@@ -125,10 +125,10 @@ class Generation:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
 
-    # Silence that is explained
+    # Duties
 
     def should_work(self, record: RankRecord) -> bool:
-        """True if the rank has a batch to make now: it has work, and waits for nobody."""
+        """True if the rank has a batch to make now: it has work, and waits for no other rank."""
         training = self._training
         overlaps = training.settings.averaging == "overlapped"
         trains = record.phase is RankPhase.TRAINING or (overlaps and record.phase is RankPhase.AVERAGING)
@@ -140,7 +140,7 @@ class Generation:
         return not is_limited and training.ledger.has_work(record.rank)
 
     def should_enter(self, record: RankRecord) -> bool:
-        """True if the rank has come to a round, by its steps or by the end of its work, and has not entered it."""
+        """True if the rank has reached a round, by its steps or the end of its work, and has not entered it."""
         if self._training.is_paused or record.phase is not RankPhase.TRAINING:
             return False
         opened = next((one for one in self.rounds if record.rank not in one.entered), None)
@@ -150,7 +150,7 @@ class Generation:
         return is_there or not self._training.ledger.has_work(record.rank)
 
     def is_averaging(self, record: RankRecord) -> bool:
-        """True if the rank is in a round that every member has entered, so that it waits for nobody any more."""
+        """True if the rank is in a round that every member has entered, so that it waits for no other rank to enter."""
         return self.scheduler.has_committed and any(
             record.rank in opened.entered
             and record.rank not in opened.results
@@ -158,10 +158,10 @@ class Generation:
             for opened in self.rounds
         )
 
-    # What members report
+    # Members' reports
 
     def on_batches(self, record: RankRecord, event: BatchesTrained, now_s: float) -> None:
-        """Takes in progress; revises the open round's targets when a rank has become faster or slower."""
+        """Records progress; revises the open round's targets when a rank has become faster or slower."""
         is_news = event.local_step > record.local_step
         record.on_batches(event.local_step, event.batch_ms, now_s)
         if event.gauges is not None and event.local_step >= record.local_step:
@@ -175,7 +175,7 @@ class Generation:
             self.scheduler.follow_progress(record, now_s)
 
     def _reached(self, event: RoundEntered | ResultReceived | RoundFailed, now_s: float) -> Round | None:
-        """The open round of an event; one that was granted is open when somebody speaks of it. None: it is neither."""
+        """The open round of an event; a granted round is opened by its first event. None: neither open nor granted."""
         if event.generation == self.id:
             self.scheduler.open_granted(event.round, now_s, is_told=self.abandoned is None)
         return self.open_round(event.round, event.generation)
@@ -218,7 +218,7 @@ class Generation:
             opened.told_header = opened.told_header or event.header
 
     def _commit(self, received: Round, now_s: float) -> Failure | None:
-        """Commits the first open round and plans the next one. Fails for one that must not be committed."""
+        """Commits the first open round and plans the next one. Returns a failure if it must not be committed."""
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
         failure = received.failure(allows_nonfinite=allows_nonfinite)
@@ -233,7 +233,9 @@ class Generation:
         return None
 
     def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> Failure | None:
-        """The rank will not receive a round's result. When none will, its work goes into the next one."""
+        """Records that the rank will not receive a round's result. If no member will, its work goes into the
+        next one.
+        """
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
             self._refuse(event, opened)
@@ -267,7 +269,7 @@ class Generation:
         self._outbox.refuse(event, state, why)
 
     def on_recalled(self, record: RankRecord, event: ReserveRecalled, now_s: float) -> None:
-        """The rank has given its reserve back."""
+        """Records the reserve that the rank has given back."""
         if not self._training.ledger.take_back(record.rank, event.num_samples):
             self._outbox.refuse(event, f"rank {record.rank} was not asked", "or it names what it has never had")
             return
@@ -277,15 +279,15 @@ class Generation:
     # Pausing
 
     def pause(self, hold: Hold) -> None:
-        """Ranks stop at the last announced round."""
+        """Has ranks stop at the last announced round."""
         was_paused = self._training.is_paused
         self._training.holds.add(hold)
         if not was_paused:
             self.scheduler.pause()
 
     def unpause(self, hold: Hold, now_s: float) -> None:
-        """Training goes on, unless something else holds it; an end that was decided meanwhile comes after the next
-        round is planned, which ends it.
+        """Has training go on, unless another hold remains. An early end that was decided meanwhile comes with the next
+        round, which is planned first.
         """
         was_paused = self._training.is_paused
         self._training.holds.discard(hold)

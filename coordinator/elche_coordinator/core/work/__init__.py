@@ -1,1 +1,1 @@
-"""Which samples are free, leased and committed."""
+"""The books of samples: free, leased and committed."""

@@ -1,4 +1,4 @@
-"""Sets of whole numbers as few sorted, disjoint, half-open intervals."""
+"""Sets of integers as sorted, disjoint, half-open intervals."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ Interval = tuple[int, int]
 
 
 class IntervalSet:
-    """A set of whole numbers, whose memory and time grow with its gaps, not with its size."""
+    """A set of integers, whose memory and time grow with its gaps, not its size."""
 
     __slots__ = ("_parts",)
     __hash__ = None  # type: ignore[assignment]  # it changes
@@ -32,11 +32,11 @@ class IntervalSet:
 
     @property
     def size(self) -> int:
-        """How many numbers are in it."""
+        """Number of integers in it."""
         return sum(end - start for start, end in self._parts)
 
     def add(self, start: int, end: int) -> None:
-        """Adds [start, end). Raises `ValueError` when a number is there already: nothing is counted twice."""
+        """Adds [start, end). Raises `ValueError` if any number is in the set already."""
         if start >= end:
             return
         index = bisect_left(self._parts, (start, end))
@@ -56,7 +56,7 @@ class IntervalSet:
         return self._end_of(number) is not None
 
     def end_of(self, number: int) -> int:
-        """Where the interval that has the number ends. Raises `ValueError` when none has."""
+        """End of the interval with the number. Raises `ValueError` if it is not in the set."""
         end = self._end_of(number)
         if end is None:
             raise ValueError(f"{number} is not there")

@@ -1,4 +1,4 @@
-"""Who has which samples: free, leased, processed, committed. Every sample is booked exactly once."""
+"""The ledger: which samples are free, leased, processed or committed. Every sample is booked exactly once."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class RankLeases:
     processed: int = 0
     """Samples before this position are trained, as reported."""
     permitted: int = 0
-    """Samples before this position may be trained; those after it are in reserve, for when the coordinator is away."""
+    """Samples before this position may be trained; those after it are in reserve, for an absent coordinator."""
 
     @property
     def end(self) -> int:
@@ -40,15 +40,15 @@ class RankLeases:
         return self.first + sum(lease.size for lease in self.leases)
 
     def remainders(self) -> Iterator[Lease]:
-        """What is not committed, lease by lease."""
+        """Uncommitted parts of the leases."""
         return self.parts(self.committed, self.end)
 
     def reserve(self) -> Iterator[Lease]:
-        """What is in reserve, lease by lease."""
+        """Parts of the leases in reserve."""
         return self.parts(self.permitted, self.end)
 
     def parts(self, start: int, end: int) -> Iterator[Lease]:
-        """What lies between two positions, lease by lease."""
+        """Parts of the leases between two positions."""
         after = self.first
         for lease in self.leases:
             at, after = after, after + lease.size
@@ -61,7 +61,7 @@ class RankLeases:
                 yield Lease(id=lease.id, epoch=lease.epoch, offset=lease.offset + first - at, size=last - first)
 
     def cut_off(self, position: int) -> list[Lease]:
-        """Takes away what lies after a position; returns it."""
+        """Removes and returns the leases after a position."""
         taken, kept = list(self.parts(position, self.end)), list(self.parts(self.first, position))
         self.leases = deque(kept)
         return taken
@@ -70,8 +70,8 @@ class RankLeases:
 class Ledger:
     """The books of one job. Slices move free -> leased -> committed; a lost rank's uncommitted ones go back.
 
-    Every method leaves each epoch's positions in exactly one place; what would not raises `ValueError` and
-    changes nothing.
+    Every method keeps each position of an epoch in exactly one place; one that cannot raises `ValueError` and changes
+    nothing.
     """
 
     def __init__(
@@ -81,20 +81,22 @@ class Ledger:
         self.num_epochs = extent.num_epochs
         self.rank_leases: dict[Rank, RankLeases] = {}
         self.recalled: dict[Rank, None] = {}
-        """Ranks whose reserve is wanted back, and which have not answered: they get nothing more until then."""
+        """Ranks whose reserve was recalled and that have not answered: they get no further leases until then."""
         self.is_stopped = False
-        """True if nothing more is leased: what is leased is trained, and then the job is complete."""
+        """True if nothing more is leased, so that the job is complete once the present leases are trained."""
         self._batch_sizes = dict(batch_sizes or {})
-        """Of ranks whose batches are not the job's."""
+        """Batch sizes of ranks that differ from the job's."""
         self._shards = shards
         self._cursors: dict[tuple[Rank, Epoch], int | None] = {}
-        """Where in its shard each rank goes on."""
+        """Position in its shard at which each rank goes on."""
         self._books: dict[Epoch, EpochBook] = {}
         self._cut_short: EpochBook | None = None
-        """Of the last epoch, when `max_steps` has ended it before its end: a job that goes on has the rest to train."""
+        """Committed parts of a last epoch that `max_steps` has cut short: a job that resumes with more trains
+        the rest.
+        """
         self._next_lease = 1
         self.epoch = Epoch(0)
-        """The first epoch that is not complete; `num_epochs` when all are."""
+        """The first incomplete epoch; `num_epochs` if all are complete."""
 
     @property
     def dropped_size(self) -> int:
@@ -103,7 +105,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """True if all that is to be trained is committed."""
+        """True if all samples to be trained are committed."""
         if self.is_stopped:
             return not any(leases.committed < leases.end for leases in self.rank_leases.values())
         return self.epoch >= self.num_epochs
@@ -117,7 +119,7 @@ class Ledger:
         return self.extent.epoch_size(epoch)
 
     def book(self, epoch: Epoch) -> EpochBook:
-        """The books of an epoch, opened when first asked for."""
+        """The books of an epoch, created at the first use."""
         if epoch not in self._books:
             self._books[epoch] = EpochBook(IntervalSet([(0, self.size(epoch))]))
         return self._books[epoch]
@@ -127,11 +129,11 @@ class Ledger:
         return dict(self._books)
 
     def free_samples(self, epoch: Epoch) -> int:
-        """Samples of the epoch that no rank is to train now: those in reserve count as free."""
+        """Number of free samples of the epoch, including those in reserve."""
         return self.book(epoch).free.size + self.reserved_samples(epoch) if self._has_free(epoch) else 0
 
     def free_batches(self, epoch: Epoch) -> int:
-        """Batches that the epoch's free samples make, those in reserve included; a gap between them ends a batch."""
+        """Number of batches of the epoch's free samples, including those in reserve; a gap ends a batch."""
         parts = self.book(epoch).free if self._has_free(epoch) else ()
         reserved = self._reserved(epoch) if parts or self._has_free(epoch) else ()
         return sum(self.num_batches(end - start) for start, end in parts) + sum(map(self.num_batches, reserved))
@@ -167,7 +169,7 @@ class Ledger:
 
     @property
     def num_begun(self) -> int:
-        """Epochs up to the last one of which something is committed."""
+        """Number of epochs up to the last one with committed samples."""
         begun = (epoch + 1 for epoch, book in self._books.items() if book.committed)
         return min(self.num_epochs, max(self.epoch, *begun, 0))
 
@@ -181,7 +183,7 @@ class Ledger:
         return self.total_committed() + sum(max(0, one.processed - one.committed) for one in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
-        """The rank's leased batches that are not committed: up to the last one of the open epoch, and all."""
+        """Numbers of the rank's uncommitted batches: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
         leases = self.rank_leases.get(rank)
         size = self._batch_sizes.get(rank, self.extent.batch_size)
@@ -197,29 +199,29 @@ class Ledger:
         return leases is not None and leases.processed < leases.permitted
 
     def set_batch_size(self, rank: Rank, size: int) -> None:
-        """The rank's batches have so many samples."""
+        """Sets the rank's batch size."""
         self._batch_sizes[rank] = size
 
     def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
-        """Batches that so many samples of one slice make, of the job's batch size or of a rank's."""
+        """Number of batches of `num_samples` of one slice, by the job's batch size or a rank's."""
         size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)
         return -(-num_samples // size)
 
     def in_flight(self, rank: Rank, num_batches: int) -> list[Lease]:
-        """The rank's next batches after what it has reported as trained."""
+        """Leases of the rank's next `num_batches` batches after those reported as trained."""
         leases = self.rank_leases.get(rank, RankLeases())
         size = num_batches * self._batch_sizes.get(rank, self.extent.batch_size)
         return list(leases.parts(leases.processed, leases.processed + size))
 
     def grant(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
-        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first, behind what it has.
-        Raises `ValueError` for a rank with a reserve: that comes first.
+        """Leases up to `num_samples` free samples of the epoch to the rank, lowest positions first. Raises `ValueError`
+        if the rank has a reserve, which it must train first.
         """
         if not self._has_free(epoch) or num_samples <= 0:
             return []
         leases = self.rank_leases.setdefault(rank, RankLeases())
         if leases.permitted < leases.end:
-            raise ValueError(f"rank {rank} has samples in reserve, which it is to train first")
+            raise ValueError(f"rank {rank} has samples in reserve, which it must train first")
         handed = [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
         leases.permitted = leases.end
         return handed
@@ -227,15 +229,15 @@ class Ledger:
     # The reserve (protocol P16.3)
 
     def reserve(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Lease]:
-        """Leases up to `num_samples` free samples to the rank for its reserve: it trains them when `permit` says so, or
-        while the coordinator is away.
+        """Leases up to `num_samples` free samples to the rank as its reserve, to be trained after `permit`, or while
+        the coordinator is away.
         """
         if not self._has_free(epoch) or num_samples <= 0:
             return []
         return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
 
     def permit(self, rank: Rank, num_samples: int) -> int:
-        """Lets the rank train up to so many samples of its reserve; returns how many it has got."""
+        """Permits up to `num_samples` of the rank's reserve, in whole batches; returns the number permitted."""
         leases = self.rank_leases.get(rank)
         if leases is None or num_samples <= 0:
             return 0
@@ -247,15 +249,15 @@ class Ledger:
         return leases.permitted - before
 
     def recall(self, rank: Rank) -> bool:
-        """Wants the rank's reserve back; False when that is under way."""
+        """Recalls the rank's reserve; returns False if that is under way."""
         was_recalled = rank in self.recalled
         self.rank_leases.setdefault(rank, RankLeases())
         self.recalled[rank] = None
         return not was_recalled
 
     def take_back(self, rank: Rank, position: int) -> bool:
-        """The rank keeps what lies before the position, and the rest is free; False when that was not asked for, or is
-        no position that it can name.
+        """Frees the rank's leases after the position; returns False if they were not recalled, or the position is
+        invalid.
         """
         leases = self.rank_leases.get(rank)
         if leases is None or rank not in self.recalled or not leases.permitted <= position <= leases.end:
@@ -267,7 +269,7 @@ class Ledger:
         return True
 
     def is_recalled(self, rank: Rank) -> bool:
-        """True if the rank's reserve is wanted back, and it has not answered."""
+        """True if the rank's reserve was recalled, and it has not answered."""
         return rank in self.recalled
 
     @property
@@ -276,7 +278,7 @@ class Ledger:
         return any(leases.permitted < leases.end for leases in self.rank_leases.values())
 
     def reserve_of(self, rank: Rank) -> int:
-        """Samples that the rank has in reserve."""
+        """Number of samples that the rank has in reserve."""
         leases = self.rank_leases.get(rank)
         return leases.end - leases.permitted if leases is not None else 0
 
@@ -289,7 +291,7 @@ class Ledger:
         return taken
 
     def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
-        """Leases exactly this slice. Raises `ValueError` when it is not free."""
+        """Leases exactly this slice. Raises `ValueError` if it is not free."""
         if not self._has_free(epoch):
             raise ValueError(f"there is no epoch {epoch} to lease of")
         self.book(epoch).free.remove(offset, offset + size)
@@ -304,19 +306,21 @@ class Ledger:
         return lease
 
     def bounds(self, rank: Rank) -> tuple[int, int]:
-        """Between which positions the rank's next cut must lie."""
+        """The positions between which the rank's next cut must lie."""
         leases = self.rank_leases.get(rank, RankLeases())
         return leases.committed, leases.end
 
     def set_processed(self, rank: Rank, num_samples: int) -> None:
-        """The rank reports how many samples of its leases it has trained. Old news changes nothing."""
+        """Records the number of samples of its leases that the rank has trained. Ignores old news."""
         leases = self.rank_leases.get(rank)
         if leases is not None:
             leases.processed = min(max(leases.processed, num_samples), leases.end)
             leases.permitted = max(leases.permitted, leases.processed)  # begun while the coordinator was away
 
     def commit(self, rank: Rank, cut: int) -> list[Lease]:
-        """Books the rank's samples before `cut`, counted since its incarnation began; returns what is new, in order."""
+        """Books the rank's samples before `cut`, counted since its incarnation began; returns the new ones,
+        in order.
+        """
         leases = self.rank_leases.setdefault(rank, RankLeases())
         if not leases.committed <= cut <= leases.end:
             raise ValueError(
@@ -336,7 +340,7 @@ class Ledger:
         return booked
 
     def release(self, rank: Rank) -> int:
-        """Frees the uncommitted leases of a lost rank; returns how many samples they have."""
+        """Frees the uncommitted leases of a lost rank; returns their number of samples."""
         self.recalled.pop(rank, None)
         leases = self.rank_leases.pop(rank, None)
         if leases is None:
@@ -347,7 +351,7 @@ class Ledger:
         return sum(part.size for part in parts)
 
     def close_epochs(self) -> list[Epoch]:
-        """The epochs that are complete and were not before, in order."""
+        """Closes and returns newly complete epochs, in order."""
         closed = []
         while self.epoch in self._books and self._books[self.epoch].committed.size == self.size(self.epoch):
             book = self._books.pop(self.epoch)
@@ -380,7 +384,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `to_json`: what was committed stays so, all else is free. Only for a new ledger."""
+        """Restores `to_json`: committed samples stay so, all others are free. Only for a new ledger."""
         self.epoch = Epoch(whole_number(state["epoch"], "epoch"))
         for epoch, book in state["books"].items():
             if int(epoch) >= self.num_epochs:

@@ -1,4 +1,4 @@
-"""Rounds as an earlier run of the job recorded them, to be made again: the same samples, the same steps."""
+"""Replay of the rounds that an earlier run of the job recorded, with the same samples and steps."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from elche_coordinator.core.work.ledger import Ledger
 
 
 class Replay:
-    """What is left of a recording. Raises `ValueError`, naming the round, when it does not fit the job."""
+    """The rest of a recording. Raises `ValueError`, naming the round, if it does not fit the job."""
 
     def __init__(self, rounds: tuple[RecordedRound, ...], ranks: Sequence[Rank], ledger: Ledger) -> None:
         self._ranks = ranks
@@ -30,7 +30,7 @@ class Replay:
         self._check(ledger)
 
     def _check(self, ledger: Ledger) -> None:
-        """Leases all that is left in a copy of the books."""
+        """Checks that the rest can be leased, in a copy of the books."""
         copy = Ledger(ledger.extent)
         copy.restore(ledger.to_json())
         for index in range(self._next, len(self._rounds)):
@@ -41,7 +41,7 @@ class Replay:
                 raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
 
     def _skip(self, num_samples: int) -> int:
-        """The first round after so many samples."""
+        """Index of the first round after `num_samples` samples."""
         index, total = 0, 0
         while total < num_samples and index < len(self._rounds):
             total += self._rounds[index].num_samples
@@ -58,7 +58,7 @@ class Replay:
         return self._next >= len(self._rounds)
 
     def begin(self) -> dict[Rank, RankPart]:
-        """The round that is to be announced: what each rank brings into it."""
+        """Begins the next round; returns each rank's part in it."""
         self._next += 1
         return self._parts(self._next - 1)
 
@@ -66,7 +66,7 @@ class Replay:
         return by_rank(self._ranks, self._rounds[index].parts)
 
     def lease(self, ledger: Ledger, *, num_more: int) -> list[tuple[Rank, Lease]]:
-        """Leases what the announced rounds need, and what `num_more` rounds after them do."""
+        """Leases the samples of the announced rounds and of `num_more` rounds after them."""
         leases = []
         while self._leased < min(self._next + num_more, len(self._rounds)):
             for rank, part in self._parts(self._leased).items():

@@ -1,4 +1,4 @@
-"""Which samples of a sharded data set a rank gets next: it reads a shard to its end before it begins another."""
+"""Leasing of a sharded data set: a rank reads a shard to its end before it begins another."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -8,8 +8,8 @@ from elche_coordinator.core.work.intervals import Interval, IntervalSet
 
 
 class Shards:
-    """Positions of an epoch, shard after shard. Whoever needs more begins the next untouched shard, in an order that
-    the seed and the epoch shuffle; when all are begun, it takes of the one with the most left.
+    """Positions of an epoch, shard after shard. A rank that needs more begins the next untouched shard, in an order
+    shuffled by seed and epoch; when all are begun, it takes from the one with the most left.
     """
 
     def __init__(self, sizes: tuple[int, ...], seed: int) -> None:
@@ -17,10 +17,10 @@ class Shards:
         self._sizes = sizes
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
-        """What is left of each epoch's order, the next shard last."""
+        """Untouched shards of each epoch, the next one last."""
 
     def take(self, free: IntervalSet, epoch: int, size: int, cursor: int | None) -> tuple[list[Interval], int | None]:
-        """Removes `size` free positions, or all there are, going on at the cursor; returns them, and the new cursor."""
+        """Removes up to `size` free positions, beginning at the cursor; returns them, and the new cursor."""
         taken: list[Interval] = []
         while size > 0 and free:
             if cursor is None or not free.contains(cursor):
