@@ -1,4 +1,4 @@
-"""Who may call what: clients and agents present a token, ranks the secret of their session."""
+"""Authentication and authorisation of calls: clients and agents present a token, ranks the secret of their session."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
@@ -33,34 +33,33 @@ from elche_coordinator.tokens import Grant, Tokens
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
 HEARD = "elche-heard"
-"""Metadata key of the number of the last message that a rank has heard; absent: it will open no second stream."""
+"""Metadata key of the number of the last message that a rank has received; absent: it opens no second stream."""
 STORE = "elche-store"
-"""Metadata key of the coordinator's store that a rank has been with; absent: none yet."""
+"""Metadata key of the id of the coordinator's store to which a rank was connected; absent: none yet."""
 
 OWN_SERVICES = "/elche.v1."
-"""Begins the methods of this project's services."""
+"""Prefix of the methods of this project's services."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 FIELDS = ("job_id", "host", "id", "name")
-"""Which field of a request says what it is about."""
+"""Fields that name a request's object, in the order in which they are tried."""
 
 
 class Credentials:
-    """Tells callers by what they present: the coordinator's own token, one that was made with `elche token`, or a
-    certificate.
+    """Identifies callers by the coordinator's own token, one made with `elche token`, or a certificate.
 
-    Where neither an own token nor certificates are asked for, the coordinator listens on loopback, and whoever reaches
-    it may do everything.
+    If neither an own token nor certificates are required, the coordinator listens on loopback only, and any caller may
+    do everything.
     """
 
     def __init__(self, own: str, tokens: Tokens, *, asks_certificates: bool = False) -> None:
         self._own = own
         self._tokens = tokens
         self.are_needed = bool(own) or asks_certificates
-        """True if callers must present something."""
+        """True if callers must present a token or certificate."""
 
     def find(self, authorization: str, uris: Iterable[bytes] = ()) -> tuple[Caller, Grant | None]:
-        """Who presents this header or a certificate with these names, and the grant if it is a token that was made.
+        """The caller that presents this header or a certificate with these names, and the grant of a made token.
         A token counts more than a certificate. Raises `NotAllowed`.
         """
         if not self.are_needed or (self._own and is_bearer(authorization, self._own)):
@@ -83,7 +82,7 @@ class Credentials:
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents call what their version speaks and their token's role allows, and notes in the audit log
     what they change. Ranks present their own secrets instead; `authenticate` raises an `ElcheError` for a wrong one.
-    Nothing is read of a message of who is not let in.
+    Messages of refused callers are not read.
     """
 
     def __init__(
@@ -116,14 +115,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler is None:
             return None
         if method not in NEEDED:
-            # A stream's handler asks for the secret before it reads a message; and anybody may ask for the health.
+            # A stream's handler checks the secret before it reads a message; the health check is open to all.
             is_ranks = method.startswith(OWN_SERVICES) and not handler.request_streaming
             return self._of_rank(handler) if is_ranks else handler
         return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
     async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
-        """Sets `CALLER`; the grant of its token, if it was made. Ends the call of who may not make it, has too many
-        open or has used too much of the processor; it counts as open `during` this.
+        """Sets `CALLER` and returns the grant of a made token. Ends the call if the caller may not make it, has too
+        many open, or has used too much processor time; the call counts as open within `during`.
         """
         given = dict(context.invocation_metadata() or ())
         uris = context.auth_context().get("peer_uri", ())
@@ -146,7 +145,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return grant
 
     def _of_rank(self, handler: Any) -> Any:
-        """The handler of a rank's call, which first looks at its secret."""
+        """Wraps the handler of a rank's call with the check of its secret."""
 
         async def respond(sent: Any, context: Context) -> Any:
             async with answering(context):
@@ -165,7 +164,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
 
     def _single(self, handler: Any, method: str) -> Any:
-        """The handler of one response."""
+        """Wraps a handler with one response."""
         inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
 
         async def respond(sent: Any, context: Context) -> Any:
@@ -185,7 +184,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return make(respond, None, None)
 
     async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
-        """The answer, unless the token ends before."""
+        """The response, unless the token expires or is revoked before."""
         answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
         try:
             await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,7 +211,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             self._audit.note(CALLER.get(), method.rpartition("/")[2], what or made, context.peer(), outcome)
 
     def _streamed(self, handler: Any, method: str) -> Any:
-        """The handler of a stream of responses, which ends with the caller's token."""
+        """Wraps a handler with a stream of responses, which ends with the caller's token."""
         inner = handler.stream_stream or handler.unary_stream
 
         async def stream(sent: Any, context: Context) -> None:
@@ -236,7 +235,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return make(stream, None, handler.response_serializer)
 
     async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str) -> bool:
-        """Sends the responses; False when the caller takes nothing for too long."""
+        """Sends the responses; returns False if the caller takes none for too long."""
         async for response in responses:
             try:
                 async with asyncio.timeout(self._take_s) as taking:
@@ -269,7 +268,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 def _payer(caller: Caller, method: str) -> str:
-    """Whose processor time a call takes; empty: nobody's, as those of agents, which are there to be heard."""
+    """The caller that is charged for a call's processor time; empty: none, as for agents."""
     return "" if NEEDED[method] is Role.AGENT else caller.name
 
 
@@ -282,8 +281,8 @@ async def _at_once() -> None:
 
 
 def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
-    """The request, or stream of requests, each after a `pause`. Read only now: to read and validate what just anybody
-    sends takes time.
+    """The request, or stream of requests, each after a `pause`. Parsed only after authentication, since parsing and
+    validating cost time.
     """
     if not handler.request_streaming:
         return handler.request_deserializer(sent)
@@ -309,6 +308,6 @@ def authenticated(driver: Driver, context: Context) -> Address:
 
 
 def num_heard_of(context: Context) -> int | None:
-    """The number of the last message that the caller has heard; None when it will open no second stream."""
+    """The number of the last message that the caller has received; None if it will open no second stream."""
     heard = str(dict(context.invocation_metadata() or ()).get(HEARD, ""))
     return min(int(heard), 2**53) if heard.isascii() and heard.isdigit() else None

@@ -1,4 +1,4 @@
-"""What agents are asked for beside the core's commands: files of their hosts, and measurements of links."""
+"""Orders to agents beside the core's commands: delivery of files, and measurements of links."""
 
 from elche.v1 import agent_pb2
 from elche_coordinator.core.coordinator import Coordinator
@@ -25,19 +25,19 @@ class Agents:
         return self._core.hosts()
 
     def hosts_of(self, view: JobView) -> list[AgentId]:
-        """The connected hosts that may have what the job's ranks have written."""
+        """The connected hosts that may have the output of the job's ranks."""
         places = dict.fromkeys((AgentId(rank.agent_id), rank.folder) for rank in view.ranks)
         return list(dict.fromkeys(one for place in places for one in self.holders(view.job_id, *place)))
 
     def ask(self, agent_id: AgentId, order: agent_pb2.AttendResponse) -> bool:
-        """Sends an agent an order. False when it is not connected."""
+        """Sends an agent an order. Returns False if it is not connected."""
         if not self._is_connected(agent_id):
             return False
         self._streams.agents[agent_id].pass_on(order)
         return True
 
     def ask_for_model(self, job_id: str, result: JobResult, transfer: str, *, best: bool = False) -> bool:
-        """Asks a host with the final, or best, model of a job that has ended to deliver it. False when none is
+        """Asks a host with the final, or best, model of an ended job to deliver it. Returns False if none is
         connected.
         """
         holders = self.holders(job_id, AgentId(result.model_agent_id), result.model_folder)

@@ -1,4 +1,4 @@
-"""Who did what: one line of JSON for each call that changed something or was refused for want of a role."""
+"""The audit log: one line of JSON for each call that changed something or was refused for lack of a role."""
 
 import json
 import logging
@@ -17,15 +17,15 @@ MAX_BYTES = 10 << 20
 NUM_OLDER = 4
 """Older files that are kept, as audit.jsonl.1 and so on."""
 MAX_TEXT = 300
-"""Characters of one text in a line."""
+"""Most characters of one text in a line."""
 MAX_REFUSALS = 60
-"""Lines an hour on what one caller was refused; the rest is counted. So none pushes others' lines out of the files."""
+"""Lines per hour on refusals of one caller; more are only counted, so that no caller displaces others' lines."""
 HOUR_S = 3600
 
 
 class _File(RotatingFileHandler):
     def handleError(self, record: LogRecord) -> None:  # noqa: N802
-        """What cannot be written is in the coordinator's log at least."""
+        """Logs an error of writing to the coordinator's log."""
         log.error("audit.jsonl cannot be written: %s", record.getMessage())
 
 
@@ -37,10 +37,10 @@ class Audit:
         self._now = now
         self._hour = 0
         self._refusals: Counter[Caller] = Counter()
-        """Of each caller, in this hour."""
+        """Refusals of each caller in this hour."""
 
     def note(self, caller: Caller, call: str, what: str, peer: str, outcome: str) -> None:
-        """Adds a line; `what` is the job, host or token that the call was about."""
+        """Adds a line; `what` is the job, host or token of the call."""
         if (hour := int(self._now() // HOUR_S)) != self._hour:
             refusals, self._refusals, self._hour = self._refusals, Counter(), hour
             for one, num in refusals.items():
@@ -68,7 +68,7 @@ class Audit:
 
 
 def _short(text: str) -> str:
-    """Its beginning, of which JSON makes no more than twice the characters that a text may have."""
+    """The text's beginning, so that its JSON has at most twice `MAX_TEXT` characters."""
     text = text[:MAX_TEXT]
     while len(json.dumps(text)) > 2 * MAX_TEXT:
         text = text[: len(text) * 3 // 4]

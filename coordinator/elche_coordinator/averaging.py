@@ -1,9 +1,9 @@
 """Averaging through the coordinator: collective operations, relayed chunk by chunk without holding a model.
 
-All members of a round send the same operations in the same order. An operation is answered when every member's part
-has arrived, before the next one is read. So a round needs a few chunks of memory per member, whatever the size of the
-model, and sums are added in rank order, which makes them reproducible. The round is complete when every member has
-sent that it has everything. If a member is lost or a transfer stalls before, the round is aborted on all members.
+All members of a round send the same operations in the same order. An operation is answered when every member's part has
+arrived, before the next one is read. So a round needs a few chunks of memory per member, whatever the model's size, and
+parts are added in rank order, so that sums are reproducible. The round is complete when every member has confirmed that
+it has everything. If a member is lost or a transfer stalls before, the round is aborted on all members.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from elche.v1 import averaging_pb2
 from elche_coordinator.core.messages.ids import Attempt, JobId, RoundId
 
 STALL_S = 30.0
-"""How long a member may send or receive nothing once all members have joined."""
+"""Seconds for which a member may send or receive nothing once all members have joined."""
 MAX_PART_BYTES = 1 << 20
 QUEUE_PARTS = 4
 """Parts of one member that may wait, in each direction."""
@@ -52,7 +52,7 @@ class Member:
         return await self._parts.get()
 
     async def put_answer(self, answer: bytes) -> None:
-        """Adds an answer for the stream; waits while the queue is full. Dropped when the member has left."""
+        """Adds an answer for the stream; waits while the queue is full. Drops it if the member has left."""
         if not self._is_gone:
             await self._answers.put(answer)
 
@@ -79,7 +79,7 @@ class RelayRound:
 
     def __init__(self, size: int, stall_s: float, pool: ThreadPoolExecutor) -> None:
         self.reason = ""
-        """Why the round was aborted; empty when it was not."""
+        """The reason why the round was aborted; empty if it was not."""
         self.is_complete = False
         self.ended = asyncio.Event()
         self._members: list[Member | None] = [None] * size
@@ -98,7 +98,7 @@ class RelayRound:
         return member
 
     def most_bytes(self, part: Part) -> int:
-        """The longest part that is taken. An answer is bounded as a part is, and what is gathered has all parts."""
+        """Bound on the size of a part. An answer has the same bound, and a gathered one contains all parts."""
         is_gathered = part.operation == averaging_pb2.OPERATION_GATHER
         return max(1, MAX_PART_BYTES // len(self._members)) if is_gathered else MAX_PART_BYTES
 
@@ -204,7 +204,7 @@ class Averager:
         return relays[round_id]
 
     async def is_complete(self, job_id: JobId, round_id: RoundId) -> bool:
-        """Waits for the round to end. Whether all members have everything; False for an unknown round."""
+        """Waits for the round to end. Returns True if all members have everything; False for an unknown round."""
         relay = self._relays.get(job_id, OrderedDict()).get(round_id)
         if relay is None:
             return False
@@ -212,13 +212,13 @@ class Averager:
         return relay.is_complete
 
     def begin(self, job_id: JobId, attempt: Attempt) -> None:
-        """An attempt of the job forms a group: rounds of those before it are forgotten, whose ids are used again."""
+        """Forgets rounds of earlier attempts, whose ids are reused, when an attempt of the job forms a group."""
         if self._attempts.setdefault(job_id, attempt) != attempt:
             self.drop(job_id)
             self._attempts[job_id] = attempt
 
     def give_up(self, job_id: JobId) -> None:
-        """Aborts the rounds of a job that run: their generation is abandoned."""
+        """Aborts the open rounds of a job, whose generation is abandoned."""
         for relay in self._relays.get(job_id, OrderedDict()).values():
             if not relay.ended.is_set():
                 relay.abort("the generation was given up")

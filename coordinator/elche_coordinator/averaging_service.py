@@ -26,7 +26,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
         driver.on_performed(self._follow)
 
     def _follow(self, command: SessionCommand, _: str) -> None:
-        """Nobody waits in a round whose generation is given up, or in one of an earlier attempt."""
+        """Aborts rounds whose generation is abandoned, and rounds of earlier attempts."""
         match command:
             case SendAbandon():
                 self._averager.give_up(command.job_id)

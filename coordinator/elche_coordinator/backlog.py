@@ -1,7 +1,6 @@
-"""What has come on streams and is not durable yet: it is held in memory, so who has much of it is read no further.
+"""Back-pressure: messages of streams that are not durable yet are held in memory, so streams with many are not read.
 
-While a disk or a database is slow or away, gRPC then has them wait with what they want to say, as it does for any
-reader that is slow.
+While a disk or database is slow, gRPC's flow control then makes the senders wait.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from google.protobuf.message import Message
 from elche_coordinator.budgets import MAX_UNWRITTEN_BYTES, MAX_UNWRITTEN_BYTES_OF_STREAM, MIN_UNWRITTEN_BYTES_OF_STREAM
 
 EVENT_BYTES = 512
-"""What an event takes besides its message, about."""
+"""Approximate size of an event without its message."""
 
 
 class Backlog:
@@ -21,14 +20,14 @@ class Backlog:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Hashable, int]] = deque()
-        """The number of the event after which a message is durable, its stream, and its bytes."""
+        """(number of the event with which a message becomes durable, its stream, its bytes)."""
         self._of_stream: Counter[Hashable] = Counter()
         self._num_bytes = 0
         self._has_changed = asyncio.Event()
 
     def add(self, stream: Hashable, message: Message, number: int) -> bool:
-        """A stream's message has come, which is durable with the event of that number. False when no more of the stream
-        is to be read until there is `room` for it.
+        """Adds a stream's message, which becomes durable with the event of that number. Returns False if the stream
+        must not be read until there is `room`.
         """
         num_bytes = EVENT_BYTES + message.ByteSize()
         self._waiting.append((number, stream, num_bytes))
@@ -37,7 +36,7 @@ class Backlog:
         return not self._is_much(stream)
 
     async def room(self, stream: Hashable) -> None:
-        """Waits until more of the stream may be read."""
+        """Waits until the stream may be read."""
         while self._is_much(stream):
             self._has_changed.clear()
             await self._has_changed.wait()
@@ -53,7 +52,7 @@ class Backlog:
         self._has_changed.set()
 
     def _is_much(self, stream: Hashable) -> bool:
-        """Of the stream; or of all, and not very little of the stream: nobody waits for what others have sent."""
+        """True if the stream has too much, or all together have and the stream more than a little."""
         held = self._of_stream[stream]
         is_much_of_all = self._num_bytes > MAX_UNWRITTEN_BYTES and held > MIN_UNWRITTEN_BYTES_OF_STREAM
         return held > MAX_UNWRITTEN_BYTES_OF_STREAM or is_much_of_all

@@ -1,7 +1,6 @@
-"""Copies of a coordinator's folder: made while it runs, and put back where none is.
+"""Backups of a coordinator's folder, made while it runs.
 
-A copy has the database as it was at one moment, and the folders that were sent. What is shown of the past (charts,
-timelines, journals, the audit log) is not in it.
+A backup has the database as of one moment, and the jobs' folders; not charts, timelines, journals and the audit log.
 """
 
 import json
@@ -24,7 +23,7 @@ BUNDLES = "bundles"
 
 
 def back_up(data: Path, to: Path) -> str:
-    """Copies a coordinator's folder into a new one, which is there when it is whole. A line that says what it has.
+    """Copies a coordinator's folder into a new one, which appears when it is complete. Returns a line on its contents.
     Raises `CannotStart`.
     """
     if not (data / DATABASE).is_file():
@@ -50,7 +49,7 @@ def back_up(data: Path, to: Path) -> str:
 
 
 def restore(backup: Path, data: Path) -> str:
-    """Puts a copy where no coordinator is. A line that says what follows. Raises `CannotStart`."""
+    """Restores a backup into a folder without a coordinator. Returns a line on the next steps. Raises `CannotStart`."""
     if not (backup / DATABASE).is_file():
         raise CannotStart(f"{backup} is no backup: it has no {DATABASE}")
     try:
@@ -79,13 +78,13 @@ def _copy_bundles(source: Path, target: Path) -> None:
     for path in sorted(source.glob(f"*{WHOLE}")):
         try:
             shutil.copyfile(path, target / path.name)
-        except FileNotFoundError:  # no job needs it any more, and it was removed meanwhile
+        except FileNotFoundError:  # removed meanwhile, since no job needs it
             continue
         os.utime(target / path.name)
 
 
 def _contents(path: Path) -> tuple[int, str]:
-    """How many jobs a database has, and the revision of its tables. Raises `CannotStart` for a damaged one."""
+    """The number of jobs in a database, and the revision of its tables. Raises `CannotStart` if it is damaged."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
         (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":

@@ -1,4 +1,4 @@
-"""Budgets: how much of one thing each caller has at once, and all together. Asked where calls and requests come in."""
+"""Budgets: bounds on resources that each caller, and all together, use at once. Checked where calls arrive."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from elche.errors import TooMuch
 
 MAX_REQUESTS = 96
-"""HTTP requests with a token that are answered at once; fewer than there may be connections, which others need, too."""
+"""HTTP requests with a token that are served at once; fewer than connections, which requests without one need, too."""
 MAX_REQUESTS_OF_CALLER = 32
 MAX_CALLS = 8192
-"""Calls of gRPC that are open at once, but for those of agents and ranks."""
+"""gRPC calls that are open at once, except those of agents and ranks."""
 MAX_CALLS_OF_CALLER = 512
 FILE_CALLS = frozenset({"FetchModel", "FetchTimeline", "FetchJournal", "UploadBundle"})
 """Calls that hold parts of files in memory."""
@@ -20,27 +20,25 @@ MAX_LOGS = 1024
 """Logs of ranks that are read at once; each needs a stream from its host, which has a bound of its own."""
 MAX_LOGS_OF_CALLER = 96
 MAX_ANNOUNCED_BYTES_OF_CALLER = 1 << 30
-"""Whole sizes of the folders that one caller is sending."""
+"""Bytes of the folders that one caller is uploading."""
 MAX_UNWRITTEN_BYTES = 64 << 20
-"""Of messages that have come on all streams of agents and ranks and are not durable; with more, who has sent much of it
-is read no further.
-"""
+"""Bytes of messages of all agents and ranks that are not durable; with more, streams with many of them are not read."""
 MAX_UNWRITTEN_BYTES_OF_STREAM = 4 << 20
 MIN_UNWRITTEN_BYTES_OF_STREAM = 16 << 10
-"""With so little nobody waits, whatever all have sent."""
+"""A stream with fewer such bytes is always read."""
 MAX_STORES_BYTES = 1 << 30
-"""Of keys and values in the rendezvous stores of all jobs."""
+"""Bytes of keys and values in the rendezvous stores of all jobs."""
 MAX_STORES_BYTES_OF_USER = 256 << 20
 MAX_TIMELINES_BYTES = 4 << 30
-"""Of the timelines of all jobs that go on; those of others make room for each other."""
+"""Bytes of the timelines of all open jobs."""
 MAX_TIMELINES_BYTES_OF_USER = 1 << 30
 TAKE_S = 600.0
-"""How long a caller may take nothing of what waits for it on a stream. Long: it may be a person who reads."""
+"""Seconds for which a caller may take nothing from a stream. Long, since a person may be reading."""
 
 PROCESSOR_FRACTION = 0.25
-"""Of the event loop's processor time, what each caller gets for gRPC, and once more for the page."""
+"""Fraction of the event loop's processor time that each caller gets for gRPC, and again for the page."""
 PROCESSOR_STORE_S = 20.0
-"""For so long a caller who makes no calls saves up: a quarter of it is what may then be used at once."""
+"""Seconds without calls for which a caller accumulates time: a quarter of it may then be used at once."""
 MAX_TURN_S = 4.0
 """How long a call waits for its caller's turn; shorter than the clients' timeout. With more to wait it is refused."""
 
@@ -58,7 +56,7 @@ class Budget:
 
     @contextmanager
     def taking(self, caller: str, num: int = 1) -> Iterator[None]:
-        """Inside the context the caller has so many more. Raises `TooMuch`, and has then taken nothing."""
+        """Context in which the caller uses `num` more. Raises `TooMuch`, without taking any."""
         if caller:
             self._require("you have", self._taken[caller] + num, self._of_caller)
         self._require("all have", self._taken.total() + num, self._in_all)
@@ -76,7 +74,7 @@ class Budget:
 
 
 class Held:
-    """Counts the bytes of `what` that are held for the jobs of each user, by whom they were submitted."""
+    """Counts the bytes of `what` that are held for each user's jobs."""
 
     def __init__(self, what: str, of_user: int, in_all: int) -> None:
         self._what = what
@@ -85,7 +83,7 @@ class Held:
         self._held: Counter[str] = Counter()
 
     def change(self, user: str, num_bytes: int) -> None:
-        """So many more, or fewer when negative. Raises `TooMuch`, and has then changed nothing."""
+        """Adds bytes, or removes them if negative. Raises `TooMuch`, without a change."""
         if num_bytes > 0:
             self._require("your jobs have", self._held[user] + num_bytes, self._of_user)
             self._require("all jobs have", self._held.total() + num_bytes, self._in_all)

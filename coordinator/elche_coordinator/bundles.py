@@ -17,12 +17,12 @@ from elche_coordinator.shared_bundles import SharedBundles
 log = logging.getLogger(__name__)
 
 MAX_TOTAL_BYTES = 10 << 30
-"""What all bundles may take: when there are more, those that were used the longest time ago are removed."""
+"""Most bytes of all bundles; beyond, the least recently used ones are removed."""
 STALL_S = 30.0
-"""How long an upload may send nothing: others wait for it, and for the room that it was promised."""
+"""Seconds for which an upload may send nothing, since others wait for it and the room reserved for it."""
 WHOLE, PART = ".tar.gz", ".part"
 UNFINISHED_S = 24 * 3600.0
-"""How long the beginning of a bundle is kept for an upload that goes on, in seconds."""
+"""Seconds for which an incomplete bundle is kept for an upload that resumes."""
 
 
 class Bundles:
@@ -36,7 +36,9 @@ class Bundles:
         shared: SharedBundles | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """`shared`: where other coordinators find them, too. `stall_s`: how long an upload may send nothing."""
+        """`shared`: the store that other coordinators share. `stall_s`: seconds for which an upload may send
+        nothing.
+        """
         self._stall_s = stall_s
         self._shared = shared
         self._folder = folder
@@ -44,7 +46,7 @@ class Bundles:
         self._max_total_bytes = max_total_bytes
         self._uploads: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._coming: dict[str, int] = {}
-        """Whole sizes of the bundles that are being uploaded."""
+        """Sizes of the bundles that are being uploaded."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in folder.glob(f"*{PART}"):
             if time.time() - part.stat().st_mtime > UNFINISHED_S:
@@ -57,13 +59,15 @@ class Bundles:
         return self._folder / f"{check_name(name)}{PART}"
 
     def find(self, name: str) -> tuple[int, bool]:
-        """Bytes of the bundle that are here, and whether these are all. Raises `InvalidJob` for what is no name."""
+        """Returns the bytes of the bundle that are here, and True if these are all. Raises `InvalidJob` for an invalid
+        name.
+        """
         if (size_bytes := _size(self._path(name))) is not None:
             return size_bytes, True
         return _size(self._part(name)) or 0, False
 
     def require(self, name: str) -> None:
-        """Raises `InvalidJob` when the bundle is not here. It counts as used now."""
+        """Marks the bundle as used now. Raises `InvalidJob` if it is not here."""
         path = self._path(name)
         try:
             os.utime(path)
@@ -73,10 +77,10 @@ class Bundles:
             ) from None
 
     async def write(self, name: str, offset: int, size_bytes: int, chunks: AsyncIterator[bytes]) -> None:
-        """Takes what comes after the first `offset` bytes of a bundle. What has come stays when the upload breaks.
+        """Writes a bundle from byte `offset` on. Received bytes are kept if the upload breaks.
 
-        One upload of a bundle at a time: another waits. Raises `Unreachable` when this one has to ask again how much is
-        here, `InvalidJob` when it is not what it is called, and `TooMuch` when there is no room for it.
+        Another upload of the same bundle waits. Raises `Unreachable` if the client must ask for the offset again,
+        `InvalidJob` if the checksum is not the name, and `TooMuch` if there is no room.
         """
         if not 0 <= offset <= size_bytes <= MAX_ARCHIVE_BYTES:
             raise InvalidJob(f"a bundle has at most {MAX_ARCHIVE_BYTES >> 20} MiB, not {size_bytes} bytes")
@@ -111,7 +115,7 @@ class Bundles:
             await asyncio.to_thread(os.fsync, file.fileno())
 
     async def _next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
-        """The next chunk; None at the end. Raises `Unreachable` when it does not come."""
+        """The next chunk; None at the end. Raises `Unreachable` if it does not come in time."""
         try:
             async with asyncio.timeout(self._stall_s):
                 while (data := await anext(chunks, None)) == b"":
@@ -133,8 +137,8 @@ class Bundles:
         log.info("bundle=%s complete, %d bytes", name[:12], self._path(name).stat().st_size)
 
     def _make_room(self) -> None:
-        """Removes what is not in use, uploads that were given up before all, until there is room for all that comes.
-        Raises `TooMuch`, and has then removed nothing.
+        """Removes unused bundles, abandoned uploads first, until there is room for all uploads. Raises `TooMuch`,
+        without removing any.
         """
         coming = dict(self._coming)
         kept = [path for path in self._folder.iterdir() if _name(path) not in coming]
@@ -176,7 +180,7 @@ def _name(path: Path) -> str:
 
 
 def _need(path: Path) -> tuple[bool, float]:
-    """Sorts what is needed least first."""
+    """Sort key: the least needed first."""
     with suppress(FileNotFoundError):
         return path.name.endswith(WHOLE), path.stat().st_mtime
     return False, 0.0

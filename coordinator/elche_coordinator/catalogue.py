@@ -1,4 +1,4 @@
-"""Which jobs there are and how they are: those of this run, which the core has, and those that had ended before it."""
+"""The catalogue of jobs: those of this run, from the core, and those that ended before it, from their records."""
 
 import logging
 from dataclasses import replace
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class JobCatalogue:
-    """Answers about jobs. Whoever asks need not know in which run of the coordinator a job was."""
+    """Queries on jobs of this run and of earlier ones."""
 
     def __init__(self, driver: Driver, history: History) -> None:
         self._driver = driver
@@ -43,7 +43,7 @@ class JobCatalogue:
         return [self._with_artifacts(view) for view in views if view is not None]
 
     def is_past(self, job_id: str) -> bool:
-        """True if the job had ended before this run: some figures of it are not known any more."""
+        """True if the job had ended before this run, so that some of its figures are not available."""
         return self._history.view(job_id) is not None
 
     def view(self, job_id: str) -> JobView | None:
@@ -59,24 +59,24 @@ class JobCatalogue:
         return view
 
     def details(self, job_id: str) -> JobDetails | None:
-        """What was asked of a job, and what came of it; None when it is not known."""
+        """A job's submission and outcome; None for an unknown job."""
         return self._core.details(JobId(job_id), self._driver.now_s) or self._history.details(job_id)
 
     def result(self, job_id: str) -> JobResult | None:
-        """How the job ended; None before that is durable, and when the job is not known."""
+        """The job's result; None before it is durable, and for an unknown job."""
         present = None if job_id in self._driver.ending else self._core.result(JobId(job_id))
         return present or self._history.result(job_id)
 
     def spec(self, job_id: str) -> JobSpec | None:
-        """What is asked of a job now: the number of its ranks may have been changed. None when it is not known."""
+        """The job's present spec, whose number of ranks may have been changed; None for an unknown job."""
         return self._core.spec(JobId(job_id)) or self._history.spec(job_id)
 
     def submission(self, job_id: str) -> JobSpec:
-        """What the job was submitted with, but for rounds to repeat. Raises `KeyError` before that is durable."""
+        """The job's submission, without rounds to repeat. Raises `KeyError` before it is durable."""
         return self._history.submission(job_id)
 
     def num_wanted(self, job_id: str) -> int | None:
-        """How many ranks the job is to have; None when that cannot be changed."""
+        """The number of ranks that the job should have; None if it cannot be changed."""
         return self._core.num_wanted(JobId(job_id))
 
     def bundles_in_use(self) -> set[str]:
@@ -85,7 +85,7 @@ class JobCatalogue:
         return {spec.bundle for job_id in living if (spec := self._core.spec(job_id)) is not None}
 
     def forget_oldest(self, keep_jobs: int) -> int:
-        """Forgets the jobs that ended first, but for so many that have ended; returns how many these were."""
+        """Forgets all but the newest `keep_jobs` ended jobs; returns the number forgotten."""
         if len(self.job_ids()) <= keep_jobs:
             return 0
         views = [view for view in self.present_views() if self.result(view.job_id) is not None]
@@ -105,7 +105,7 @@ class JobCatalogue:
         return replace(view, artifacts=told) if told else view
 
     def _present_view(self, job_id: JobId) -> JobView | None:
-        """One that cannot be described does not hide the others."""
+        """The job's view; one of id and state only if describing it fails, so that others are still shown."""
         try:
             return self._core.view(job_id, self._driver.now_s)
         except Exception:

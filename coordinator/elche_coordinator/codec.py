@@ -94,7 +94,7 @@ OTHERWISE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "event_recorded": _user_event,
     "loop_epoch_ended": lambda message: {"work": _epoch_work(message.work)},
 }
-"""Conversions of fields that differ between event and message."""
+"""Conversions of fields that differ between events and messages."""
 
 
 def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
@@ -102,7 +102,7 @@ def _epoch_work(work: rank_pb2.EpochWork) -> EpochWork:
 
 
 def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.AgentJoined:
-    """The event that a host offers its slots."""
+    """The event of a host that offers its slots."""
     slots = tuple(from_message(slot, Slot) for slot in hello.slots)
     return events.AgentJoined(
         agent_id=agent_id,
@@ -177,7 +177,7 @@ WRITTEN_OTHERWISE: dict[str, Callable[[Any], Message]] = {
     "start_epoch": _start_epoch,
     "epoch_metrics": _epoch_metrics,
 }
-"""Messages whose fields are not those of their command."""
+"""Conversions of commands whose fields differ from the message's."""
 
 
 def start_rank(command: commands.StartRank, secret: str, source: str) -> agent_pb2.AttendResponse:
@@ -212,7 +212,7 @@ def spec(message: job_pb2.JobSpec, source_hash: str) -> JobSpec:
 
 
 def spec_message(spec: JobSpec, source: str) -> job_pb2.JobSpec:
-    """The spec as a message, as far as ranks need it, with the text of the job's file."""
+    """The part of the spec that ranks need as a message, with the text of the job's file."""
     return to_message(spec, job_pb2.JobSpec, source=source, replay=(), submitted_by="")
 
 

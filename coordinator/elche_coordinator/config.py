@@ -1,4 +1,4 @@
-"""What a coordinator is started with."""
+"""The configuration with which a coordinator starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class CannotStart(ElcheError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Configuration of the daemon. Raises `CannotStart` when it would not be safe."""
+    """Configuration of the daemon. Raises `CannotStart` for an insecure one."""
 
     listen: str
     """HOST:PORT of the gRPC server; port 0: any free one."""
@@ -30,15 +30,15 @@ class Config:
     artifacts: str = ""
     """Folder, or URL that fsspec knows, in which what jobs leave outlives their hosts; empty: it stays there."""
     token: str = ""
-    """The coordinator's own token, whose bearer may do everything; empty: none is required of anybody."""
+    """The coordinator's own token, whose bearer may do everything; empty: no token is required."""
     tls: Path | None = None
-    """Folder with a certificate and its key; None: nothing is encrypted."""
+    """Folder with a certificate and its key; None: no TLS."""
     asks_certificates: bool = False
     """True if clients and agents must present certificates of the authority in that folder."""
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """How many slots a project may have; "*": each that is not named."""
+    """Most slots per project; "*": of each project that is not named."""
     grace_s: float = 0.0
-    """How long jobs may take to make a checkpoint before it stops, in seconds."""
+    """Seconds for which jobs may write checkpoints before the coordinator stops."""
     exit_with_stdin: bool = False
     """Exit when standard input closes, that is when the parent process is gone."""
 

@@ -59,11 +59,11 @@ from elche_coordinator.web.server import WebServer
 log = logging.getLogger(__name__)
 
 MAX_FILES = 1 << 16
-"""As many open files as it asks for; each connection is one."""
+"""Open files that the process asks for; each connection is one."""
 OTHER_FILES = 600
-"""Open files that connections of gRPC leave to the page, the database and folders that are sent."""
+"""Open files reserved for the page, the database and bundles; gRPC connections may use the others."""
 GRACE_S = 1.0
-"""How long open calls may take to end at shutdown."""
+"""Seconds for which open calls may take to end at shutdown."""
 
 
 async def serve(config: Config) -> None:
@@ -90,7 +90,7 @@ async def _serve(
         catalogue, transfers = JobCatalogue(driver, history), Transfers()
         artifacts = Artifacts(config.artifacts, store, driver, catalogue, transfers)
         if recorded is None:
-            store.drop_tape()  # only now that all else could be read
+            store.drop_tape()  # last: all else could be read
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
@@ -191,7 +191,7 @@ def _new_server(
 
 
 def server_options(num_files: int) -> list[tuple[str, int]]:
-    """The options of a server whose process may have so many files open."""
+    """Options of a gRPC server in a process that may have `num_files` open files."""
     return [
         *SERVER_KEEPALIVE,
         *SERVER_CONNECTIONS,
@@ -203,7 +203,7 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
 
 
 def _open_files() -> int:
-    """How many files this process may have open; it asks for as many as it can get."""
+    """Raises the limit of open files as far as allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -61,34 +61,33 @@ log = logging.getLogger(__name__)
 AnyStream = Stream[Any]
 
 TAKEN_LATER_S = 0.5
-"""How long a rank may wait to hear that a message is durable after which it soon says more: once for both."""
+"""Seconds for which the acknowledgement of a message is delayed if another message of the rank follows soon."""
 MAX_AWAY_S = 600.0
-"""At most so much time without a coordinator counts for the core: agents then end their ranks."""
+"""Most seconds without a coordinator that the core's clock counts: agents end their ranks after that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visible:
-    """Something that is done when the event that led to it is durable."""
+    """An effect that becomes visible when its event is durable."""
 
     command: Command | None = None
     stream: AnyStream | None = None
-    """Where the command's message is kept, or whose message was read."""
+    """The stream that keeps the command's message, or on which the message was read."""
     number: int = 0
-    """That of the message."""
+    """The message's number."""
     is_followed: bool = False
-    """True if the message that was read is followed by another soon."""
+    """True if another message follows the read one soon."""
     written: asyncio.Future[None] | None = None
-    """Who waits for the event to be durable."""
+    """Set when the event is durable."""
 
 
 class Driver:
-    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread.
-
-    Others ask the core what they like, and change nothing in it.
+    """The only caller of the core's `handle`. It runs on the event loop; only the writer has a thread. Other objects
+    only query the core.
     """
 
     def __init__(self, core: Coordinator, store: Store, *, recorded: Recorded | None = None) -> None:
-        """With `recorded` it goes on where the coordinator before it was; `core` is what a new one begins with."""
+        """With `recorded` it resumes the previous coordinator's state; else it begins with `core`."""
         self.health = LoopHealth()
         self.journals = Journals()
         self._loop = asyncio.get_running_loop()
@@ -96,7 +95,7 @@ class Driver:
         self.secrets = Secrets(self.identity.secret)
         self.core, self.streams = (core, Streams()) if recorded is None else recorded.state
         self._clock_offset_s = 0.0
-        """What the core's clock is ahead of the event loop's, which is another one on each machine."""
+        """Seconds by which the core's clock is ahead of the event loop's, which differs between machines."""
         self.writer = Writer(store, self._on_written_in_thread, self._on_refused_in_thread)
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
@@ -111,16 +110,16 @@ class Driver:
             sources=self.sources.take_new,
         )
         self._num_written = self._tape.last
-        """The number of the last event that is durable."""
+        """Number of the last durable event."""
         self._waiting: deque[tuple[int, Visible]] = deque()
-        """What waits until an event is durable, with the event's number."""
+        """Effects that wait for an event to be durable, with its number."""
         self._untold: dict[AnyStream, None] = {}
-        """Whose last durable message they have not been told to be so."""
+        """Streams whose last durable message is not acknowledged yet."""
         self.ending: dict[JobId, int] = {}
-        """By job whose end is not durable, the number of the event that ended it."""
+        """Jobs whose end is not durable, with the number of the event that ended each."""
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s: float | None = None
-        """The deadline that the timer is set to, by the core's clock."""
+        """The deadline for which the timer is set, by the core's clock."""
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
@@ -131,7 +130,7 @@ class Driver:
             self._repeat(recorded)
 
     def begin_incarnations_at(self, number: int) -> None:
-        """Processes get numbers from this on, or above what they have come to."""
+        """Numbers later incarnations from `number` on, or from the highest so far."""
         self.core.begin_incarnations_at(number)
 
     @property
@@ -141,17 +140,17 @@ class Driver:
 
     @property
     def num_events(self) -> int:
-        """How many there were: the number of the newest."""
+        """Number of events so far, which is the number of the newest."""
         return self._tape.last
 
     # Events in
 
     def handle(self, event: Event, *, number: int = 0, identity: str = "") -> None:
-        """Passes one event to the core; what it leads to is done, in order, when the event is durable.
+        """Passes one event to the core; its effects follow, in order, when the event is durable.
 
-        `number` is that of the message in its stream, `identity` that of whoever opens a stream and may open it again.
-        An exception out of the core is a bug: it fails the job of the event and leaves the others alone. Raises
-        `Unreachable` when this driver has been stopped.
+        `number` is the message's in its stream, `identity` that of a client that opens a stream and may reopen it. An
+        exception in the core is a bug: it fails the event's job, and no others. Raises `Unreachable` when this driver
+        is stopped.
         """
         self.require_running()
         entry = Entry(self.now_s, event, number, identity)
@@ -163,7 +162,7 @@ class Driver:
                 self.ending[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
-            is_followed = isinstance(event, RoundEntered)  # by the round's result
+            is_followed = isinstance(event, RoundEntered)  # the round's result follows
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number, is_followed=is_followed)))
         self._tape.flush(is_awaited=bool(visible))
         for asked in self.core.asked:
@@ -171,24 +170,24 @@ class Driver:
         self._arm()
 
     async def take(self, stream: AnyStream, message: Message) -> None:
-        """Returns when more of a stream may be read, whose message was handled: not while much of it is not durable."""
+        """Waits while too much of the stream, whose message was handled, is not durable."""
         if not self._backlog.add(stream, message, self._tape.last):
             self._tape.flush(is_awaited=True)
             await self._backlog.room(stream)
 
     def require_running(self) -> None:
-        """Raises `Unreachable` once this one is stopping: it decides nothing of which its successor does not know."""
+        """Raises `Unreachable` once this driver is stopping: its successor would not know of further decisions."""
         if self._is_stopped:
             raise Unreachable("the coordinator is stopping")
 
     def _handle_own(self, event: Event) -> None:
-        """Passes an event that nobody has sent to the core, unless this driver has been stopped."""
+        """Passes an event of the driver itself to the core, unless the driver is stopped."""
         if not self._is_stopped:
             self.handle(event)
 
     def _take_in(self, entry: Entry) -> tuple[list[Visible], list[Command], tuple[str, str] | None]:
-        """What an event leads to, on a new event and when it is repeated: what becomes visible later, the commands, and
-        (job, exception) of a bug.
+        """Handles a new or repeated event. Returns its effects, to become visible later, its commands, and
+        (job, exception) in case of a bug.
         """
         event, fault = entry.event, None
         if isinstance(event, AgentJoined):
@@ -224,14 +223,14 @@ class Driver:
                 self._rows.forget(event.job_ids)
             case AgentLost():
                 self.streams.drop_agent(event.agent_id)
-                for address in lost_with_agent:  # whoever still speaks for them has no say
+                for address in lost_with_agent:  # further messages on their streams are ignored
                     self.streams.give_up_rank(address)
             case SessionLost():
                 self.streams.give_up_rank(address_of(event))
         return visible, commands, fault
 
     def _repeat(self, recorded: Recorded) -> None:
-        """Takes in what the coordinator before this one has; it was all durable, and may have been done."""
+        """Repeats the previous coordinator's events, which were durable, and whose effects may have been visible."""
         for job_id in self.core.job_ids():
             if (spec := self.core.spec(job_id)) is not None:
                 self.sources.hold(job_id, spec.source_hash)
@@ -251,13 +250,13 @@ class Driver:
         self._arm()
 
     def _count(self, job_id: JobId) -> None:
-        """A job that the core knows is an open one until it ends."""
+        """Counts a job as open until it ends."""
         spec = self.core.spec(job_id)
         if spec is not None and self.core.result(job_id) is None:
             self.open_jobs.add(job_id, spec, self.sources.size_bytes(spec.source_hash))
 
     def _source(self, event: Event) -> AnyStream | None:
-        """The stream of whoever has told of the event."""
+        """The stream on which the event arrived."""
         agent_id = getattr(event, "agent_id", None)
         if agent_id is not None:
             return self.streams.agents.get(agent_id)
@@ -268,7 +267,7 @@ class Driver:
         self._performed.append(action)
 
     def stop(self) -> None:
-        """Closes every stream, writes the records that wait and ends the writer. Nobody is let in afterwards."""
+        """Closes every stream, writes pending records and ends the writer. No stream is opened afterwards."""
         self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -288,8 +287,9 @@ class Driver:
     # Commands out
 
     def _prepare(self, command: Command) -> Visible | None:
-        """A command as what becomes visible later; its message is numbered now. One that cannot be made, such as one
-        with a value that does not fit, fails its job; the commands after it are carried out.
+        """Turns a command into an effect, to become visible later; its message is numbered now, which fixes the order.
+        If the message cannot be made, such as for a value that does not fit, the job fails; later commands are carried
+        out.
         """
         try:
             match command:
@@ -323,7 +323,7 @@ class Driver:
         self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
 
     def _fail_later(self, job_id: str, reason: str) -> None:
-        """Fails the job after the event that is being handled."""
+        """Fails the job once the present event is handled."""
         self._loop.call_soon(self._handle_own, JobBroken(job_id=JobId(job_id), reason=reason))
 
     def _on_written_in_thread(self, last: int) -> None:
@@ -345,7 +345,7 @@ class Driver:
                 self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
 
     def _show(self, visible: Visible) -> None:
-        """Does what has waited for its event to be durable."""
+        """Makes an effect visible, whose event is durable."""
         command, stream = visible.command, visible.stream
         if visible.written is not None and not visible.written.done():
             visible.written.set_result(None)
@@ -370,7 +370,7 @@ class Driver:
                 stream.show(visible.number)
 
     def _tell_taken(self, stream: AnyStream) -> None:
-        """Says up to which of its messages are durable."""
+        """Acknowledges the stream's durable messages."""
         self._untold.pop(stream, None)
         stream.pass_on(codec.taken(stream.num_taken, to_agent=stream.is_of_agent))
 
@@ -384,8 +384,8 @@ class Driver:
             self._tell_taken(stream)
 
     def _ping(self, command: SendPing) -> None:
-        """Asks a rank whether it is there. One that is yet to come back to a coordinator which has started again is not
-        asked, so that it need not answer in time.
+        """Pings a rank. One that has not reconnected to a restarted coordinator is not pinged, since it cannot answer
+        in time.
         """
         stream = self.streams.of_rank(address_of(command))
         if stream is not None and stream.num_connections:
@@ -396,7 +396,7 @@ class Driver:
     # Time
 
     def _arm(self) -> None:
-        """Sets the timer to the core's next deadline, which few events move."""
+        """Sets the timer to the core's next deadline, if that has changed."""
         next_s = self.core.next_deadline_s()
         if next_s == self._armed_s:
             return

@@ -1,4 +1,4 @@
-"""TLS of the coordinator: what its gRPC server and its page present, renewed while they run."""
+"""TLS of the coordinator: certificates of its gRPC server and page, renewed while they run."""
 
 import asyncio
 import ssl
@@ -12,20 +12,20 @@ from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder, identity
 from elche_coordinator.roles import Caller, Role
 
 RENEW_EVERY_S = 5.0
-"""How often the page looks for new files; the gRPC server looks at each new connection."""
+"""Seconds between the page's looks for new files; the gRPC server looks at each new connection."""
 
 
 class Encryption:
-    """The certificates of a coordinator. Raises `BadCertificate` for a folder that lacks some."""
+    """The certificates of a coordinator. Raises `BadCertificate` for an incomplete folder."""
 
     def __init__(self, path: Path, *, asks_clients: bool) -> None:
-        """`asks_clients`: whether gRPC clients must present a certificate of the authority in the folder."""
+        """`asks_clients`: True if gRPC clients must present a certificate of the authority in the folder."""
         self.asks_clients = asks_clients
         needs = (CERTIFICATE, KEY, *((AUTHORITY,) if asks_clients else ()))
         self._of_server, self._of_page = Folder(path, needs=needs), Folder(path, needs=needs)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For gRPC. Each connection gets the certificate that is in the folder when it begins."""
+        """Credentials for gRPC. Each connection gets the certificate that is in the folder when it begins."""
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             """None while nothing has changed. gRPC frees what it had for one that is given, also while another
@@ -52,7 +52,7 @@ class Encryption:
         return self._of_page.path / CERTIFICATE, self._of_page.path / KEY
 
     async def renew(self, page: ssl.SSLContext) -> None:
-        """Keeps the page's certificate that of the folder, until it is cancelled."""
+        """Reloads the page's certificate when the folder's changes, until it is cancelled."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             if self._of_page.renew():
@@ -61,7 +61,7 @@ class Encryption:
 
 
 def caller_of(uris: Iterable[bytes]) -> Caller | None:
-    """Whom a client's certificate names; None when it names nobody whose role is known."""
+    """The caller that a client's certificate names; None if it names no known role."""
     for uri in uris:
         found = identity(uri.decode("utf-8", "replace"))
         if found is not None and found[0] in set(Role):

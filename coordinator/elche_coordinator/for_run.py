@@ -1,7 +1,7 @@
-"""`python -m elche_coordinator.for_run`: the coordinator of `elche run`, which imports what it needs beforehand.
+"""`python -m elche_coordinator.for_run`: the coordinator of `elche run`, which imports its modules beforehand.
 
 A line of JSON on standard input has the `arguments` of `elche-coordinator`, and the path of the `log` to which it
-prints from then on. Without that line it ends. Started again, it gets the arguments as its own.
+prints from then on. Without that line it ends. When restarted, it gets the arguments on its command line.
 """
 
 import json
@@ -15,7 +15,7 @@ IMPORTS = ("elche_coordinator.config", "elche_coordinator.daemon")
 
 
 def wait_for_order() -> list[str] | None:
-    """The arguments; None when there will be none."""
+    """Waits for the arguments; None if standard input ends without them."""
     for module in IMPORTS:
         import_module(module)
     if not (line := sys.stdin.readline()):

@@ -1,4 +1,4 @@
-"""The standard health service, for probes: whether the coordinator serves."""
+"""The standard gRPC health service, for probes."""
 
 from collections.abc import AsyncIterator
 
@@ -8,10 +8,10 @@ from grpc_health.v1._async import HealthServicer
 
 
 class Health(HealthServicer):  # type: ignore[misc]  # it has no types
-    """Answers `Check`. It offers no `Watch`: nobody who calls it is known, and a stream would stay open."""
+    """Answers `Check`. There is no `Watch`: callers are not authenticated, and streams would stay open."""
 
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Health.Watch is not offered: call Check now and then")
-        yield health_pb2.HealthCheckResponse()  # which makes it a stream
+        yield health_pb2.HealthCheckResponse()  # the `yield` makes this a generator

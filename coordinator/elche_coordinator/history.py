@@ -27,21 +27,21 @@ class PastJob:
 
 
 class History:
-    """Jobs of before this process started. Those that had not ended are submitted again (`unfinished`), from their
-    newest checkpoints; those that cannot go on, such as loops of the user's own, are recorded as failed.
+    """Jobs from before this process started. Those that had not ended are submitted again (`unfinished`), from their
+    newest checkpoints; those that cannot go on, such as user-owned loops, are recorded as failed.
 
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
     def __init__(self, store: Store, living: Collection[str] = ()) -> None:
-        """Leaves out jobs that are `living`: the core goes on with them."""
+        """Leaves out `living` jobs, which the core has."""
         self._store = store
         self._jobs: dict[str, PastJob] = {}
         self._keys: dict[str, str] = {}
         self.unfinished: list[JobSubmitted] = []
         """Jobs that go on, oldest first."""
         self.last_incarnation = 0
-        """The highest incarnation that was used."""
+        """The highest incarnation used so far."""
         lost: dict[str, Record] = {}
         for job_id, record in _records(store.load_rows()).items():
             if job_id in living:
@@ -112,7 +112,7 @@ class History:
         return self._keys.get(key)
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """These jobs are known no more."""
+        """Forgets these jobs."""
         gone = {job_id for job_id in job_ids if self._jobs.pop(job_id, None) is not None}
         self._keys = {key: job_id for key, job_id in self._keys.items() if job_id not in gone}
 
@@ -130,27 +130,27 @@ class History:
         return job.view if job else None
 
     def spec(self, job_id: str) -> JobSpec | None:
-        """What was asked of the job; None when it is not known."""
+        """The job's spec; None for an unknown job."""
         job = self._jobs.get(job_id)
         return job.spec if job else None
 
     def submission(self, job_id: str) -> JobSpec:
-        """What any job with a durable record was submitted with. Raises `KeyError` without one."""
+        """The submission of any job with a durable record. Raises `KeyError` without one."""
         return _spec(_record(self._store.load_row(job_id))["spec"])
 
     def details(self, job_id: str) -> JobDetails | None:
-        """What was asked of a job, and what came of it; None when it is not known."""
+        """A job's submission and outcome; None for an unknown job."""
         job = self._jobs.get(job_id)
         return JobDetails(spec=job.spec, result=job.result) if job else None
 
     def result(self, job_id: str) -> JobResult | None:
-        """How the job ended; None when it is not known."""
+        """The job's result; None for an unknown job."""
         job = self._jobs.get(job_id)
         return job.result if job else None
 
 
 def _records(rows: Iterable[JobRow]) -> dict[str, Record]:
-    """By job id, oldest first. What cannot be read is logged and left out."""
+    """Records by job id, oldest first. Unreadable ones are logged and left out."""
     found: dict[str, Record] = {}
     for row in rows:
         try:
@@ -171,13 +171,13 @@ def _record(row: JobRow) -> Record:
 
 
 def _when(record: Record) -> float:
-    """When the job was submitted; an unreadable time is the oldest."""
+    """Time of the job's submission; 0 if it is unreadable."""
     at = record.get("submitted_at")
     return at if isinstance(at, float) else 0.0
 
 
 def _closed(record: Record) -> Record:
-    """The record of a job that cannot go on; of one whose outcome was decided, with that."""
+    """The record of a job that cannot go on, as ended: with its decided outcome if there was one, else failed."""
     if isinstance(decided := record.get("decided"), dict):
         return {**record, "reason": decided["error"] or record["reason"], "result": decided}
     training: Any = record.get("training") or {}

@@ -1,7 +1,7 @@
-"""What the database has of each job beside the tape: for coordinators of other versions, and for history.
+"""Rows of jobs in the database, beside the tape: for coordinators of other versions, and for history.
 
-A row is a view of the core's state. It is written when it differs from the one before, in the transaction of the events
-that led to it; that of a job which has ended, with all that history shows of it, once.
+A row is a view of the core's state. It is written when it differs from the previous one, in the transaction of the
+events that changed it; the row of an ended job, with all that history shows of it, is written once.
 """
 
 import logging
@@ -20,7 +20,7 @@ Record = dict[str, object]
 """A row, before it is JSON."""
 
 FORMAT = 1
-"""A coordinator sets rows of newer formats aside."""
+"""Version of the rows' format. A coordinator ignores rows of newer formats."""
 
 
 class JobRows:
@@ -29,11 +29,11 @@ class JobRows:
     def __init__(self, core: Coordinator) -> None:
         self._core = core
         self._written: dict[JobId, tuple[Continuation, bool]] = {}
-        """What the jobs' rows have, and whether the job has ended in them."""
+        """Contents of the jobs' rows, and True if the job has ended in it."""
         self._touched: dict[JobId, None] = {}
 
     def touch(self, job_ids: Iterable[JobId]) -> None:
-        """An event may have changed these jobs."""
+        """Notes jobs that an event may have changed."""
         self._touched |= dict.fromkeys(job_ids)
 
     def take_changed(self) -> dict[str, Record]:
@@ -59,13 +59,13 @@ class JobRows:
         return _row(now, None if view is None else to_json(view))
 
     def forget(self, job_ids: Iterable[JobId]) -> None:
-        """Nothing more is written of these jobs."""
+        """Drops these jobs."""
         for job_id in job_ids:
             self._written.pop(job_id, None)
 
 
 def _row(kept: Continuation, view: dict[str, object] | None) -> Record:
-    """As a table of plain values. One with a `result` has ended; one with `decided` is to end so."""
+    """The row as plain values. A job with a `result` has ended; one with `decided` will end so."""
     end: Any = None if kept.end is None else plain(kept.end)
     return {
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""The gRPC service of clients: submits, lists, watches and changes jobs. It translates; nothing is decided here."""
+"""The gRPC service of clients: translates requests to submit, list, watch and change jobs."""
 
 import asyncio
 import logging

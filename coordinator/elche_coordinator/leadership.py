@@ -1,8 +1,8 @@
-"""Which of several coordinators with one database leads: the others wait, and one of them takes over.
+"""Leader election among coordinators that share a database: one leads, and a standby takes over.
 
-Each leader has a number, its term, higher than that of the one before, and renews its lease every second. The store
-tells when another one may take over, and takes nothing from a leader that has been replaced without knowing it
-(`Candidacy`, `Store.fence`; Gray and Cheriton 1989 on leases, Kleppmann 2016 on fencing).
+Each leader has a term, higher than the previous one's, and renews its lease every second. The store decides when
+another may take over, and rejects writes of a leader that was replaced without knowing it (`Candidacy`, `Store.fence`;
+Gray and Cheriton 1989 on leases, Kleppmann 2016 on fencing).
 """
 
 import logging
@@ -15,27 +15,27 @@ from elche_coordinator.store import BadStore, Store, StoreFailed
 log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
-"""How long a leader that does not renew its lease is waited for."""
+"""Seconds after which a lease expires that is not renewed."""
 RENEW_S = 1.0
 POLL_S = 0.1
-"""Interval at which the others look."""
+"""Seconds between the standbys' attempts to lead."""
 RETRY_S = 0.5
 SAY_EVERY_S = 60.0
 
 
 class Leadership:
-    """One coordinator's part in this: it waits, leads, and is replaced or ends."""
+    """One coordinator's leadership: it waits, leads, and is replaced or resigns."""
 
     def __init__(
         self, store: Store, name: str, on_replaced: Callable[[str], None], *, lease_s: float = LEASE_S
     ) -> None:
-        """`name`: what others see of this one; `on_replaced` is called with the reason, on any thread, when this one
-        leads no more, and must see to it that it serves nobody.
+        """`name` is shown to others. `on_replaced` is called with the reason, on any thread, when this coordinator does
+        not lead any more, and must end its service.
         """
         self.term = 0
-        """0: it has not led yet."""
+        """The term; 0 before it leads."""
         self.problem = "it has not asked the database yet"
-        """Why it could not take over now; empty when it could."""
+        """The reason why it could not take over now; empty if it could."""
         self._store = store
         self._candidacy = store.candidacy()
         self._name = name
@@ -43,13 +43,12 @@ class Leadership:
         self._lease_s = lease_s
         self._ended = threading.Event()
         self._renewed_s = 0.0
-        """When the lease was last renewed, by this process's clock."""
+        """Time of the lease's last renewal, by this process's clock."""
         self._threads: list[threading.Thread] = []
 
     def await_turn(self, stopped: threading.Event) -> bool:
-        """Waits until this one leads; False when `stopped` is set before. Raises `BadStore` when the database refuses.
-
-        A database that does not answer is tried again.
+        """Waits until this coordinator leads; returns False if `stopped` is set before. Retries a database that does
+        not answer; raises `BadStore` if it refuses.
         """
         said, said_s = "", 0.0
         while not stopped.is_set():
@@ -76,11 +75,11 @@ class Leadership:
         for work in (self._renew, self._watch):
             thread = threading.Thread(target=work, name="leadership", daemon=True)
             thread.start()
-            self._threads.append(thread)  # once it runs: who resigns meanwhile joins it
+            self._threads.append(thread)  # after `start`: `resign` joins it
         return True
 
     def _renew(self) -> None:
-        """Renews the lease until this one ends or is replaced."""
+        """Renews the lease until this coordinator resigns or is replaced."""
         while not self._ended.wait(RENEW_S):
             began_s = time.monotonic()
             try:
@@ -92,7 +91,7 @@ class Leadership:
         return None
 
     def _watch(self) -> None:
-        """Ends when the lease has run out: a renewal may wait for an answer that never comes."""
+        """Ends this leadership when the lease has expired: a renewal may hang for ever."""
         while not self._ended.wait(RENEW_S):
             if time.monotonic() - self._renewed_s > self._lease_s + RENEW_S:
                 return self._end(f"the database has not answered for {self._lease_s:g} s")
@@ -104,7 +103,7 @@ class Leadership:
             self._on_replaced(reason)
 
     def resign(self) -> None:
-        """Ends: another one takes over at once. What is to be written must have been."""
+        """Gives the lease up, so that another takes over at once. All writes must be complete before."""
         self._ended.set()
         for thread in self._threads:
             thread.join(timeout=LEASE_S)

@@ -1,4 +1,4 @@
-"""Has hosts measure the links between them, for who looks for a slow or a closed one (`elche doctor --links`)."""
+"""Measures the links between hosts, to find slow or blocked ones (`elche doctor --links`)."""
 
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -15,16 +15,16 @@ from elche_coordinator.transfers import TooLong, Transfers
 
 SECRET_BYTES = 32
 MAX_HOSTS = 64
-"""Of one measurement: 2016 links, which take more than an hour."""
+"""Most hosts of one measurement: these have 2016 links, which take more than an hour."""
 MAX_ANSWER_BYTES = 4096
 
 
 class Unmeasured(ElcheError):
-    """A host cannot be asked, or has answered what is no answer: that says nothing of the link."""
+    """A host could not be asked, or has sent an invalid answer, so that the link is unknown."""
 
 
 class LinkTrials:
-    """Measures one link after the other: two at a time would disturb each other."""
+    """Measures links one at a time, since two would disturb each other."""
 
     def __init__(self, agents: Agents, transfers: Transfers) -> None:
         self._agents = agents
@@ -32,8 +32,8 @@ class LinkTrials:
         self._is_busy = False
 
     async def measure(self, names: Sequence[str]) -> AsyncGenerator[job_pb2.MeasureLinksResponse]:
-        """What each two of these hosts find, or of all that are connected; of hosts with one name, the first. Raises
-        `InvalidJob` where there are no two, and `TooMuch` for too many, and while others measure.
+        """Yields the measurement of each pair of these hosts, or of all connected ones; of hosts with equal names, the
+        first. Raises `InvalidJob` for fewer than two, and `TooMuch` for too many, or while another measurement runs.
         """
         hosts = {host.host: host.agent_id for host in reversed(self._agents.hosts())}
         wanted = sorted(set(names or hosts))
@@ -61,7 +61,7 @@ class LinkTrials:
     async def _try(
         self, host: str, agent_id: AgentId, other: str, peer: AgentId, *, only_connects: bool = False
     ) -> job_pb2.LinkMeasured:
-        """What a host finds of the link to another one. Raises `ElcheError`."""
+        """Has one host measure the link to another. Raises `ElcheError`."""
         secret = secrets.token_bytes(SECRET_BYTES)
         opened = agent_pb2.OpenLink(transfer=self._transfers.begin(), secret=secret)
         address = await self._answer(other, peer, agent_pb2.AttendResponse(open_link=opened), opened.transfer)
@@ -72,11 +72,11 @@ class LinkTrials:
             return job_pb2.LinkMeasured.FromString(found)
         except (UnicodeDecodeError, DecodeError, TooLong):
             raise Unmeasured(f"{host} or {other} has sent what is no measurement") from None
-        except InvalidJob as error:  # what the host says
+        except InvalidJob as error:  # the host's error
             raise Unmeasured(f"{host} cannot connect to {other}: {error}") from None
 
     async def _answer(self, host: str, agent_id: AgentId, order: agent_pb2.AttendResponse, transfer: str) -> bytes:
-        """What an agent delivers. Raises `ElcheError`."""
+        """Sends an order and returns the agent's delivery. Raises `ElcheError`."""
         can = agent_id in self._agents.measuring
         problem = "" if can else f"the agent of {host} is older and cannot: upgrade it"
         if problem or not self._agents.ask(agent_id, order):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 MAX_RANKS = 64
-"""Logs in one answer; each needs a stream from its host."""
+"""Most logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
 DEPTH = 8
 """Chunks that may wait for the client; with more, the hosts wait."""
@@ -73,7 +73,7 @@ async def _merged(
     finally:
         for reader in readers:
             reader.cancel()
-        # The event loop holds its tasks weakly: one that nobody waits for may be collected while it ends.
+        # The event loop keeps only weak references to tasks: one without others may be collected while it ends.
         await asyncio.gather(*readers, return_exceptions=True)
 
 
@@ -126,7 +126,7 @@ async def _read(
         log_end = artifacts.log_end(transfer, job_id, rank.rank, limit, absent, with_times=request.with_times)
         async with aclosing(log_end) as chunks:
             async for data in chunks:
-                # A host whose rank writes nothing sends empty chunks, by which it learns that nobody follows any more.
+                # A host whose rank writes nothing sends empty chunks, by which it notices that the client has left.
                 if data:
                     await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
     except ElcheError as error:

@@ -39,7 +39,7 @@ Examples:
 
 
 def read_quotas(context: click.Context, option: click.Parameter, given: Sequence[str]) -> dict[str, int]:
-    """The slots of each project. Raises `click.BadParameter` for what is none."""
+    """Parses the quotas: slots per project. Raises `click.BadParameter`."""
     quotas: dict[str, int] = {}
     for text in given:
         project, _, slots = text.rpartition("=")
@@ -185,10 +185,10 @@ _data = click.option(
 @click.argument("folder", type=click.Path(path_type=Path))
 @_data
 def back_up_command(folder: Path, data: Path) -> None:
-    """Copies what a coordinator knows into a new FOLDER, also while it runs.
+    """Backs a coordinator up into a new FOLDER, also while it runs.
 
-    That is its database, with jobs and tokens, and the folders that jobs were sent with; checkpoints and models are
-    where jobs have written them. Of a database of PostgreSQL `pg_dump` makes backups.
+    The backup has its database, with jobs and tokens, and the jobs' folders; checkpoints and models stay where jobs
+    have written them. Back a PostgreSQL database up with `pg_dump`.
     """
     from elche_coordinator.backup import back_up
 
@@ -199,9 +199,9 @@ def back_up_command(folder: Path, data: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @_data
 def restore_command(folder: Path, data: Path) -> None:
-    """Puts the backup in FOLDER where no coordinator is, so that one can be started there.
+    """Restores the backup in FOLDER to a folder without a coordinator, so that one can be started there.
 
-    What was done since the backup is not known to it: restart the workers, too, whose ranks it does not know.
+    Changes since the backup are lost: restart the workers, too, whose ranks the coordinator does not know.
     """
     from elche_coordinator.backup import restore
 

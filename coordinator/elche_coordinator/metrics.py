@@ -15,7 +15,7 @@ from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.driver import Driver
 
 EXPIRE_S = 15 * 60
-"""How long the series of an ended job are still exported."""
+"""Seconds for which the series of an ended job are exported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +143,7 @@ RANK_COUNTERS: tuple[RankFigure, ...] = (
 )
 
 SLOWDOWNS = ("hardware", "power_brake", "power_cap", "thermal")
-"""Reasons that are exported: a rank may say anything, and each would be a series."""
+"""Exported reasons. Others are dropped, since each text of a rank would be a series."""
 
 
 class SnapshotCollector(Collector):

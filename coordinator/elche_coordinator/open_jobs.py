@@ -1,4 +1,4 @@
-"""How many jobs have not ended, and how much was sent with them: both are bounded, of each user and in all."""
+"""Bounds on the number of open jobs and the bytes submitted with them, per user and in total."""
 
 import pickle
 from collections import Counter
@@ -9,22 +9,22 @@ from elche_coordinator.core.messages.spec import JobSpec
 MAX_JOBS = 20_000
 MAX_JOBS_OF_USER = 2_000
 MAX_BYTES = 1 << 30
-"""Of what was sent with all jobs that have not ended, their files and settings."""
+"""Most bytes of files and settings of all open jobs."""
 MAX_BYTES_OF_USER = 128 << 20
 
 
 class OpenJobs:
-    """Counts the jobs that have not ended, by who submitted them."""
+    """Counts open jobs by submitter."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, tuple[str, int]] = {}
-        """By job, whose it is and its bytes."""
+        """(user, bytes) of each job."""
         self._num: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
     def require_room(self, user: str) -> None:
-        """Raises `TooMuch` when there is no room for one more job. `user` is whom a token names; empty: nobody, and
-        only what all have together is bounded.
+        """Raises `TooMuch` if there is no room for one more job. `user` is the token's name; empty: only the total is
+        bounded.
         """
         if user:
             self._require("your", self._num[user], MAX_JOBS_OF_USER, self._bytes[user], MAX_BYTES_OF_USER)
@@ -43,7 +43,7 @@ class OpenJobs:
             )
 
     def add(self, job_id: str, spec: JobSpec, file_bytes: int) -> None:
-        """A job that has not ended, with the size of its file."""
+        """Counts a job, with the size of its file."""
         self.remove(job_id)
         num_bytes = len(pickle.dumps(spec)) + file_bytes
         user = str(spec.submitted_by)
@@ -52,7 +52,7 @@ class OpenJobs:
         self._bytes[user] += num_bytes
 
     def remove(self, job_id: str) -> None:
-        """It has ended."""
+        """Stops counting a job, which has ended."""
         if (found := self._jobs.pop(job_id, None)) is None:
             return
         user, num_bytes = found

@@ -1,4 +1,4 @@
-"""When an agent or a rank whose stream has ended counts as lost, and when it may still come back."""
+"""Presence of agents and ranks: grace times in which one whose stream has ended may reconnect before it is lost."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -10,17 +10,17 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.streams import Stream, Streams
 
 AGENT_GRACE_S = 5.0
-"""How long an agent with ranks may be away: it tries every second."""
+"""Seconds for which an agent with ranks may be away, which tries to reconnect every second."""
 SESSION_GRACE_S = 600.0
-"""How long a rank may be away whose agent is there, which would report its death: somebody may have stopped it, in a
-debugger, say. Others that wait for it may go on without it much sooner (protocol P20.3).
+"""Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
+debugger. Others that wait for it may go on without it much sooner (protocol P20.3).
 """
 LOOP_GRACE_S = 2.0
-"""The same for a script's own loop, which has no agent to report a death."""
+"""The same for a user-owned loop, without an agent that reports a death."""
 RESTART_GRACE_S = 30.0
-"""How long agents and ranks may take to find a coordinator that has started again."""
+"""Seconds in which agents and ranks must reconnect to a restarted coordinator."""
 LOOP_RESTART_GRACE_S = 8.0
-"""The same for ranks of a script's own loop: the others may wait for one that has died meanwhile."""
+"""The same for ranks of a user-owned loop: others may be waiting for one that has died meanwhile."""
 
 
 class Presence:
@@ -32,7 +32,7 @@ class Presence:
         self._handle = handle
 
     def on_agent_away(self, agent_id: AgentId) -> None:
-        """The stream of an agent has ended. One without ranks is lost at once: nothing is lost with it."""
+        """Handles the end of an agent's stream. One without ranks is lost at once."""
         stream = self._streams.agents.get(agent_id)
         if stream is None:
             return
@@ -43,7 +43,7 @@ class Presence:
             self._await_agent(agent_id, stream, AGENT_GRACE_S)
 
     def on_rank_away(self, address: Address) -> None:
-        """The stream of a rank has ended."""
+        """Handles the end of a rank's stream."""
         stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
         if stream is None or stream.is_over:
             return
@@ -55,7 +55,7 @@ class Presence:
             self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
 
     def await_all(self) -> None:
-        """The coordinator has started again: all who were there may come back."""
+        """Waits for all agents and ranks to reconnect, after a restart of the coordinator."""
         for agent_id, stream in self._streams.agents.items():
             self._await_agent(agent_id, stream, RESTART_GRACE_S)
         for job_id, streams in self._streams.ranks.items():
@@ -65,13 +65,13 @@ class Presence:
                 self._await_rank(address, stream, LOOP_RESTART_GRACE_S if is_of_loop else RESTART_GRACE_S)
 
     def lose_agent(self, agent_id: AgentId) -> None:
-        """The agent, if it was there, is gone with its ranks."""
+        """Reports the agent, if it is known, as lost with its ranks."""
         if agent_id in self._streams.agents:
             self._streams.agents[agent_id].close()
             self._handle(AgentLost(agent_id=agent_id))
 
     def lose_identities(self, identities: Iterable[str]) -> None:
-        """Agents, by what they call themselves, that another of their host has found dead."""
+        """Reports agents, by identity, as lost that another agent of their host has found dead."""
         for identity in identities:
             agent_id = self._streams.identities.get(identity)
             if agent_id is not None and not self._streams.agents[agent_id].is_connected:
@@ -89,7 +89,7 @@ class Presence:
                 return
             ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]
             if any(rank is not None and rank.is_connected for rank in ranks):
-                self._await_agent(agent_id, stream, grace_s)  # a rank ends with its agent, so that is there
+                self._await_agent(agent_id, stream, grace_s)  # a rank ends with its agent, so the agent runs
             else:
                 self.lose_agent(agent_id)
 

@@ -1,6 +1,6 @@
-"""Processor time of the event loop: each caller gets a part of it, and who has used more waits until that is paid for.
+"""Rate limit on the event loop's processor time: a caller that has used more than its share waits.
 
-Counted is what a call does on the event loop's thread, step by step between its awaits; not what others do meanwhile.
+Counts the time of each step of a call on the event loop's thread between two awaits, without other calls' steps.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from elche_coordinator.budgets import MAX_TURN_S, PROCESSOR_FRACTION, PROCESSOR_
 
 Result = TypeVar("Result")
 STRANGERS = "\n"
-"""Those who need no token for what they ask, all together. No token has this name."""
+"""Name under which all callers of requests without a token are charged together. No token has it."""
 
 
 class Processor:
-    """How much of the loop's time each caller has used. A caller without a name has no limit: who has the coordinator's
-    own token, or needs none.
+    """The loop's time used by each caller. A caller without a name, with the coordinator's own token or where none is
+    needed, has no limit.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class Processor:
     ) -> None:
         self._now, self._used, self._sleep = now, used, sleep
         self._paid_at: dict[str, float] = {}
-        """When each caller will have paid for what they have used, by `now`. There are no more callers than tokens and
+        """Time, by `now`, at which each caller's share covers its use. Bounded by the number of tokens and
         certificates.
         """
 
     def wait_s(self, caller: str) -> float:
-        """How long the caller has to wait for its next turn."""
+        """Seconds until the caller's next turn."""
         return max(0.0, self._paid_at.get(caller, 0.0) - self._now()) if caller else 0.0
 
     async def turn(self, caller: str) -> None:
-        """Waits for the caller's turn to make a call. Raises `TooMuch` when that is far."""
+        """Waits for the caller's turn to make a call. Raises `TooMuch` if that would take too long."""
         if (wait_s := self.wait_s(caller)) > MAX_TURN_S:
             raise TooMuch(
                 f"your calls have used more than {PROCESSOR_FRACTION:.0%} of the coordinator's processor for a while: "
@@ -48,28 +48,28 @@ class Processor:
         await self.pause(caller)
 
     async def pause(self, caller: str) -> None:
-        """Waits for the caller's turn, however far it is: for the next part of an answer that has begun."""
+        """Waits for the caller's turn without a limit, for the next part of an answer."""
         while (wait_s := self.wait_s(caller)) > 0:
             await self._sleep(wait_s)
 
     def charge(self, caller: str, used_s: float) -> None:
-        """The caller has used so much."""
+        """Charges the caller for `used_s` seconds."""
         now_s = self._now()
         begin_s = max(self._paid_at.get(caller, 0.0), now_s - PROCESSOR_STORE_S)
         self._paid_at[caller] = begin_s + used_s / PROCESSOR_FRACTION
 
     def metered(self, caller: str, awaitable: Awaitable[Result]) -> "Awaitable[Result]":
-        """The awaitable, whose steps the caller is charged for."""
+        """Wraps an awaitable, charging the caller for its steps."""
         return _Metered(self, caller, awaitable) if caller else awaitable
 
     async def metered_parts(self, caller: str, parts: AsyncIterator[Result]) -> AsyncGenerator[Result, None]:
-        """The parts of an answer, each when it is the caller's turn, who is charged for its making."""
+        """Yields the parts of an answer, each at the caller's turn, charging the caller for making them."""
         while (part := await self.metered(caller, anext(parts, None))) is not None:
             yield part
             await self.pause(caller)
 
     def run(self, caller: str, step: Callable[[], Result]) -> Result:
-        """What the step returns or raises; the caller is charged for it."""
+        """Runs a step, charging the caller for it."""
         began_s = self._used()
         try:
             return step()
@@ -78,7 +78,7 @@ class Processor:
 
 
 class _Metered(Awaitable[Result]):
-    """Awaits what it is given, and charges the caller for each step from one await to the next."""
+    """Wraps an awaitable, and charges the caller for each step from one await to the next."""
 
     def __init__(self, processor: Processor, caller: str, awaitable: Awaitable[Result]) -> None:
         self._processor, self._caller, self._awaitable = processor, caller, awaitable

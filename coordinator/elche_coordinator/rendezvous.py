@@ -12,7 +12,7 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 """Largest size of one table, keys and values, in bytes."""
 MAX_AWAITED = 1_000_000
-"""Keys that all calls which wait at one table lack together."""
+"""Most missing keys of all waiting calls of one table together."""
 MAX_COUNT = 2**63
 """Counters are 64-bit integers."""
 
@@ -30,7 +30,7 @@ class _Waiting:
     """A call that waits for keys."""
 
     missing: dict[str, None]
-    """Those that nobody has set yet, in the order of the call."""
+    """Keys that were not set yet, in the call's order."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -38,15 +38,15 @@ class Rendezvous:
     """A table of keys and values, with waiting for keys. Used on the event loop only."""
 
     def __init__(self, hold: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """`hold` is told of each change of its size in bytes, and may raise `TooMuch`: then nothing changes."""
+        """`hold` is called with each change of its size in bytes, and may raise `TooMuch`: then nothing changes."""
         self._hold = hold
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._is_closed = False
         self._waiting: dict[str, dict[_Waiting, None]] = {}
-        """Calls that wait, by each key that they lack."""
+        """Waiting calls by each missing key."""
         self._num_awaited = 0
-        """Keys that all calls lack together."""
+        """Missing keys of all waiting calls together."""
 
     def close(self) -> None:
         """Clears the table when the job has ended. Calls that wait for a key raise `NotInTime`."""
@@ -102,7 +102,7 @@ class Rendezvous:
         return all(key in self._values for key in keys)
 
     def delete(self, key: str) -> bool:
-        """Deletes a key. False when it did not exist."""
+        """Deletes a key. Returns False if it did not exist."""
         value = self._values.pop(key, None)
         if value is not None:
             self._num_bytes -= len(key) + len(value)

@@ -32,7 +32,7 @@ from elche_coordinator.transfers import Transfers
 MAX_NAMED = 20
 """Hosts that an error names."""
 WRITE_S = 8.0
-"""How long a submission waits for the disk; shorter than the clients' timeout."""
+"""Seconds for which a submission waits for the disk; shorter than the clients' timeout."""
 
 
 async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
@@ -140,7 +140,7 @@ def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
 
 
 def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int) -> int:
-    """Changes how many ranks a job is to have; returns how many it was to have. Raises `InvalidJob`."""
+    """Changes a job's number of ranks; returns the previous one. Raises `InvalidJob`."""
     if num_ranks < 1:
         raise InvalidJob("a job has at least 1 rank; pause it to have none train")
     before = catalogue.num_wanted(view.job_id)
@@ -154,7 +154,7 @@ def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int
 
 
 def drain(driver: Driver, name: str, *, is_drained: bool) -> int:
-    """Drains all hosts of this name, or the one with this agent id, or offers them again; returns how many ranks they
+    """Drains all hosts of this name, or the one with this agent id, or ends that; returns the number of ranks that they
     have. Raises `InvalidJob` when none is connected.
     """
     found = [host for host in driver.agents.hosts() if name in (host.host, host.agent_id)]

@@ -1,4 +1,4 @@
-"""How long jobs that have ended are remembered: the newest so many are."""
+"""Retention: only the newest ended jobs are kept."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ EVERY_S = 60.0
 
 
 async def forget_old(catalogue: JobCatalogue, keep_jobs: int) -> None:
-    """Forgets the others now and then."""
+    """Periodically forgets older ended jobs."""
     while True:
         catalogue.forget_oldest(keep_jobs)
         await asyncio.sleep(EVERY_S)

@@ -1,4 +1,4 @@
-"""Who calls the coordinator, and what each role may do. A role is of a token; see `tokens`."""
+"""Callers and roles. A token has a role; see `tokens`."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from elche.errors import Forbidden
 
 
 class Role(StrEnum):
-    """What a token's bearer may do."""
+    """A token's permissions."""
 
     VIEWER = "viewer"
     """Reads: the page, metrics, jobs, hosts, logs."""
@@ -65,12 +65,12 @@ CHANGES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls."""
+    """The caller of a request."""
 
     name: str = ""
-    """Of the token; empty for the bearer of the coordinator's own token, and where none is asked for."""
+    """The token's name; empty for the coordinator's own token, and where none is required."""
     role: Role | None = None
-    """None: may do everything."""
+    """The token's role; None: may do everything."""
     token: str = ""
     """The token's id."""
 
@@ -80,17 +80,17 @@ class Caller:
             raise Forbidden(f"{what} needs the role {needed}; {self.name} has the role {self.role}")
 
     def require_own(self, submitted_by: str, job_id: str) -> None:
-        """Raises `Forbidden` for a job of somebody else, unless the caller is an operator."""
+        """Raises `Forbidden` for another user's job, unless the caller is an operator."""
         if self.role is not None and Role.OPERATOR not in IMPLIED[self.role] and submitted_by != self.name:
             whose = submitted_by or "somebody who gave no name"
             raise Forbidden(f"job {job_id} is of {whose}: {self.name} needs the role operator to change it")
 
     def submitter(self, claimed: str) -> str:
-        """Whose a job is that the caller submits: the token's, or else whom the request names."""
+        """The owner of a job that the caller submits: the token's name, else the one in the request."""
         return self.name or claimed
 
     def own_key(self, key: str) -> str:
-        """How a submission's key is kept: the same key of somebody else is another one."""
+        """The key of a submission, made unique per user."""
         return f"{self.name}\n{key}" if self.name and key else key
 
     def __str__(self) -> str:
@@ -114,10 +114,10 @@ class Token:
 
     @property
     def caller(self) -> Caller:
-        """Its bearer."""
+        """The caller that presents this token."""
         return Caller(self.name, self.role, self.id)
 
 
 ANYBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
-"""Who has made the present call."""
+"""The caller of the present call."""

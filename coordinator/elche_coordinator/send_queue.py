@@ -13,14 +13,14 @@ MAX_WAITING = 10_000
 
 
 MAX_WATCHED_BYTES = 16 << 20
-"""What may wait for one who watches a job, in bytes."""
+"""Most bytes that wait for one watcher of a job."""
 
 
 class SendQueue(Generic[Item]):
     """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected."""
 
     def __init__(self, limit: int, max_bytes: int | None = None) -> None:
-        """`limit`: how many may wait; `max_bytes`: how much, of receivers that can begin anew."""
+        """`limit`: most items; `max_bytes`: most bytes, for receivers that can begin anew."""
         self._queue: asyncio.Queue[tuple[Item, int] | None] = asyncio.Queue()
         self._limit = limit
         self._max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Bundles in the store that several coordinators share: each has all of them in its folder, too."""
+"""Bundles in a store that several coordinators share; each copies them to its own folder, too."""
 
 import logging
 import os
@@ -23,17 +23,17 @@ class SharedBundles:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def save(self, name: str, path: Path) -> None:
-        """Copies the file to the store. Raises `OSError` when that cannot be written."""
+        """Copies the file to the store. Raises `OSError` if it cannot be written."""
         with _writing(), path.open("rb") as file:
             self._store.save_bundle(name, iter(lambda: file.read(CHUNK_BYTES), b""))
 
     def remove(self, name: str) -> None:
-        """Removes it from the store. Raises `OSError`."""
+        """Removes a bundle from the store. Raises `OSError`."""
         with _writing():
             self._store.remove_bundle(name)
 
     def restore(self) -> None:
-        """Copies to the folder what is in the store only. Raises `StoreFailed` and `OSError`."""
+        """Copies bundles that are only in the store to the folder. Raises `StoreFailed` and `OSError`."""
         for name in self._store.bundle_names():
             path = self._folder / f"{name}{SUFFIX}"
             if not path.exists():

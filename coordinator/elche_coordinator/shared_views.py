@@ -1,4 +1,4 @@
-"""The messages with jobs' views, each made once for all who watch the job: that of a large job takes 20 ms."""
+"""Messages of jobs' views, made once for all watchers: the view of a large job takes 20 ms."""
 
 import time
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from elche.v1 import job_pb2
 
 VIEW_EVERY_S = 0.25
-"""How old a view may be that is shown at intervals."""
+"""Most seconds of age of a view that is sent at intervals."""
 VIEW_COST = 20
-"""So many times as long as it takes to make one waits for the next, at least: they take a bounded part of the loop."""
+"""A view is made again only after this many times the time to make it, which bounds their part of the event loop."""
 MAX_KEPT = 64
 
 
@@ -30,8 +30,8 @@ class SharedViews:
         num_events: Callable[[], int],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make` makes a view of a job; `num_events` tells how many events there were: without a new one nothing has
-        changed but time.
+        """`make` makes a view of a job; `num_events` returns the number of events so far, without a new one of which a
+        view has changed only with time.
         """
         self._make, self._num_events, self._now = make, num_events, now
         self._made: dict[str, _Made] = {}

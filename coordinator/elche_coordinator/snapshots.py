@@ -1,7 +1,7 @@
-"""The state that a coordinator goes on with, saved in parts: each job by itself, and what they have in common.
+"""Saved states for a restarted coordinator, in parts: one per job, and a common one.
 
-A job's part is made anew only when an event has touched the job since. So a save costs what has changed, however many
-jobs wait or train meanwhile, and the event loop never stops for all of them.
+A job's part is made anew only if an event has touched the job since. So the cost of a save depends on the changes, not
+on the number of jobs, and the event loop is not blocked for all of them.
 """
 
 import pickle
@@ -17,7 +17,8 @@ from elche_coordinator.streams import Process, Stream, Streams
 from elche_coordinator.unpickling import loads, sealed, unsealed
 
 MAX_QUEUED = 100
-"""Queued jobs without a part of their own at which a save is due: there may be thousands, and they come all at once."""
+"""Changed queued jobs at which a save is due: thousands may be submitted at once, and one save of all would take
+long."""
 
 Part = tuple[Job, dict[Process, Stream[object]]]
 """A job, with the streams of its ranks."""
@@ -35,7 +36,7 @@ class Snapshots:
         self._num_queued = 0
 
     def touch(self, job_ids: Iterable[JobId]) -> None:
-        """An event may have changed these jobs."""
+        """Notes jobs that an event may have changed."""
         for job_id in job_ids:
             job = self._core.jobs.get(job_id)
             if job is not None and job_id not in self._touched:
@@ -44,12 +45,12 @@ class Snapshots:
 
     @property
     def is_due(self) -> bool:
-        """True once so many queued jobs have changed that a later save would hold the event loop for long."""
+        """True once so many queued jobs have changed that a later save would block the event loop for long."""
         return self._num_queued >= MAX_QUEUED
 
     def take(self, last: int, code: str) -> SavedState:
-        """The state after event number `last`, made by this code: what has changed since the last call."""
-        self._num_queued = 0  # also when it fails: it is tried again with the next that come
+        """The state after event number `last`, with the parts that have changed since the last call."""
+        self._num_queued = 0  # also if it fails: the next jobs that come retry it
         living = [job_id for job_id, job in self._core.jobs.items() if job.result is None]
         changed = [job_id for job_id in self._touched if (job := self._core.jobs.get(job_id)) and job.result is None]
         parts = {str(job_id): self._part(job_id) for job_id in changed}
@@ -66,7 +67,9 @@ class Snapshots:
 
 
 def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Streams]:
-    """What was saved. Raises `KeyError` when a part is missing, and whatever damaged ones lead to."""
+    """Restores a core and its streams from the parts. Raises `KeyError` if one is missing, and other errors of damaged
+    parts.
+    """
     core, streams, living = loads(unsealed(common))
     for job_id in living:
         job, of_ranks = loads(unsealed(parts[job_id]))
@@ -78,7 +81,7 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
 
 @contextmanager
 def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
-    """Within the context they have what all jobs have in common."""
+    """Context in which core and streams contain only the common part."""
     jobs, keys, ranks = (core.jobs, core.trainings, core.loops), core.keys, streams.ranks
     (core.jobs, core.trainings, core.loops), core.keys, streams.ranks = ({}, {}, {}), core.living_keys(), {}
     try:

@@ -1,6 +1,6 @@
-"""The texts of users' files, by their hash: each is in the database once, however many jobs have it.
+"""The texts of users' files by their hash, each in the database once, however many jobs have it.
 
-Those of jobs that have not ended are in memory, too: a rank is started at once, whether the database answers or not.
+Those of open jobs are in memory, too, so that ranks can be started even if the database does not answer.
 """
 
 import hashlib
@@ -9,32 +9,32 @@ from contextlib import suppress
 
 
 class Sources:
-    """Texts of files. Jobs hold theirs; what is new becomes durable with the event that brings it."""
+    """Texts of files, held by jobs. A new one becomes durable with the event of its submission."""
 
     def __init__(self, load: Callable[[str], str]) -> None:
-        """`load` reads a text from the database, and raises `KeyError` for one that is not there."""
+        """`load` reads a text from the database, and raises `KeyError` for a missing one."""
         self._load = load
         self._texts: dict[str, str] = {}
         self._holders: dict[str, set[str]] = {}
-        """By hash, the jobs that have it."""
+        """The jobs that have each text, by hash."""
         self._hashes: dict[str, str] = {}
-        """By job, that of its file."""
+        """The hash of each job's file."""
         self._new: dict[str, str] = {}
 
     def add(self, text: str) -> str:
-        """Takes in a text that a client has sent, until a job holds it; returns its hash."""
+        """Keeps a client's text until a job holds it; returns its hash."""
         name = hashlib.sha256(text.encode()).hexdigest()
         if name not in self._texts:
             self._texts[name] = self._new[name] = text
         return name
 
     def load(self, name: str) -> None:
-        """Has a text in memory until a job holds it. Raises `KeyError` when the database does not have it."""
+        """Loads a text into memory until a job holds it. Raises `KeyError` if the database does not have it."""
         if name and name not in self._texts:
             self._texts[name] = self._load(name)
 
     def discard(self, name: str) -> None:
-        """Drops a text that no job has come to hold: its submission was refused."""
+        """Drops a text that no job holds, since its submission was refused."""
         if name not in self._holders:
             self._texts.pop(name, None)
             self._new.pop(name, None)
@@ -46,11 +46,11 @@ class Sources:
         return self._texts[name] if name else ""
 
     def size_bytes(self, name: str) -> int:
-        """Of a text; 0 for one that the database has lost."""
+        """Size of a text in bytes; 0 for one that the database has lost."""
         return len(self._texts.get(name, "").encode())
 
     def hold(self, job_id: str, name: str) -> None:
-        """The job has this file. One that is in no database any more is missed when a rank is to be started."""
+        """Has a job hold a file. One that the database has lost is noticed when a rank is started."""
         if name:
             with suppress(KeyError):
                 self.load(name)
@@ -58,7 +58,7 @@ class Sources:
             self._hashes[job_id] = name
 
     def release(self, job_id: str) -> None:
-        """The job needs its file no more: it has ended."""
+        """Releases the file of an ended job."""
         name = self._hashes.pop(job_id, None)
         if name is None:
             return
@@ -69,6 +69,6 @@ class Sources:
             self._texts.pop(name, None)
 
     def take_new(self) -> dict[str, str]:
-        """The texts that are not in the database yet, by hash; from now on they count as written."""
+        """Returns the texts that are not in the database yet, by hash, and counts them as written."""
         new, self._new = self._new, {}
         return new

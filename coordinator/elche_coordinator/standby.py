@@ -1,4 +1,4 @@
-"""Before a coordinator serves: it opens its store and, where several share that, waits until it leads."""
+"""Startup of a coordinator: it opens its store and, if that is shared, waits until it leads."""
 
 import asyncio
 import fcntl
@@ -28,7 +28,7 @@ COPY_EVERY_S = 5.0
 
 
 def open_store(config: Config) -> Store:
-    """The store, which is this process's alone or is shared. Raises `CannotStart` and `BadStore`."""
+    """Opens the store, which is exclusive or shared. Raises `CannotStart` and `BadStore`."""
     data = config.data
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def open_store(config: Config) -> Store:
 
 @contextmanager
 def loading(store: Store) -> Iterator[None]:
-    """For what a coordinator reads when it starts. Raises `CannotStart`, or `DamagedStore` for a file."""
+    """Converts errors of reading at startup to `CannotStart`, or `DamagedStore` for a file."""
     try:
         yield
     except StoreFailed as error:
@@ -59,7 +59,7 @@ def loading(store: Store) -> Iterator[None]:
 async def lead(
     leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
 ) -> bool:
-    """Waits until this coordinator leads, and prepares the database; False when it is to stop before."""
+    """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
     _check_free(config.listen)
     encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
     async with waiting_page(config.http, encryption, lambda: leadership.problem):
@@ -88,7 +88,7 @@ async def _await_turn(leadership: Leadership, shared: SharedBundles, stop: async
 
 
 async def _copy(shared: SharedBundles) -> None:
-    """Keeps the folder of bundles like the database, so that taking over takes no longer for large ones."""
+    """Copies bundles from the database to the folder while it waits, so that it need not when it takes over."""
     while True:
         with suppress(StoreFailed, OSError):  # it may not answer now, or have no tables yet
             await asyncio.to_thread(shared.restore)
@@ -96,13 +96,13 @@ async def _copy(shared: SharedBundles) -> None:
 
 
 def start_over(reason: str) -> None:
-    """Another coordinator leads: this process ends every connection at once, and becomes one that waits."""
+    """Executes this process anew as a standby, which ends every connection at once, since another coordinator leads."""
     log.warning("leads no more: %s; starts over", reason)
     os.execv(sys.executable, sys.orig_argv)
 
 
 def _check_free(address: str) -> None:
-    """Raises `CannotStart` when an address could not be listened on later."""
+    """Raises `CannotStart` if an address cannot be listened on."""
     host, port = split_address(address)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()

@@ -1,6 +1,6 @@
-"""From the signal to stop to the end: jobs that train make a checkpoint first, while everything is still served.
+"""Shutdown after a signal: jobs that train write a checkpoint first, while all services go on.
 
-The coordinator that follows may be of another version, which goes on from checkpoints alone (protocol P22.2).
+The next coordinator may be of another version, which resumes jobs only from checkpoints (protocol P22.2).
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from elche_coordinator.driver import Driver
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05
-"""Interval at which it is looked whether all is saved."""
+"""Seconds between checks that all is saved."""
 
 
 class Stop:
-    """Whether this process is to stop, or to stop at once. Made before anything listens: who finds it listening may
-    stop it.
+    """Requests to stop this process, or to stop at once. Created before any address is listened on, since a client that
+    finds it listening may stop it.
     """
 
     def __init__(self, *, exit_with_stdin: bool) -> None:
-        """SIGTERM and SIGINT ask it to stop, the second one at once, as does the end of standard input."""
+        """SIGTERM and SIGINT request a stop, a second signal or the end of standard input one at once."""
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Stop:
 
 
 async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:
-    """Has jobs that train make a checkpoint, and waits for these, and for final models, for at most `grace_s`."""
+    """Has training jobs write checkpoints, and waits for these and for final models, at most `grace_s`."""
     if not grace_s or stop.at_once.is_set():
         return
     for job_id in driver.core.unsaved():

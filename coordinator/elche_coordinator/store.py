@@ -1,4 +1,4 @@
-"""What the coordinator keeps, and by which calls: whatever offers `Store` may be its database."""
+"""The interface of the coordinator's database, `Store`, and the values in it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,21 +10,21 @@ from elche_coordinator.roles import Token
 
 
 class StoreFailed(ElcheError):
-    """The store does not answer, or does not take what is written. The same may succeed later."""
+    """The store does not answer, or rejects a write. A retry may succeed."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
-        """`is_final`: waiting will not change that."""
+        """`is_final`: True if a retry cannot succeed."""
         super().__init__(f"the coordinator's database cannot be used: {reason}")
         self.reason = reason
         self.is_final = is_final
 
 
 class BadStore(ElcheError):
-    """The store cannot be used, and waiting will not change that."""
+    """The store cannot be used; a retry cannot succeed."""
 
 
 class DamagedStore(BadStore):
-    """What is in the store is not what was written. Nothing of it has been changed."""
+    """The store's contents are damaged. They were not changed."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(
@@ -39,11 +39,11 @@ class Replaced(ElcheError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells one store from every other."""
+    """A store's unique id and key."""
 
     id: str
     secret: bytes
-    """The key from which ranks' secrets are made."""
+    """The key from which ranks' secrets are derived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class SavedState:
     last: int
     code: str
     state: bytes
-    """What the jobs have in common."""
+    """The common part."""
     parts: Mapping[str, bytes] = field(default_factory=dict)
-    """By job, its own; when it is written, of those alone that have changed."""
+    """Parts by job; in a write only those that have changed."""
     gone: Collection[str] = ()
-    """Jobs that have a part in the store, and have none any more."""
+    """Jobs whose part in the store is removed."""
 
     def after(self, before: "SavedState | None") -> "SavedState":
-        """This state, and what was to be written of the one before it."""
+        """This state, merged with the unwritten one before it."""
         if before is None:
             return self
         gone = set(before.gone) | set(self.gone)
@@ -69,46 +69,46 @@ class SavedState:
 
 
 class LoadedState(NamedTuple):
-    """What a former coordinator has left."""
+    """The state left by a previous coordinator."""
 
     saved: SavedState | None
     pieces: list[bytes]
-    """Of the tape since."""
+    """Pieces of the tape since the saved state."""
     age_s: float
-    """How long ago it wrote the last of it, by the store's clock, in seconds."""
+    """Seconds since its last write, by the store's clock."""
 
 
 class JobRow(NamedTuple):
-    """What is kept of a job beside the tape, as JSON."""
+    """A job's record beside the tape, as JSON."""
 
     id: str
     record: str
     spec: str | None = None
-    """When it is written, of a new job; None: it stays what it is."""
+    """In a write, the spec of a new job; None: unchanged."""
     source: str | None = None
     """Hash of its file."""
 
 
 class Standing(NamedTuple):
-    """How a candidate has fared."""
+    """A candidate's position."""
 
     term: int
-    """Of this one, which leads now; 0: it does not."""
+    """Its term if it leads; else 0."""
     leader: str
-    """Who leads, or did before."""
+    """Name of the leader, or of the last one."""
 
 
 class Candidacy(Protocol):
-    """One coordinator's connection to a store that several share, by which it leads. Calls raise `StoreFailed`."""
+    """One coordinator's connection to a shared store, for leader election. Calls raise `StoreFailed`."""
 
     def try_to_lead(self, name: str, lease_s: float) -> Standing:
-        """Leads if nobody does, or who does has not renewed its lease for so long."""
+        """Begins to lead if no other does, or the leader has not renewed its lease for `lease_s`."""
 
     def renew(self, term: int) -> bool:
-        """Renews the lease; False when another one has begun a later term."""
+        """Renews the lease; returns False if another has begun a later term."""
 
     def close(self) -> None:
-        """Gives up at once whatever this one has."""
+        """Gives leadership up at once."""
 
 
 class Store(Protocol):
@@ -119,28 +119,28 @@ class Store(Protocol):
     """
 
     is_shared: bool
-    """True if several coordinators may have the same one, of which one leads."""
+    """True if several coordinators may share it, of which one leads."""
 
     @property
     def name(self) -> str:
-        """For people; without secrets."""
+        """A description for people, without secrets."""
 
     def prepare(self) -> None:
-        """Makes a new store, or brings an older one to the present format. Raises `BadStore` for one of a newer
-        version, and for one that is damaged.
+        """Creates the store, or migrates an older one to the present format. Raises `BadStore` for one of a newer
+        version or a damaged one.
         """
 
     def close(self) -> None:
         """Ends all connections."""
 
     def candidacy(self) -> Candidacy:
-        """This coordinator's, if the store is shared."""
+        """This coordinator's candidacy; only for a shared store."""
 
     def fence(self, term: int, on_replaced: Callable[[str], None]) -> None:
-        """From now on nothing is written once a later term has begun; `on_replaced` is then called with the reason."""
+        """Rejects writes once a later term has begun, and then calls `on_replaced` with the reason."""
 
     def identity(self) -> Identity:
-        """The store's own, made when it is first asked for."""
+        """The store's identity, created at the first call."""
 
     def write(
         self,
@@ -152,22 +152,21 @@ class Store(Protocol):
         forgotten: Collection[str] = (),
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Writes, in one transaction, rows of jobs, each with its spec if that is new, files by their hash, and a piece
-        of the tape up to event `last`. A saved state replaces the tape up to it. Nothing of `forgotten` jobs is left,
-        nor files that no job has.
+        """Writes, in one transaction, rows of jobs, each with its spec if new, files by hash, and a piece of the tape
+        up to event `last`. A saved state replaces the tape up to it. Removes `forgotten` jobs, and files without a job.
         """
 
     def load_state(self) -> LoadedState:
         """The newest saved state, and the tape since, in pieces."""
 
     def drop_tape(self) -> None:
-        """Removes the saved state and the tape, of which nothing can be made."""
+        """Removes the saved state and the tape, which this version cannot use."""
 
     def load_rows(self) -> list[JobRow]:
-        """Those of all jobs, by id."""
+        """The rows of all jobs, by id."""
 
     def load_row(self, job_id: str) -> JobRow:
-        """A job's. Raises `KeyError` for an unknown one."""
+        """A job's row. Raises `KeyError` for an unknown job."""
 
     def load_source(self, name: str) -> str:
         """The text of the file with this hash. Raises `KeyError` when it is not there."""
@@ -179,28 +178,28 @@ class Store(Protocol):
         """Keeps that of one job; of a job that is forgotten, nothing."""
 
     def load_tokens(self) -> list[Token]:
-        """All, oldest first."""
+        """All tokens, oldest first."""
 
     def add_token(self, token: Token) -> None:
-        """Keeps one more."""
+        """Adds a token."""
 
     def remove_token(self, token_id: str) -> None:
-        """It is no token any more."""
+        """Removes a token."""
 
     def bundle_names(self) -> list[str]:
-        """Those of all bundles."""
+        """The names of all bundles."""
 
     def load_bundle(self, name: str) -> Iterator[bytes]:
         """The bundle's bytes, in parts."""
 
     def save_bundle(self, name: str, parts: Iterable[bytes]) -> None:
-        """Keeps a bundle, all of it or nothing."""
+        """Stores a bundle, atomically."""
 
     def remove_bundle(self, name: str) -> None:
         """Removes a bundle, if it is there."""
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error; of one of a database's driver, without the class names."""
+    """The first line of an error; for a database driver's, without class names."""
     lines = str(getattr(error, "orig", None) or getattr(error, "reason", None) or error).strip().splitlines()
-    return lines[0].partition(" with text ")[0] if lines else type(error).__name__  # SQLite repeats what is written
+    return lines[0].partition(" with text ")[0] if lines else type(error).__name__  # SQLite repeats the written text

@@ -1,8 +1,8 @@
-"""Messages to agents and ranks, numbered and kept until they are heard, so that a stream may break and be opened again.
+"""Messages to agents and ranks, numbered and kept until they are received, so that a stream survives its connections.
 
-A connection may end at any moment, with the network or with the coordinator; what it was for goes on (protocol P15).
-Each side numbers what changes the other's state, keeps it until the other has it, and sends the rest again, in order,
-on the next connection. What comes twice is dropped by its number. So neither side has to find out where the other is.
+A connection may end at any moment, with the network or the coordinator; the conversation goes on (protocol P15). Each
+side numbers messages that change the other's state, keeps them until the other has them, and sends them again, in
+order, on the next connection. Duplicates are dropped by their numbers.
 """
 
 import hashlib
@@ -19,40 +19,40 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.send_queue import MAX_WAITING, SendQueue
 
 MAX_KEPT = 50_000
-"""Messages that are kept for one receiver that does not say what it has heard."""
+"""Most messages that are kept for one receiver that does not acknowledge them."""
 
 Message = TypeVar("Message", bound=Any)
 Process = tuple[Rank, Incarnation]
 
 
 class Superseded(ElcheError):
-    """The store does not know what an agent or a rank has heard: it is another one, or an older state of the same."""
+    """An agent or rank has received messages that the store does not know: it is another store, or an older state."""
 
 
 class Stream(Generic[Message]):
-    """The messages to one receiver, over one connection after the other, and how far its own have been taken in."""
+    """The messages to one receiver, over successive connections, and the numbers of its own messages."""
 
     def __init__(self, *, is_resumable: bool, is_of_agent: bool = False) -> None:
         self.is_of_agent = is_of_agent
         """True if the receiver is an agent; else it is a rank."""
         self.is_resumable = is_resumable
-        """True if it may come back on another connection."""
+        """True if it may reconnect."""
         self.num_read = 0
-        """The number of its last message that was taken in."""
+        """Number of its last message that was handled."""
         self.is_over = False
-        """True if it was given up: it opens no connection any more."""
+        """True if it was given up, and may not reconnect."""
         self.num_taken = 0
-        """The number of its last message that is durable."""
+        """Number of its last durable message."""
         self.num_connections = 0
-        """Since the coordinator started."""
+        """Number of its connections since the coordinator started."""
         self._num_kept = 0
         self._num_visible = 0
-        """The number of the last message that may be sent: the event that led to it is durable."""
+        """Number of the last message that may be sent, since its event is durable."""
         self._kept: deque[Message] = deque()
         self._queue: SendQueue[Message] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of now, when all of it is durable."""
+        """The present state, as of when all of it will be durable."""
         return {**self.__dict__, "_queue": None, "num_connections": 0}
 
     @property
@@ -66,8 +66,8 @@ class Stream(Generic[Message]):
         return self.num_connections > 0 and not self.is_connected
 
     def connect(self, num_heard: int) -> SendQueue[Message]:
-        """A new connection, in place of any before, of a receiver that has heard so many messages; returns the queue of
-        what to send on it. Raises `Superseded`.
+        """Opens a new connection, replacing the previous one, of a receiver that has received the first `num_heard`
+        messages; returns the queue of messages to send. Raises `Superseded`.
         """
         if num_heard > self._num_kept:
             raise Superseded(
@@ -81,13 +81,13 @@ class Stream(Generic[Message]):
         return self._queue
 
     def resend(self) -> None:
-        """Sends what was not heard on the connections before. Once, at the beginning of a connection."""
+        """Sends messages again that were not received before. Called once, at the beginning of a connection."""
         for message in list(self._kept):
             if message.seq <= self._num_visible:
                 self.pass_on(message)
 
     def disconnect(self, queue: SendQueue[Message] | None) -> bool:
-        """The connection with this queue has ended; False when another has taken its place."""
+        """Handles the end of the connection with this queue; returns False if another has replaced it."""
         if queue is None or queue is not self._queue:
             return False
         queue.close()
@@ -95,7 +95,7 @@ class Stream(Generic[Message]):
         return True
 
     def keep(self, message: Message) -> int:
-        """Numbers a message, and keeps it until it is heard; returns the number."""
+        """Numbers a message, and keeps it until it is received; returns the number."""
         self._num_kept += 1
         message.seq = self._num_kept
         if not self.is_over:
@@ -103,7 +103,7 @@ class Stream(Generic[Message]):
         return self._num_kept
 
     def show(self, number: int) -> None:
-        """Messages up to the number may be sent."""
+        """Allows messages up to the number to be sent."""
         hidden = list(takewhile(lambda message: message.seq > self._num_visible, reversed(self._kept)))
         for message in reversed(hidden):
             if message.seq <= number:
@@ -115,7 +115,7 @@ class Stream(Generic[Message]):
             self.give_up()
 
     def settle(self) -> None:
-        """All that was said and read is durable."""
+        """Marks all messages, sent and handled, as durable."""
         self._num_visible, self.num_taken = self._num_kept, self.num_read
 
     def pass_on(self, message: Message) -> None:
@@ -124,28 +124,28 @@ class Stream(Generic[Message]):
             self._queue.put(message)
 
     def on_heard(self, number: int) -> None:
-        """The receiver has heard the messages up to the number."""
+        """Drops messages up to the number, which were received."""
         while self._kept and self._kept[0].seq <= number:
             self._kept.popleft()
 
     def is_news(self, number: int) -> bool:
-        """True if its message of this number is to be taken in: it was not before. Unnumbered ones always are."""
+        """True if its message of this number was not handled before. True for unnumbered ones."""
         return number == 0 or number > self.num_read
 
     def give_up(self) -> None:
-        """Its receiver is lost: nothing is kept for it, and it may not come back."""
+        """Gives a lost receiver up: drops its messages, and does not let it reconnect."""
         self.is_over = True
         self._kept.clear()
         self.close()
 
     def close(self) -> None:
-        """Ends the present connection after what waits in its queue."""
+        """Ends the present connection after the messages in its queue."""
         if self._queue is not None:
             self._queue.close()
 
 
 class Secrets:
-    """Ranks' secrets, made from the store's own: those of a coordinator that has started again are the same."""
+    """Ranks' secrets, derived from the store's key, so that a restarted coordinator has the same ones."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -156,7 +156,7 @@ class Secrets:
         return f"{urlsafe_b64encode(text).decode()}.{self._sign(text)}"
 
     def read(self, secret: str) -> Address | None:
-        """The process whose secret it is; None when it is nobody's."""
+        """The process of a secret; None for an invalid one."""
         encoded, _, signature = secret.partition(".")
         try:
             text = urlsafe_b64decode(encoded)
@@ -172,12 +172,12 @@ class Secrets:
 
 
 class Streams:
-    """All streams, by whom they are for. What is pickled is what a coordinator that starts again goes on with."""
+    """All streams, by receiver. Pickled for a restarted coordinator."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, Stream[Any]] = {}
         self.identities: dict[str, AgentId] = {}
-        """Of agents that may come back, by what they call themselves."""
+        """Ids of agents that may reconnect, by the identity that they present."""
         self._num_agents = 0
         self.ranks: dict[JobId, dict[Process, Stream[Any]]] = {}
 
@@ -187,14 +187,14 @@ class Streams:
         return AgentId(f"agent-{self._num_agents + 1}")
 
     def add_agent(self, agent_id: AgentId, identity: str) -> None:
-        """An agent has joined."""
+        """Adds an agent that has joined."""
         self._num_agents += 1
         self.agents[agent_id] = Stream(is_resumable=bool(identity), is_of_agent=True)
         if identity:
             self.identities[identity] = agent_id
 
     def drop_agent(self, agent_id: AgentId) -> None:
-        """An agent is lost."""
+        """Removes a lost agent."""
         self.agents.pop(agent_id, None)
         self.identities = {identity: one for identity, one in self.identities.items() if one != agent_id}
 
@@ -209,7 +209,7 @@ class Streams:
         return stream
 
     def give_up_rank(self, address: Address) -> None:
-        """A process is lost: it may not come back."""
+        """Gives up the stream of a lost process."""
         if (stream := self.of_rank(address)) is not None:
             stream.give_up()
 
@@ -219,6 +219,6 @@ class Streams:
             yield from streams.values()
 
     def end_job(self, job_id: JobId) -> None:
-        """The job has ended: its ranks' streams end after what waits."""
+        """Ends the streams of an ended job's ranks after the messages in their queues."""
         for stream in self.ranks.pop(job_id, {}).values():
             stream.close()

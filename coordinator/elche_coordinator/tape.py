@@ -1,8 +1,8 @@
-"""The tape: every event that the core takes in, made durable before anything that it leads to is visible.
+"""The tape: a log of every event of the core, made durable before any of the event's effects is visible.
 
-A coordinator that starts again takes the newest saved state, repeats the events since, and is where it was
-(protocol P22). The core is a state machine without clock and I/O, so nothing else has to be saved, and a crash between
-any two instructions leaves a state that it had.
+A restarted coordinator loads the newest saved state and repeats the events since, by which it has its old state
+(protocol P22). The core is a state machine without clock and I/O, so that nothing else has to be saved, and a crash at
+any moment leaves a state that it had.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from elche_coordinator.writer import Batch, Writer
 log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-"""How long events that lead to nothing wait before they are written."""
+"""Seconds for which events without visible effects wait before they are written."""
 MAX_ENTRIES = 500
-"""How many such events wait at most."""
+"""Most such events that wait."""
 SAVE_EVERY = 2000
-"""Events between two saved states, at least."""
+"""Fewest events between two saved states."""
 SAVE_FRACTION = 0.01
-"""Part of the time that may go into saving states."""
+"""Fraction of time that may be spent saving states."""
 
 
 class Entry(NamedTuple):
@@ -43,13 +43,13 @@ class Entry(NamedTuple):
     at_s: float
     event: Event
     number: int = 0
-    """That of the message that brought it, in its stream; 0: it had none."""
+    """Number of its message in its stream; 0: none."""
     identity: str = ""
-    """By which whoever opens a stream with it may open it again; empty: not at all."""
+    """Identity by which its stream may be reopened; empty: it may not."""
 
 
 class Tape:
-    """Collects what is to become durable, and hands it to the writer when somebody waits for it."""
+    """Collects events to be written, and passes them to the writer when an effect waits for them."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Tape:
         rows: Callable[[], dict[str, Record]] = dict,
         sources: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """`first` is the number of the first event; `rows` and `sources` return what becomes durable with the events
-        since their last call.
+        """`first` is the number of the first event; `rows` and `sources` return the changes since their last call,
+        which become durable together with the events.
         """
         self._writer = writer
         self._snapshots = snapshots
@@ -79,7 +79,7 @@ class Tape:
         return self._batch.last
 
     def add(self, entry: Entry) -> None:
-        """One more event, which the core has handled."""
+        """Appends an event that the core has handled."""
         self._batch.last += 1
         self._batch.entries.append(entry)
         match entry.event:
@@ -90,7 +90,7 @@ class Tape:
         self._num_since += 1
 
     def flush(self, *, is_awaited: bool) -> None:
-        """Has all written so far; soon, where nobody waits for it."""
+        """Passes all events to the writer; with a delay if no effect waits."""
         if not is_awaited and len(self._batch.entries) < MAX_ENTRIES:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(FLUSH_S, lambda: self.flush(is_awaited=True))
@@ -120,27 +120,27 @@ class Tape:
         self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining events."""
         self.flush(is_awaited=True)
 
 
 class Recorded(NamedTuple):
-    """What a coordinator goes on with."""
+    """The state from which a coordinator resumes."""
 
     state: tuple[Coordinator, streams.Streams]
-    """The newest saved one."""
+    """The newest saved state."""
     entries: list[Entry]
     """The events since."""
     last: int
     """The number of the last event."""
     age_s: float = 0.0
-    """How long ago that was written, in seconds."""
+    """Seconds since it was written."""
     saved: Collection[str] = ()
     """The jobs that are in the saved state."""
 
 
 def read(store: Store) -> Recorded | None:
-    """What a former coordinator has left; None when nothing, or nothing that this code can go on with."""
+    """Reads the state of a previous coordinator; None if there is none, or none that this code can use."""
     saved, pieces, age_s = store.load_state()
     why = "was another version" if saved and saved.code != code_version() else ""
     if saved is not None and not why:
@@ -162,7 +162,7 @@ def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
 
 @cache
 def code_version() -> str:
-    """A hash of the code whose state is saved: other code may not go on with it."""
+    """A hash of the code whose state is saved: other code must not load it."""
     digest = hashlib.sha256()
     folders = [Path(module.__path__[0]) for module in (elche_coordinator.core, elche)]
     for path in [Path(streams.__file__), *sorted(path for folder in folders for path in folder.rglob("*.py"))]:

@@ -1,4 +1,4 @@
-"""Timelines: what each rank of a job did and what the coordinator told it, with times, as a file of JSON lines per job.
+"""Timelines: times of each rank's work and of the coordinator's messages to it, as a file of JSON lines per job.
 
 A line has spans of a rank (`spans`), the offset of its clock (`clock`), a message to a rank (`told`), or an event of
 the job (`event`). Times are seconds since 1970 by the coordinator's clock; those of spans are by the rank's clock.
@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 """Largest size of one timeline; later lines are dropped."""
 MAX_TOTAL_BYTES = 2 << 30
-"""What those of ended jobs may take: when there are more, the oldest are removed."""
+"""Most bytes of ended jobs' timelines; beyond, the oldest are removed."""
 MAX_WAITING_BYTES = 64 << 20
-"""Of lines that are not written yet, as where the disk is slow."""
+"""Most bytes of lines that are not written yet, as when the disk is slow."""
 CHUNK_BYTES = 1 << 16
-"""Of what is read at once: so much waits for each that fetches a timeline."""
+"""Bytes that are read at once, for each client that fetches a timeline."""
 EVERY_S = 0.5
 CLOCK_EVERY_S = 2.0
 NAMES: dict[type[Report], str] = {
@@ -76,12 +76,12 @@ NAMES: dict[type[Report], str] = {
 
 @dataclass(slots=True)
 class _Open:
-    """The timeline of a job that goes on."""
+    """The timeline of an open job."""
 
     user: str
-    """Who has submitted the job."""
+    """The job's submitter."""
     lines: list[str] = field(default_factory=list)
-    """Those that are not written yet."""
+    """Lines that are not written yet."""
     num_bytes: int = 0
     is_full: bool = False
 
@@ -93,18 +93,18 @@ class Timelines:
         self._folder = folder
         self._driver = driver
         self._open: dict[str, _Open] = {}
-        """By job that has a timeline."""
+        """Timelines by job."""
         self._held = Held("timelines of jobs that go on", MAX_TIMELINES_BYTES_OF_USER, MAX_TIMELINES_BYTES)
         self._num_waiting = 0
         """Bytes of the lines that are not written yet."""
         self._anchors: dict[str, int] = {}
-        """By job, the anchor after its last round."""
+        """Each job's anchor after its last round."""
         self._writing = asyncio.Lock()
         driver.on_performed(self._take_command)
         driver.watchers.on_published(self._take_report)
 
     def begin(self, job_id: str, rank: int) -> None:
-        """Begins the job's timeline, if it has not begun: one of its ranks will send spans."""
+        """Begins the job's timeline, if it has not begun, since one of its ranks will send spans."""
         self._begin(job_id)
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
         self._tell_clock(job_id, time.time())
@@ -112,7 +112,7 @@ class Timelines:
     def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
         """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's.
 
-        They may be the first that this coordinator hears of the timeline: one before it has begun it.
+        They may be the first of the timeline that this coordinator receives, if a previous one has begun it.
         """
         now_s = time.time()
         self._begin(job_id)
@@ -135,7 +135,7 @@ class Timelines:
             self._add(job_id, row)
 
     def _begin(self, job_id: str) -> None:
-        """The job has a timeline from now on, unless it has ended. What is in its file already counts."""
+        """Opens the job's timeline, unless the job has ended. The present size of its file counts."""
         spec = self._driver.core.spec(JobId(job_id))
         if job_id in self._open or spec is None or self._driver.core.result(JobId(job_id)) is not None:
             return
@@ -165,7 +165,7 @@ class Timelines:
                         self._tell_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
-            async with self._writing:  # a write that was running when this was cancelled may not be done
+            async with self._writing:  # waits for a write that was running when this was cancelled
                 self._write(self._take())
 
     def _tell_clock(self, job_id: str, now_s: float) -> None:
@@ -216,7 +216,7 @@ class Timelines:
             self._num_waiting += len(line) + 1
 
     def _require_room(self, job_id: str, one: _Open, num_bytes: int, *, waits: bool = True) -> bool:
-        """Counts so many more bytes of a timeline; False when there is no room for them, and for none after them."""
+        """Counts `num_bytes` more of a timeline; returns False if there is no room, from then on always."""
         why = ""
         if one.num_bytes + num_bytes > MAX_BYTES:
             why = f"it is full, with {MAX_BYTES >> 20} MiB"
@@ -269,7 +269,7 @@ class Timelines:
 
 
 def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
-    """A command's name and its facts for people; None for one that says nothing of when ranks train."""
+    """A command's name and facts for the timeline; None for one that does not concern when ranks train."""
     match command:
         case SendSyncNow():
             return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}

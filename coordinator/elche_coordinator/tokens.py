@@ -12,21 +12,21 @@ from elche_coordinator.roles import Role, Token
 from elche_coordinator.store import Store
 
 PREFIX = "elche_"
-"""How the text of a token begins, so that scanners for secrets find it."""
+"""Prefix of tokens, by which scanners for secrets find them."""
 MAX_TOKENS = 10_000
 MAX_NAME = 64
 
 
 @dataclass(slots=True)
 class Grant:
-    """A token that a call has presented, for as long as the call lasts."""
+    """A token that a call has presented, for the duration of the call."""
 
     token: Token
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Tokens:
-    """The tokens of a coordinator. Its methods are called on one thread, which waits for the disk."""
+    """The tokens of a coordinator. Its methods are called on one thread, since they wait for the disk."""
 
     def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -34,8 +34,8 @@ class Tokens:
         self._grants = {one.hash: Grant(one) for one in store.load_tokens()}
 
     def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[Token, str]:
-        """A new token, and its text, which nobody can be told again. Raises `InvalidJob` for a name that cannot be
-        shown in one word.
+        """Returns a new token, and its text, which is not stored. Raises `InvalidJob` for a name that is not one
+        printable word.
         """
         if not name or len(name) > MAX_NAME or not name.isprintable() or any(c.isspace() or c in "@/" for c in name):
             raise InvalidJob(
@@ -59,7 +59,7 @@ class Tokens:
         return token, text
 
     def all(self) -> list[Token]:
-        """Those that have not been revoked, oldest first."""
+        """Tokens that were not revoked, oldest first."""
         return [grant.token for grant in self._grants.values()]
 
     def revoke(self, token_id: str) -> Token:
@@ -80,7 +80,7 @@ class Tokens:
         return None if grant is None or self.left_s(grant) <= 0 else grant
 
     def left_s(self, grant: Grant) -> float:
-        """How long a token is still good; infinite for one that does not expire."""
+        """Seconds until the token expires; infinite if it does not."""
         return grant.token.expires_at - self._now() if grant.token.expires_at else float("inf")
 
 

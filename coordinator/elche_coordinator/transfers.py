@@ -11,15 +11,15 @@ DEPTH = 8
 """Chunks that may wait for the client; with more, the agent waits."""
 GONE = "the receiver of this file has gone"
 BEGIN_S = 30.0
-"""How long an agent may take to deliver the next chunk."""
+"""Seconds in which an agent must deliver the next chunk."""
 
 
 class TooLong(ElcheError):
-    """An agent has sent more than it was asked for."""
+    """An agent has sent more than was requested."""
 
 
 class Transfer:
-    """One file: chunks, or the error for which there are none, then None at the end."""
+    """One file: chunks, or an error instead of them, then None at the end."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | ElcheError | None] = asyncio.Queue(DEPTH)

@@ -1,5 +1,5 @@
-"""Reads what a coordinator has pickled, and nothing else: who can write to its database must not be able to run code in
-it by that. A checksum tells what a disk has damaged.
+"""Restricted unpickling of a coordinator's own classes, so that write access to its database does not allow running
+code in it. A checksum detects damage.
 """
 
 import io
@@ -19,17 +19,17 @@ OWN = (
     "elche_coordinator.streams",
     "elche_coordinator.tape",
 )
-"""Where the classes are: they hold data, and make decisions without I/O."""
+"""Modules whose classes are allowed: they hold data, and decide without I/O."""
 CHECKSUM_BYTES = 4
 
 
 def sealed(content: bytes) -> bytes:
-    """What has been pickled, behind its checksum."""
+    """Prepends a checksum to a pickle."""
     return zlib.crc32(content).to_bytes(CHECKSUM_BYTES) + content
 
 
 def unsealed(content: bytes) -> bytes:
-    """What was sealed. Raises `pickle.UnpicklingError` when it is not that any more."""
+    """The inverse of `sealed`. Raises `pickle.UnpicklingError` if the content was changed."""
     pickled = content[CHECKSUM_BYTES:]
     if content != sealed(pickled):
         raise pickle.UnpicklingError("its checksum is another one: it was damaged")
@@ -37,13 +37,13 @@ def unsealed(content: bytes) -> bytes:
 
 
 def loads(content: bytes) -> Any:
-    """The object. Raises `pickle.UnpicklingError` for one that is not of these classes."""
+    """Unpickles an object. Raises `pickle.UnpicklingError` for other classes."""
     return _Unpickler(io.BytesIO(content)).load()
 
 
 def _attribute(owner: object, name: str) -> Any:
-    """A method of one of these objects, as it is pickled: the core hands such methods on. Or a member of an enumeration
-    of theirs, as Python 3.11.0 to 3.11.3 pickles it.
+    """Restores a pickled method of one of these objects, which the core passes around, or a member of one of their
+    enumerations, as Python 3.11.0 to 3.11.3 pickles it.
     """
     if isinstance(owner, EnumMeta) and owner.__module__.startswith(OWN) and name in owner.__members__:
         return owner[name]

@@ -1,5 +1,5 @@
-"""Checks the requests of clients, agents and ranks before a handler sees them: lengths of texts and lists, ranges of
-integers, and that numbers are finite. Also answers handlers' exceptions.
+"""Validates requests of clients, agents and ranks before handlers: lengths of texts and lists, ranges of integers, and
+finite numbers. Also converts handlers' exceptions to gRPC statuses.
 """
 
 import logging
@@ -71,7 +71,7 @@ CHARACTERS = {
     "JobSpec.secrets": 64,
     "SubmitJobRequest.key": 200,
 }
-"""Longest texts in characters, by field, where not `MAX_CHARACTERS`; for a map, of each key and value."""
+"""Longest texts in characters, by field, if not `MAX_CHARACTERS`; for a map, of each key and value."""
 ENTRIES = {
     "AgentHello.gone": 100,
     "AgentHello.jobs": 1000,
@@ -91,9 +91,9 @@ ENTRIES = {
     "ResumeJobRequest.settings": 200,
     "TensorSum.shape": 64,
 }
-"""Most entries of lists and maps, by field, where not `MAX_ENTRIES`."""
+"""Most entries of lists and maps, by field, if not `MAX_ENTRIES`."""
 ALL_CHARACTERS = {"Ready.tensors": MAX_TENSORS_CHARS}
-"""Characters of all texts of a list together, by field, where the size of the message is not bound enough."""
+"""Most characters of all texts of a list together, by field, where the bound on the message's size is not enough."""
 INTEGERS = {
     "AddRequest.amount": 2**63,
     "JobSpec.num_ranks": MAX_RANKS,
@@ -103,7 +103,7 @@ INTEGERS = {
     "Ready.epochs": int(SETTINGS["epochs"].below) - 1,
     "Ready.seed": 2**64,
 }
-"""Largest integers, by field, where not `MAX_INTEGER`. Fixed-size integers are hashes and have no bound."""
+"""Largest integers, by field, if not `MAX_INTEGER`. Fixed-size integers are hashes and have no bound."""
 MAY_BE_NAN = frozenset(
     {
         "BatchesTrained.loss_sum",
@@ -135,7 +135,7 @@ def _problem(message: Message, depth: int) -> str:
 
 @cache
 def _checks(descriptor: Descriptor) -> dict[int, Callable[[Any, int], str]]:
-    """By field number, the check of the field's value at a nesting depth."""
+    """Checks of a message class's fields, by field number, with the nesting depth as an argument."""
     return {field.number: _check_of(field) for field in descriptor.fields}
 
 

@@ -1,7 +1,7 @@
-"""What a coordinator that stands by answers over HTTP: that it is alive and ready, and who it is not.
+"""HTTP answers of a standby coordinator: that it is alive and ready, and that another one leads.
 
-Nobody is known yet, and no database need answer: it serves three paths and nothing else, and leaves the address to the
-page as soon as it leads.
+It needs neither tokens nor a database: it serves three paths only, and frees the address for the page as soon as it
+leads.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from elche_coordinator.config import CannotStart
 from elche_coordinator.encryption import Encryption
 
 ANSWER_S = 5.0
-"""How long a connection may take in all."""
+"""Limit of a connection in seconds."""
 MAX_CONNECTIONS = 64
 STANDS_BY = "stands by\n"
 METRICS = """\
@@ -29,7 +29,7 @@ class WaitingPage:
     """Answers while another coordinator leads."""
 
     def __init__(self, problem: Callable[[], str]) -> None:
-        """`problem`: why this one could not take over now; empty when it could."""
+        """`problem` returns the reason why this one could not take over now; empty if it could."""
         self._problem = problem
         self._num_connections = 0
 
@@ -60,7 +60,7 @@ class WaitingPage:
                 writer.write(f"{head}connection: close\r\n\r\n{text}".encode())
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it says nothing, or nothing that is HTTP
+            pass  # no request in time, or not HTTP
         finally:
             self._num_connections -= 1
             writer.close()
@@ -70,7 +70,7 @@ class WaitingPage:
 async def waiting_page(
     address: str | None, encryption: Encryption | None, problem: Callable[[], str]
 ) -> AsyncIterator[None]:
-    """Answers at HOST:PORT inside the context; None: nowhere. Raises `CannotStart` when it cannot be listened on."""
+    """Context in which it answers at HOST:PORT; None: not at all. Raises `CannotStart` if it cannot listen there."""
     if address is None:
         yield
         return

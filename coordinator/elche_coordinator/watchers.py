@@ -1,4 +1,4 @@
-"""Who is told of a job's reports: its watchers, the log, and whatever else has asked to be."""
+"""Distribution of jobs' reports: to watchers, the log, and registered actions."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 
 
 class Watchers:
-    """The queues of those who watch jobs, and the actions for reports and ends of jobs. Used on the event loop only."""
+    """Queues of jobs' watchers, and actions for reports and ends of jobs. Used on the event loop only."""
 
     def __init__(self, health: LoopHealth) -> None:
         self._health = health
@@ -39,7 +39,7 @@ class Watchers:
 
     @property
     def num_watchers(self) -> int:
-        """How many watch a job now."""
+        """Number of present watchers."""
         return sum(map(len, self._queues.values()))
 
     def watch(self, job_id: str) -> WatchQueue:
@@ -63,7 +63,7 @@ class Watchers:
         self._on_published.append(action)
 
     def publish(self, job_id: JobId, report: Report) -> None:
-        """Tells everybody of a report, and logs it."""
+        """Sends a report to all watchers and actions, and logs it."""
         for action in self._on_published:
             try:
                 action(job_id, report)
@@ -78,7 +78,7 @@ class Watchers:
             self._log(job_id, report)
 
     def _log(self, job_id: JobId, report: Report) -> None:
-        """Logs a report. The end of a job takes effect here, even if its watchers could not be told."""
+        """Logs a report. Also ends the job's watching, even if its watchers could not be reached."""
         match report:
             case EpochReport():
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"
@@ -95,7 +95,7 @@ class Watchers:
             case JobResult():
                 self._end(job_id, report)
             case RoundReport() | UserEvent():
-                pass  # they may be many a second
+                pass  # not logged: there may be many a second
             case _:
                 assert_never(report)
 

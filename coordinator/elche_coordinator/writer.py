@@ -1,4 +1,5 @@
-"""The thread that makes events durable: it writes what has come meanwhile in one transaction, until that succeeds."""
+"""The thread that makes events durable: it writes all pending batches in one transaction, and retries until it
+succeeds."""
 
 import json
 import logging
@@ -23,12 +24,12 @@ RETRY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """What becomes durable together: all or nothing of it."""
+    """Changes that become durable together, atomically."""
 
     last: int
     """The number of its last event."""
     entries: list[Any] = field(default_factory=list)
-    """The events, with what is needed to repeat them; pickled on the writer's thread."""
+    """The events, with the data to repeat them; pickled on the writer's thread."""
     rows: dict[str, Record] = field(default_factory=dict)
     """The newest row of each job that has changed."""
     specs: dict[str, JobSpec] = field(default_factory=dict)
@@ -40,14 +41,14 @@ class Batch:
     saved: SavedState | None = None
 
     def forget(self, job_ids: Iterable[str]) -> None:
-        """Nothing of these jobs is kept."""
+        """Drops these jobs."""
         self.forgotten |= set(job_ids)
         for job_id in job_ids:
             self.rows.pop(job_id, None)
             self.specs.pop(job_id, None)
 
     def add(self, later: "Batch") -> None:
-        """Takes in what comes after it."""
+        """Merges a later batch."""
         self.last = later.last
         self.entries = [] if later.saved else self.entries + later.entries
         self.forget(later.forgotten)
@@ -58,10 +59,10 @@ class Batch:
 
 
 class Writer:
-    """A thread that writes batches, as many at a time as have come while it wrote.
+    """A thread that writes batches, all pending ones at a time.
 
-    `on_written` is called on the thread with the number of the last event that is now durable; `on_refused` with a job
-    whose record is no JSON, and the reason: its older record stays. A write is retried until it succeeds.
+    Calls `on_written`, on the thread, with the number of the last durable event; `on_refused` with a job whose record
+    is not valid JSON, and the reason: its older record stays. A write is retried until it succeeds.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Writer:
         self._stopped = threading.Event()
         self.num_failures = 0
         self.failing = ""
-        """Why the last write failed; empty when it succeeded."""
+        """The error of the last write; empty if it succeeded."""
         self.durations = Histogram(PERSIST_SECONDS)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
@@ -87,7 +88,7 @@ class Writer:
         self._queue.put(batch)
 
     def stop(self) -> None:
-        """Writes what is queued and ends the thread."""
+        """Writes queued batches and ends the thread."""
         self._stopped.set()
         self._queue.put(None)
         self._thread.join(timeout=5)

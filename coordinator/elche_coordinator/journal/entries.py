@@ -1,4 +1,4 @@
-"""Entries of a journal: everything of an event and its commands that the core reads, and nothing secret.
+"""Entries of a journal: all parts of an event and its commands that the core reads, without secrets.
 
 The user's source, arguments and the values of environment variables are left out; long texts lose their middle. The
 core passes these on and never reads them, so that a replay gives the same commands, shortened in the same way.
@@ -52,7 +52,7 @@ class FreeSlots:
     devices: dict[int, str]
     """Slot to device."""
     folder: str = ""
-    """Identifies the work folder of its agent; empty: not known."""
+    """Id of its agent's work folder; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def kept_command(command: Command) -> Command:
 
 
 def fault_text(error: BaseException) -> str:
-    """The exception that the core has raised, as text."""
+    """The exception of the core, as text."""
     return cut_text(f"{type(error).__name__}: {error}")
 
 
@@ -183,7 +183,9 @@ def _texts(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _has_text(name: str, hints: Mapping[str, Any]) -> bool:
-    """True if the field is a text, or a message that contains one. Sequences and mappings of texts are short."""
+    """True if the field is a text, or a message that contains one, but not for sequences and mappings, which
+    are short.
+    """
     hint = hints[name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     messages: list[Any] = [kind for kind in kinds if is_dataclass(kind)]

@@ -16,12 +16,12 @@ from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault
 from elche_coordinator.journal.journals import FORMAT
 
 NOTHING = DrainRequested(agent_id=AgentId(""), is_drained=False)
-"""Stands for another job's event: the core looks for free slots, and nothing else changes."""
+"""Replaces another job's event: it makes the core look for free slots, and changes nothing else."""
 NOBODY = (JobId("another job"), Rank(0))
 
 
 class CannotReplay(ValueError):
-    """The content is no journal, or one without its beginning."""
+    """The content is not a journal, or one without its beginning."""
 
 
 class Differs(AssertionError):
@@ -39,14 +39,14 @@ class Recorded:
 
 
 class RecordedFleet(Fleet):
-    """Gives a rank that is added, or started again, what it got: which slots other jobs leave is not in the journal."""
+    """Gives an added or restarted rank its recorded slots, since the journal does not contain other jobs' slots."""
 
     def __init__(self) -> None:
         super().__init__()
         self._given: dict[Rank, tuple[Place, ...]] = {}
 
     def begin(self, entry: Recorded) -> int | None:
-        """The next entry is replayed. Returns the first incarnation that is started in it."""
+        """Begins the replay of the next entry. Returns the first incarnation that is started in it."""
         starts = [command["StartRank"] for command in entry.said.get("commands", ()) if "StartRank" in command]
         self._given = {
             Rank(start["rank"]): tuple(
@@ -58,17 +58,17 @@ class RecordedFleet(Fleet):
         return min((start["incarnation"] for start in starts), default=None)
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
-        """The journal has only slots that do."""
+        """True: the journal contains only slots that meet the conditions."""
         return True
 
     def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
-        """The journal has each device once."""
+        """Returns all places: the journal contains each device once."""
         return list(places)
 
     def take_again(
         self, job_id: JobId, rank: Rank, spec: JobSpec, before: tuple[Place, ...], without: Collection[Place] = ()
     ) -> tuple[Place, ...] | None:
-        """What the rank got at this event, if anything."""
+        """The slots that the rank got at this event, if any."""
         places = self._given.get(rank)
         self.taken |= dict.fromkeys(places or (), (job_id, rank))
         return places
@@ -137,7 +137,7 @@ def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
 
 
 def _offer(core: Coordinator, found: Found) -> None:
-    """Makes the fleet one with just these free slots."""
+    """Makes the fleet one with exactly these free slots."""
     agents, taken = core.fleet.agents, core.fleet.taken
     agents.clear()
     taken.clear()

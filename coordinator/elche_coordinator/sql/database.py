@@ -19,9 +19,9 @@ REFUSALS = (
     *("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied"),
     *("invalid ", "could not match"),  # of a URL
 )
-"""What PostgreSQL says, whose drivers give no code for it, when waiting will not help."""
+"""Messages of PostgreSQL, for which its drivers have no code, of errors for which a retry does not help."""
 NETWORK_S = 5
-"""Seconds after which a connection on which nothing comes back is given up."""
+"""Seconds after which a connection without answers is closed."""
 POSTGRESQL_OPTIONS: dict[str, Any] = {
     "application_name": "elche-coordinator",
     "connect_timeout": NETWORK_S,
@@ -77,7 +77,7 @@ parts = sa.Table(
     sa.Column("job", sa.String, primary_key=True),
     sa.Column("state", sa.LargeBinary, nullable=False),
 )
-"""Of the saved state, what each job has to itself."""
+"""The saved state's parts of jobs."""
 tokens = sa.Table(
     "tokens",
     metadata,
@@ -109,7 +109,7 @@ artifacts = sa.Table(
 
 @contextmanager
 def failing() -> Iterator[None]:
-    """Errors of the database are raised as `StoreFailed`."""
+    """Converts errors of the database to `StoreFailed`."""
     try:
         yield
     except sa.exc.SQLAlchemyError as error:
@@ -118,19 +118,19 @@ def failing() -> Iterator[None]:
 
 
 class Database:
-    """Connections and transactions. Where several coordinators share the database, one that writes first looks at the
-    term, under a lock on its row: nobody else can begin to lead before it ends.
+    """Connections and transactions. If several coordinators share the database, a writing transaction first checks the
+    term under a lock on its row, so that no other can begin to lead before it ends.
     """
 
     def __init__(self, url: sa.URL) -> None:
         self.is_shared = url.get_backend_name() == "postgresql"
         self._term = 0
-        """That in which this coordinator may write; 0: there are no terms."""
+        """The term in which this coordinator may write; 0: there are no terms."""
         self._on_replaced: Callable[[str], None] = lambda reason: None
         self._engine = sa.create_engine(
             url,
             poolclass=sa.pool.NullPool,
-            hide_parameters=True,  # errors must not show what is written: it contains users' source code
+            hide_parameters=True,  # errors must not show parameters, which contain users' source code
             connect_args=POSTGRESQL_OPTIONS if self.is_shared else {},
         )
 
@@ -143,7 +143,7 @@ class Database:
 
     @classmethod
     def at(cls, url: str) -> Self:
-        """PostgreSQL at a URL. Raises `BadStore` for what is none."""
+        """PostgreSQL at a URL. Raises `BadStore` for an invalid one."""
         try:
             parsed = sa.make_url(url)
         except (sa.exc.ArgumentError, ValueError):
@@ -188,7 +188,7 @@ class Database:
             yield connection
 
     def fence(self, term: int, on_replaced: Callable[[str], None]) -> None:
-        """From now on nothing is written once a later term has begun; `on_replaced` is then called with the reason."""
+        """Rejects writes once a later term has begun, and then calls `on_replaced` with the reason."""
         self._term, self._on_replaced = term, on_replaced
 
     def _check_term(self, connection: sa.Connection) -> None:
@@ -250,7 +250,7 @@ class Database:
 
 
 def _check_pages(connection: sa.Connection) -> str:
-    """What SQLite finds wrong in its file; "ok": nothing."""
+    """Result of SQLite's check of its file; "ok" if there is no problem."""
     try:
         return " ".join(str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()).split())
     except sa.exc.DatabaseError as error:
@@ -260,7 +260,7 @@ def _check_pages(connection: sa.Connection) -> str:
 
 
 def _missing(connection: sa.Connection) -> list[str]:
-    """The tables, and columns of tables, that are not there."""
+    """Missing tables and columns."""
     there = {
         name: {column["name"] for column in columns}
         for (_, name), columns in sa.inspect(connection).get_multi_columns().items()

@@ -1,7 +1,7 @@
-"""Which coordinator leads, in a row of PostgreSQL: with a term, a lease, and an advisory lock whose key is the term.
+"""Leader election in a row of PostgreSQL, with a term, a lease, and an advisory lock whose key is the term.
 
-The database releases the lock when the leader's connection ends, so another one takes over at once when its process
-dies; and when the lease has run out, if it is stopped, or cut off from the database.
+The database releases the lock when the leader's connection ends, so that another takes over at once when its process
+dies. If it is stopped, or cut off from the database, another takes over when the lease has expired.
 """
 
 import logging
@@ -35,14 +35,14 @@ RENEW = "UPDATE leader SET renewed_at = clock_timestamp() WHERE term = :term"
 
 
 class Election:
-    """A connection of its own, which has the lock while this one leads."""
+    """A connection that holds the lock while this coordinator leads."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._session: sa.Connection | None = None
 
     def try_to_lead(self, name: str, lease_s: float) -> Standing:
-        """Leads if nobody else does."""
+        """Begins to lead if no other does."""
         with self._asking():
             if self._session is None:
                 self._session = self._database.connect()
@@ -61,7 +61,7 @@ class Election:
             if term > 0 and not has_lock and not has_run_out:
                 return Standing(0, leader)
             is_mine = self._ask(TAKE, term=term, name=name).rowcount == 1
-            if is_mine:  # the lock before the commit: nobody may see a term whose lock is free
+            if is_mine:  # lock before commit: a visible term whose lock is free would look abandoned
                 self._ask("SELECT pg_advisory_lock(:lock, :term)", lock=LOCK, term=term + 1)
         if is_mine:
             if term > 0:
@@ -74,7 +74,7 @@ class Election:
         return Standing(0, leader)
 
     def renew(self, term: int) -> bool:
-        """Renews the lease, on another connection with another lock if the one before has ended."""
+        """Renews the lease, with a new connection and lock if the previous one has ended."""
         with self._asking():
             if self._session is None:
                 self._session = self._database.connect()
@@ -96,7 +96,7 @@ class Election:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """What fails raises `StoreFailed` and ends the connection."""
+        """Converts errors to `StoreFailed` and closes the connection."""
         try:
             with failing():
                 yield

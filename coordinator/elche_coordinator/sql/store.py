@@ -1,4 +1,4 @@
-"""The store in a SQL database: what is read and written."""
+"""The store in a SQL database: queries and statements."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ JOB_ROW = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec, _jobs.c.source)
 
 
 class SqlStore(Database):
-    """A `Store`, which see. `write` has a connection of its own, which stays open; other calls make one each."""
+    """Implements `Store`. `write` keeps its connection open; other calls open one each."""
 
     def __init__(self, url: sa.URL) -> None:
         super().__init__(url)
@@ -65,7 +65,7 @@ class SqlStore(Database):
         forgotten: Collection[str] = (),
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """One transaction. After one that has failed the next has another connection."""
+        """Writes in one transaction. After a failure the next one opens a new connection."""
         try:
             with self.writing(self._connected()) as connection:
                 if sources:
@@ -76,7 +76,7 @@ class SqlStore(Database):
                     self._forget(connection, forgotten)
                 if saved is not None:
                     self._save(connection, saved)
-                if entries:  # they may be there: the answer to the first attempt may have been lost
+                if entries:  # a retry: the first attempt may have committed, with its answer lost
                     connection.execute(_tape.delete().where(_tape.c.last == last))
                     connection.execute(_tape.insert().values(last=last, entries=entries, written_at=self.now))
         except StoreFailed:

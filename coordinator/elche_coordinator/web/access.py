@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 OPEN_FOLDERS = ("/static/", "/download/")
 """Folders that need no token: the page's own files, and download links, which cannot be guessed and work once."""
 LET_IN = "elche.let_in"
-"""In the scope of a request that is of somebody who may make it."""
+"""Key in the scope of an authorised request."""
 SECURITY_HEADERS = (
     (
         b"content-security-policy",
@@ -71,7 +71,7 @@ class AccessControl:
         await (answer if grant is None else self._until_ended(grant, answer))
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The answer to who may have it, or that this is one request too many, at once or for the processor."""
+        """Answers the request, or refuses it if the caller has too many open, or has used too much processor time."""
         answer: ASGIApp = self._app
         is_open, payer = _is_open(scope["path"]), _payer(scope["path"])
         with ExitStack() as stack:
@@ -94,7 +94,7 @@ class AccessControl:
         return paced
 
     def _let_in(self, scope: Scope) -> Grant | None:
-        """The grant of the request, if it has a token that was made. Raises `NotAllowed` or `Forbidden`."""
+        """Authorises the request; returns the grant of a made token. Raises `NotAllowed` or `Forbidden`."""
         path = scope["path"]
         if _is_open(path):
             return None
@@ -112,7 +112,7 @@ class AccessControl:
         return None
 
     async def _until_ended(self, grant: Grant, answer: Awaitable[None]) -> None:
-        """Answers, but for a stream that outlasts the token."""
+        """Answers; ends a stream that outlasts the token."""
         answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
         try:
             await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,14 +144,16 @@ def _is_open(path: str) -> bool:
 
 
 def _payer(path: str) -> str:
-    """Whose processor time a request takes; empty: nobody's. Whether the coordinator lives is told in any case."""
+    """The caller that is charged for a request's processor time; empty: none, as for the health check."""
     if path == "/healthz":
         return ""
     return STRANGERS if _is_open(path) else CALLER.get().name
 
 
 def _no_such_page(scope: Scope) -> JSONResponse | None:
-    """The answer to what no page is for; routes also match a path with a line feed at its end, which roles do not."""
+    """The answer to an unknown path; None for a known one. Routes, unlike roles, also match a path with a final line
+    feed.
+    """
     if not scope["path"].isprintable():
         return _answer(404, "no such page")
     if _is_open(scope["path"]) and scope["method"] not in ("GET", "HEAD"):
@@ -160,7 +162,7 @@ def _no_such_page(scope: Scope) -> JSONResponse | None:
 
 
 def _needed(method: str, path: str) -> Role:
-    """The role that a request needs. Whose job it is, is for the handler."""
+    """The role that a request needs. The handler checks the job's owner."""
     if method == "POST":
         return Role.OPERATOR if path.startswith("/api/agents/") else Role.USER
     return Role.USER if path.endswith(("/model", "/journal")) else Role.VIEWER

@@ -48,7 +48,7 @@ FETCHED = ("model", "journal")
 EVERY_S = 1.0
 """Interval of recorded views, and of messages to a page."""
 SAVE_RUNNING_EVERY_S = 5.0
-"""How often the recording of a job that runs is saved, at most."""
+"""Least seconds between saves of recordings of running jobs."""
 MAX_LOADED = 8
 """Recordings of earlier runs that are kept in memory."""
 MAX_DIGITS = 6
@@ -78,7 +78,7 @@ class Web:
         self._views: list[JobView] = []
         """The jobs of this run, as last recorded."""
         self._saved_at_s: dict[str, float] = {}
-        """When the recordings of jobs that run were last saved."""
+        """Times of the last saves of running jobs' recordings."""
         self._journals = journals
         self._loaded: dict[str, SavedRecording] = {}
         """Recordings of earlier runs, by job."""
@@ -107,8 +107,8 @@ class Web:
         self.app: ASGIApp = AccessControl(Starlette(routes=routes), credentials, audit)
 
     async def record(self) -> None:
-        """Records a view per second and saves the recordings of ended jobs, and now and then of those that run. When
-        cancelled, saves those of all jobs.
+        """Records a view per second, and saves the recordings of ended jobs, and periodically those of running ones.
+        Saves all when cancelled.
         """
         try:
             while True:
@@ -139,7 +139,7 @@ class Web:
             await self._write(self._recordings, view, recording)
 
     async def _save_running(self) -> None:
-        """Saves that of the job whose last saving is the longest ago, for a coordinator that is killed now."""
+        """Saves the least recently saved running job's recording, in case the coordinator is killed."""
         now_s, recordings = time.monotonic(), self._recorder.jobs
         times_s = {
             view.job_id: self._saved_at_s.get(view.job_id, 0.0)
@@ -163,7 +163,7 @@ class Web:
             log.exception("job=%s its recording could not be saved", view.job_id)
 
     def _recorded_before(self, job_id: str) -> JobRecording | None:
-        """What a coordinator before this one has recorded of a job that goes on."""
+        """A previous coordinator's recording of an open job."""
         saved = self._recordings.load(job_id) if self._recordings is not None else None
         return saved.recording if saved is not None else None
 
@@ -193,7 +193,7 @@ class Web:
         # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
 
-    # What the page shows
+    # Shown by the page
 
     async def _stream(self, request: Request) -> Response:
         """Server-sent events: each second, the parts of the lists and of one job that have changed."""
@@ -233,7 +233,7 @@ class Web:
         return self._loaded.get(view.job_id) or SavedRecording()
 
     def _shown(self, view: JobView, kept: SavedRecording) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The job as it is now, and what was asked for."""
+        """The job's present detail, and its submission."""
         known = self._catalogue.details(view.job_id)
         job, about = payloads.detail(view), payloads.about(view, known, kept.recording.ended_at)
         if self._catalogue.is_past(view.job_id):
@@ -303,7 +303,7 @@ class Web:
         chunks = model_chunks(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
         return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
-    # What the page changes
+    # Changes from the page
 
     async def _change_job(self, request: Request) -> Response:
         job_id, verb = request.path_params["job"], request.path_params["verb"]

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from elche.errors import ElcheError
 
 LINK_S = 30.0
-"""How long a link is valid."""
+"""Seconds for which a link is valid."""
 MAX_LINKS = 16
 
 

@@ -9,7 +9,7 @@ from elche_coordinator.web import payloads
 from elche_coordinator.web.recorder import JobRecording
 
 CHOOSE_EVERY_S = 60.0
-"""How long charts keep showing the same ranks of a job with more ranks than they can show."""
+"""Seconds for which charts keep showing the same ranks of a job with more ranks than they can show."""
 
 
 class PageStream:
@@ -29,7 +29,7 @@ class PageStream:
             for name, part in parts.items()
             if part is not None
         }
-        # Only what the page does not have: a message must not grow with the cluster.
+        # Only new rows, so that a message does not grow with the cluster.
         news = {name: text for name, text in texts.items() if self._parts.get(name) != text}
         self._parts |= news
         return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"

@@ -50,7 +50,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Which items of a list a page shows."""
+    """Filter and page of a list."""
 
     text: str = ""
     """Part of the name, id or reason, in any case."""
@@ -173,7 +173,7 @@ def detail(view: JobView) -> dict[str, Any]:
 
 
 def about(view: JobView, known: JobDetails | None, ended_at: float | None = None) -> dict[str, Any]:
-    """What was asked for, and the outcome; these change seldom. `ended_at` is in seconds since 1970."""
+    """The job's submission and outcome, which change seldom. `ended_at` is in seconds since 1970."""
     if known is None:
         return {}
     spec, result = known.spec, known.result
@@ -258,12 +258,12 @@ def command(spec: JobSpec) -> str:
         words += [
             "--env",
             name,
-        ]  # the value may be secret: it is taken from the environment of whoever runs the command
+        ]  # without the value, which may be secret: taken from the environment of the command
     return shlex.join([*words, *(["--", *spec.arguments] if spec.arguments else [])])
 
 
 def _option(name: str, text: str) -> str:
-    """A setting's JSON value as the command line takes it."""
+    """A setting's JSON value in the form of the command line."""
     try:
         shown = SETTINGS[name].unparse(json.loads(text))
     except (KeyError, ValueError):  # asked for of another version
@@ -288,14 +288,14 @@ def _settings(known: JobDetails) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Cursor:
-    """How much of a table a page has received."""
+    """The part of a table that a page has received."""
 
     columns: tuple[object, ...] = ()
     num_rows: int = 0
 
 
 def rows(table: Table, cursor: Cursor, more: "Mapping[str, array[float]] | None" = None) -> dict[str, Any] | None:
-    """The rows that are new to the page, or all rows when the table was halved or has new columns; None for no news."""
+    """Rows that are new to the page, or all if the table was halved or has new columns; None if there are none."""
     figures = {**table.figures, **(more or {})}
     columns = (table.halvings, *figures)
     start = cursor.num_rows if columns == cursor.columns else 0
@@ -389,7 +389,7 @@ _ROW = frozenset({"rank", "host", "agent", "device", "state", "ms", "share", "wa
 
 
 def _spread(view: JobView) -> dict[str, Any] | None:
-    """The slowest rank, and by which ratio the fastest is faster. Stalled ranks are left out."""
+    """The slowest rank, and the ratio by which the fastest is faster, without stalled ranks."""
     known = [rank for rank in view.ranks if rank.ms_per_batch and rank.samples_per_s and rank.state != STALLED]
     if not known:
         return None

@@ -45,7 +45,7 @@ KINDS: dict[type[Report], str] = {
     UserEvent: "user",
     JobResult: "state",
 }
-"""Of an event; of a rank that trains again, and of a job that has ended with an error, it is another (`_kind`)."""
+"""Kinds of events by report, except for ranks that train again and jobs that end with an error (`_kind`)."""
 
 JOB_FIGURES: dict[str, Callable[[JobView], float | None]] = {
     "loss": lambda view: view.loss,
@@ -82,12 +82,12 @@ class Table:
     at: "array[float]" = field(default_factory=lambda: array("d"))
     """Seconds since 1970."""
     step: "array[float]" = field(default_factory=lambda: array("d"))
-    """Batches of all ranks until then. A resumed job begins at 0."""
+    """Batches of all ranks so far. A resumed job begins at 0."""
     epoch: "array[float]" = field(default_factory=lambda: array("d"))
-    """Epochs until then; 2.5 is the middle of the third epoch."""
+    """Epochs so far; 2.5 is the middle of the third epoch."""
     figures: "dict[str, array[float]]" = field(default_factory=dict)
     halvings: int = 0
-    """How often every second row was removed."""
+    """Number of times that every second row was removed."""
     num_offered: int = 0
 
     def copy(self) -> "Table":
@@ -126,7 +126,7 @@ class JobRecording:
     moments: Table = field(default_factory=Table)
     """Figures about once a second, less often after halvings."""
     ranks: "dict[int, dict[str, array[float]]]" = field(default_factory=dict)
-    """By rank, further columns of `moments`."""
+    """Further columns of `moments`, by rank."""
     epochs: Table = field(default_factory=Table)
     """Means of each epoch: the training loss and the user's scalars."""
     evaluations: Table = field(default_factory=Table)
@@ -138,7 +138,7 @@ class JobRecording:
     """Batches of all ranks in the complete epochs."""
 
     def copy(self, ranks: Iterable[int]) -> "JobRecording":
-        """What is recorded until now, of these ranks: to be saved while more is."""
+        """A copy with these ranks only, to be saved while recording goes on."""
         return replace(
             self,
             moments=self.moments.copy(),
@@ -189,7 +189,7 @@ class Recorder:
     def __init__(
         self, wall: Callable[[], float] = time.time, load: Callable[[str], JobRecording | None] = lambda _: None
     ) -> None:
-        """`load` returns what a coordinator before this one has recorded of a job that runs, if there is any."""
+        """`load` returns a previous coordinator's recording of a running job, if there is one."""
         self.jobs: dict[str, JobRecording] = {}
         self._wall = wall
         self._load = load

@@ -37,7 +37,7 @@ class SavedRecording:
 
     recording: JobRecording = field(default_factory=JobRecording)
     shown: dict[str, Any] = field(default_factory=dict)
-    """What the page showed of the job at its end, or when it was saved."""
+    """The page's values of the job at its end, or when it was saved."""
 
 
 class Recordings:
@@ -117,7 +117,7 @@ def _columns(columns: "Mapping[str, array[float]]") -> dict[str, list[float | No
 
 
 def _from_json(content: Any) -> SavedRecording:
-    """Raises `ValueError`, `KeyError` and others for content that `save` has not written."""
+    """Parses a recording. Raises `ValueError`, `KeyError` and others for content that `save` has not written."""
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
     moments = _table(content["moments"])

@@ -18,21 +18,21 @@ STOP_S = 1
 MAX_BUSY = 256
 """Requests and streams that are served at the same time; more are refused."""
 MAX_CONNECTIONS = 128
-"""With more connections, one is closed whose peer takes nothing, or else the oldest that is idle or a stranger's."""
+"""With more connections, one is closed whose peer takes nothing, else the oldest idle or unauthenticated one."""
 TAKE_S = 120.0
-"""How long a peer may take nothing of what waits for it."""
+"""Seconds for which a peer may take nothing of the pending data."""
 
 
 class _Connection(H11Protocol):
-    """One connection, which is closed when its peer takes nothing, or for others while it is idle."""
+    """One connection, closed if its peer takes nothing, or, while idle, to make room for others."""
 
     _opened: ClassVar[dict["_Connection", None]] = {}
     """All connections of this process, oldest first."""
     _blocked: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}
-    """Those whose peers take nothing of what waits for them, that of the longest wait first, with what will end it."""
+    """Connections whose peers take nothing, the longest wait first, with the timers that will close them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Registers the connection. When there are too many, closes those that others need least."""
+        """Registers the connection. If there are too many, closes the most expendable ones."""
         super().connection_made(transport)
         self._opened[self] = None
         while len(self._opened) > MAX_CONNECTIONS and (one := next(self._expendable(), None)) is not None:
@@ -40,22 +40,20 @@ class _Connection(H11Protocol):
 
     @classmethod
     def _expendable(cls) -> Iterator["_Connection"]:
-        """Connections to close for others, the first first: of those that serve nobody whom a token lets in, the newest
-        is the last.
-        """
+        """Connections that may be closed for others, in order; the newest unauthenticated one comes last."""
         yield from cls._blocked
         for one in cls._opened:
             if one.cycle is None or one.cycle.response_complete or LET_IN not in one.cycle.scope:
                 yield one
 
     def pause_writing(self) -> None:
-        """The peer does not take what waits for it, and has so long to begin."""
+        """Called when the peer does not take pending data: starts the timer."""
         super().pause_writing()
         if self in self._opened and self not in self._blocked:
             self._blocked[self] = asyncio.get_running_loop().call_later(TAKE_S, self._abort)
 
     def resume_writing(self) -> None:
-        """It has taken it."""
+        """Called when the peer has taken the data: stops the timer."""
         self._release()
         super().resume_writing()
 
@@ -96,8 +94,8 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, app: ASGIApp, files: tuple[Path, Path] | None = None) -> ssl.SSLContext | None:
-        """Starts to serve the application; over TLS with the files of a certificate and its key. Returns what presents
-        that certificate, or another one that is loaded into it later.
+        """Starts to serve the application, over TLS if given a certificate and its key. Returns the SSL context, into
+        which a new certificate can be loaded.
         """
         certificate, key = files or (None, None)
         config = uvicorn.Config(

@@ -254,7 +254,7 @@ def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:
             if mine != theirs:
                 what = "the model's parameters" if name == "layout_hash" else name
                 values = "" if name == "layout_hash" else f": {mine!r} and {theirs!r}"
-                return f"ranks {first_rank} and {rank} differ in {what}{values}; they must be equal: seed random choices"
+                return f"ranks {first_rank} and {rank} differ in {what}{values}; they must agree: seed random choices"
     return None
 
 

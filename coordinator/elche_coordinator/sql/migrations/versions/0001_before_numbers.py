@@ -1,4 +1,4 @@
-"""What databases from before migrations had numbers may lack."""
+"""Adds what databases from before numbered migrations may lack."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What several coordinators with one database need: when the tape was written, and users' folders."""
+"""For several coordinators with one database: the times at which the tape was written, and users' folders."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -13,7 +13,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Moves them, job by job; what is no record any more stays as it is."""
+    """Moves the texts, job by job; leaves damaged records unchanged."""
     op.add_column("jobs", sa.Column("source", sa.String))
     sources = op.create_table(
         "sources",
