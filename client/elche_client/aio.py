@@ -1,4 +1,4 @@
-"""`AsyncClient`: what `Client` does, for asyncio."""
+"""`AsyncClient`: `Client` for asyncio."""
 
 import asyncio
 import os
@@ -63,19 +63,19 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.jobs)
 
     async def hosts(self) -> list[HostView]:
-        """The connected hosts, and what runs on their devices."""
+        """The connected hosts, with the jobs on their devices."""
         return await asyncio.to_thread(self._client.hosts)
 
     def measure_links(self, hosts: Sequence[str] = ()) -> AsyncGenerator[LinkView, None]:
-        """The link between each two of the connected hosts, or of those that are named, as each is measured."""
+        """The link between each pair of the connected, or named, hosts, as each is measured."""
         return _each(self._new, lambda client: client.measure_links(hosts))
 
     def job(self, job_id: str) -> "AsyncJobHandle":
-        """A handle of a job that was submitted before."""
+        """A handle of an existing job."""
         return AsyncJobHandle(self, job_id)
 
     async def find(self, key: str) -> "AsyncJobHandle | None":
-        """The job that you have submitted with a key; None when you have not."""
+        """The job that you have submitted with a key; None if there is none."""
         found = await asyncio.to_thread(self._client.find, key)
         return None if found is None else self.job(found.id)
 
@@ -84,11 +84,11 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.get, job_id)
 
     async def checkpoints(self, job_id: str) -> tuple[Checkpoint, ...]:
-        """The checkpoints of a job that are kept, oldest first."""
+        """The kept checkpoints of a job, oldest first."""
         return await asyncio.to_thread(self._client.checkpoints, job_id)
 
     def metrics(self, job_id: str) -> AsyncGenerator[EpochReport | EvaluationReport, None]:
-        """What the epochs and evaluations of a job bring from now on, until it ends."""
+        """Reports of the job's epochs and evaluations from now on, until it ends."""
         return _each(self._new, lambda client: client.metrics(job_id))
 
     async def cancel(self, job_id: str) -> Change:
@@ -108,11 +108,11 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.pause, job_id, is_paused=is_paused)
 
     async def scale(self, job_id: str, num_ranks: int) -> int:
-        """Sets how many ranks a job is to have; returns how many it was to have."""
+        """Sets a job's number of ranks; returns the previous one."""
         return await asyncio.to_thread(self._client.scale, job_id, num_ranks)
 
     async def drain(self, host: str, *, is_drained: bool = True) -> int:
-        """Has the ranks of a host go elsewhere, or offers it again; returns how many ranks it has."""
+        """Drains a host, or makes it available again; returns its number of ranks."""
         return await asyncio.to_thread(self._client.drain, host, is_drained=is_drained)
 
     async def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
@@ -136,7 +136,7 @@ class AsyncClient:
         return _each(self._new, lambda client: client.logs(job_id, **options))
 
     async def result(self, job_id: str, *, model: str | os.PathLike[str] | None = None) -> JobResult:
-        """Waits for a job to end. Raises `JobFailed` unless it succeeded. It may be cancelled; the job goes on."""
+        """Waits for a job to end. Raises `JobFailed` unless it succeeded. Cancelling the coroutine leaves the job."""
 
         def wait(client: Client) -> Iterator[JobResult]:
             yield JobHandle(client, job_id).result(model=model)
@@ -149,8 +149,8 @@ class AsyncClient:
 
 
 async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iterator[T]]) -> AsyncGenerator[T, None]:
-    """What a call streams, read on a thread of its own. The call has a connection of its own, which is closed when
-    nobody wants more: that ends it, and the thread.
+    """Yields a call's stream, read on a thread, over a connection of its own; closing the generator closes the
+    connection, which ends the call and the thread.
     """
     client, loop = new_client(), asyncio.get_running_loop()
     room = threading.Semaphore(64)
@@ -222,7 +222,7 @@ class AsyncJobHandle:
         return await self.client.pause(self.id, is_paused=is_paused)
 
     async def scale(self, num_ranks: int) -> int:
-        """Sets how many ranks the job is to have; returns how many it was to have."""
+        """Sets the job's number of ranks; returns the previous one."""
         return await self.client.scale(self.id, num_ranks)
 
     async def resume(self, **settings: object) -> "AsyncJobHandle":

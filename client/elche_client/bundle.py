@@ -1,6 +1,6 @@
-"""Packs the folder that a job's file is in, so that its ranks can import and read what is beside it.
+"""Packs the folder of a job's file, so that its ranks can import and read the other files in it.
 
-Equal folders make equal archives, whenever and wherever they are packed: the archive's checksum is its name.
+Equal folders make equal archives, whenever and wherever they are packed; the archive's name is its checksum.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from elche.bundle import MAX_ARCHIVE_BYTES, MAX_FILES, MAX_UNPACKED_BYTES, check
 from elche.errors import InvalidJob
 
 IGNORE_FILES = (".gitignore", ".elcheignore")
-"""Say what is left out, as Git reads them; the latter counts more."""
+"""Files with patterns to exclude, in Git's syntax; the latter has precedence."""
 ALWAYS_IGNORED = (
     *(".git/", ".hg/", ".svn/", ".venv/", "venv/", "node_modules/", "__pycache__/", "*.pyc", ".DS_Store"),
     *(".ipynb_checkpoints/", ".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".tox/"),
@@ -30,7 +30,7 @@ WHAT_TO_DO = (
     "or send the file alone with --folder none"
 )
 LEVEL = 1
-"""Of compression: code is small, and data seldom becomes smaller."""
+"""Level of compression: code is small, and data seldom compresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,18 @@ class Bundle:
     """SHA-256 of the archive, in hex."""
     archive: Path
     size_bytes: int
-    """Of the archive."""
+    """Size of the archive in bytes."""
     num_files: int
     left_out: tuple[str, ...]
-    """Links that lead out of the folder, as "NAME -> TARGET"."""
+    """Excluded links that lead out of the folder, as "NAME -> TARGET"."""
 
 
 @contextmanager
 def packed(folder: Path) -> Iterator[Bundle]:
-    """The folder's bundle, in a temporary file that is removed at the end.
+    """Context with the folder's bundle, in a temporary file.
 
-    Left out are the files that Git would ignore, and caches. Raises `InvalidJob` when the folder is too large, or a
-    file in it cannot be read.
+    Excludes files that Git would ignore, and caches. Raises `InvalidJob` if the folder is too large, or a file in it
+    cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="elche-") as temporary:
         archive = Path(temporary) / "bundle.tar.gz"
@@ -78,11 +78,11 @@ def _pack(folder: Path, names: Sequence[str], archive: Path) -> None:
 
 
 def _listed(folder: Path, left_out: list[str]) -> list[str]:
-    """The files to pack. What is too large is found before anything is packed."""
+    """The files to pack. Raises `InvalidJob` for a folder that is too large before any is packed."""
     names, num_bytes = [], 0
     for name in _files(folder, left_out):
         names.append(name)
-        with suppress(OSError):  # it is gone: `_add` says so
+        with suppress(OSError):  # removed meanwhile: `_add` skips it
             num_bytes += (folder / name).stat().st_size
         _check_size(folder, num_files=len(names), num_bytes=num_bytes)
     return names
@@ -121,7 +121,7 @@ def _spec(path: Path) -> GitIgnoreSpec:
 
 
 def _is_ignored(name: str, specs: dict[str, list[GitIgnoreSpec]]) -> bool:
-    """True if a file, or a folder with a slash at its end, is left out. What is said nearest to it counts."""
+    """True if a file, or a folder with a final slash, is excluded. The nearest matching pattern counts."""
     at = name.rstrip("/").rfind("/") + 1
     while True:
         prefix = name[:at]
@@ -142,7 +142,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _add(tar: tarfile.TarFile, folder: Path, name: str) -> None:
-    """Adds a file. Of its attributes only stays whether it can be executed."""
+    """Adds a file, with only the executable bit of its attributes."""
     path = folder / name
     try:
         name.encode("utf-8")
@@ -155,7 +155,7 @@ def _add(tar: tarfile.TarFile, folder: Path, name: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidJob(f"the name {str(path)!a} is not UTF-8; {WHAT_TO_DO}") from error
     except FileNotFoundError:
-        return  # a temporary file of something that runs in the folder
+        return  # removed meanwhile by a process that works in the folder
     except OSError as error:
         reason = error.strerror or "it has changed meanwhile"
         raise InvalidJob(f"{path} cannot be packed: {reason}; {WHAT_TO_DO}") from error

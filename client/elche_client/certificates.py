@@ -1,7 +1,6 @@
-"""A private authority in a folder, and the certificates that it signs for coordinators, agents and people.
+"""A private certificate authority in a folder, and the certificates that it signs for coordinators, agents and people.
 
-Each holder has a folder of its own below that of the authority, which is all that it needs: `tls.crt`, `tls.key` and
-`ca.crt`. The authority's key stays where it was made.
+Each holder has a subfolder with all that it needs: `tls.crt`, `tls.key` and `ca.crt`. The authority's key is in none.
 """
 
 import ipaddress
@@ -22,27 +21,27 @@ from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, identity, ide
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_LIFE = timedelta(days=3650)
 SKEW = timedelta(minutes=5)
-"""By how much clocks may differ: certificates are valid from so long before they are made."""
+"""Allowed difference of clocks: certificates are valid from so long before they are made."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-"""Names that each server has: commands on its host, and tunnels to it, connect to these."""
+"""Names in each server's certificate, for commands on its host and tunnels to it."""
 MAX_NAME = 64
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """One certificate, and the folder for who holds it."""
+    """One certificate, and its folder."""
 
     folder: Path
     names: tuple[str, ...]
-    """Of a server: its hosts and addresses. Of a client: its name alone."""
+    """A server's host names and addresses, or a client's name."""
     role: str
-    """Of a client; empty: a server's."""
+    """A client's role; empty for a server."""
     expires_at: datetime
 
 
 class Authority:
-    """The authority in a folder, made with the first certificate."""
+    """The authority in a folder, created with the first certificate."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,14 +49,14 @@ class Authority:
     def server(self, names: list[str], *, expires: timedelta) -> Holder:
         """A certificate for a coordinator that is reached by these host names and addresses, and on its own host.
 
-        Raises `BadCertificate` for what is none of these, or when the files cannot be read or written.
+        Raises `BadCertificate` for an invalid name, or if the files cannot be read or written.
         """
         found = [_checked_host(name) for name in dict.fromkeys([*names, *LOCAL_NAMES])]
         usage = ExtendedKeyUsageOID.SERVER_AUTH
         return self._sign(names[0].replace("*", "any"), names[0], found, usage, expires)
 
     def client(self, name: str, role: str, *, expires: timedelta) -> Holder:
-        """A certificate for an agent, a program or a person, which says its name and role. Errors are as above."""
+        """A certificate for an agent, a program or a person, with its name and role. Errors as for `server`."""
         if not name or len(name) > MAX_NAME or not name.isprintable() or re.search(r"[\s@/]|^\.", name):
             raise BadCertificate(
                 f"{name[:MAX_NAME]!r} is no name for a certificate: one word of up to {MAX_NAME} letters without @ or /"
@@ -66,7 +65,7 @@ class Authority:
         return self._sign(name, name, found, ExtendedKeyUsageOID.CLIENT_AUTH, expires)
 
     def all(self) -> list[Holder]:
-        """The certificates that lie in this folder, by name of their folders. Raises `BadCertificate`."""
+        """The certificates in this folder, in order of their folders' names. Raises `BadCertificate`."""
         return [_holder(path.parent, read_certificate(path)) for path in sorted(self.folder.glob(f"*/{CERTIFICATE}"))]
 
     def _sign(
@@ -92,7 +91,7 @@ class Authority:
             raise BadCertificate(f"{error.filename} cannot be written: {error.strerror}") from error
 
     def _own(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """The authority's certificate and key, which are made when there are none."""
+        """The authority's certificate and key, created if there are none."""
         path = self.folder / AUTHORITY_KEY
         if not path.exists() and not (self.folder / AUTHORITY).exists():
             self._make_own()
@@ -190,7 +189,7 @@ def _key_text(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replaces a file: whoever reads it finds the old or the new one."""
+    """Replaces a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -23,20 +23,20 @@ MAX_REPORT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What the check of a valid file has found."""
+    """The result of checking a valid file."""
 
     slots: tuple[Mapping[str, Any], ...]
-    """What to offer on this machine, `group_size` per rank: `device`, `model`, `memory_bytes`."""
+    """Slots to offer on this machine, `group_size` per rank: `device`, `model`, `memory_bytes`."""
     notes: tuple[str, ...]
-    """What the user should know before the training starts."""
+    """Notes for the user before the training starts."""
     group_size: int = 1
-    """Processes per rank, as the file or a setting says."""
+    """Processes per rank, by the file or a setting."""
     imports_beside: tuple[str, ...] = ()
     """Modules that the file imports from its own folder."""
 
 
 def missing_of(names: tuple[str, ...]) -> list[str]:
-    """The packages among these that are not installed."""
+    """The packages in `names` that are not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
@@ -51,8 +51,8 @@ def check_file(
 ) -> CheckReport:
     """Checks the file in its own process. Raises `InvalidJob`, or `JobFailed` with the user's traceback.
 
-    `device` is the kind of this machine's devices that the job is to use; None when it runs elsewhere. `folder` is what
-    the ranks get with it, their working directory; None: this process's.
+    `device` is the kind of this machine's devices to use; None if the job runs elsewhere. `folder` is the ranks'
+    working directory, which is sent with the file; None: this process's.
     """
     arguments = [*arguments_of(path if folder is None else path.absolute(), options, device)]
     arguments += ["--parent-pid", str(os.getpid())]
@@ -67,7 +67,7 @@ def check_file(
 
 
 def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[str]:
-    """What the check of a file is told; None: the job runs elsewhere."""
+    """Arguments for the check of a file; `device` None: the job runs elsewhere."""
     return [
         str(path),
         *("--device", device or "cpu"),
@@ -82,7 +82,7 @@ def arguments_of(path: Path, options: JobOptions, device: str | None) -> list[st
 def check_devices(
     num_ranks: int, *, device: str, notifications: NotificationQueue, processes: ChildProcesses
 ) -> tuple[str, ...]:
-    """The devices of this machine for `num_ranks` ranks; 0: all. Raises `InvalidJob` when there are too few."""
+    """The devices of this machine for `num_ranks` ranks; 0: all. Raises `InvalidJob` if there are too few."""
     if device == "cpu":
         return (device,) * max(1, num_ranks)
     arguments = ["--device", device, "--ranks", str(num_ranks), "--parent-pid", str(os.getpid())]
@@ -111,7 +111,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def read_report(line: str, code: int, path: Path) -> CheckReport:
-    """The report in the line that the check has printed last. Raises as `check_file` does."""
+    """Parses the last line of the check's output. Raises as `check_file` does."""
     try:
         report: dict[str, Any] = json.loads(line)
         if report["ok"] and report["devices"]:

@@ -20,11 +20,10 @@ NEEDS_END = "a certificate must end: give a time such as 90d"
 
 @click.group(cls=CommandGroup)
 def certs() -> None:
-    """Certificates for TLS, signed by an authority that the first command makes.
+    """Certificates for TLS, signed by an authority that the first command creates.
 
-    Each is a folder below that of the authority, which is copied to its holder and named there by ELCHE_TLS or --tls.
-    A folder that is made again replaces the files of a running program without a restart. Keep ca.key where you make
-    certificates, and nowhere else.
+    Each is a subfolder of the authority's folder. Copy it to its holder, and name it there by ELCHE_TLS or --tls.
+    Running programs use a renewed folder without a restart. Keep ca.key where you make certificates, and nowhere else.
 
     \b
     Examples:
@@ -57,8 +56,7 @@ _dir_option: Callable[[Command], Command] = click.option(
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @_options
 def server(names: tuple[str, ...], folder: Path, expires: float | None, as_json: bool) -> int:
-    """Make a certificate for a coordinator that is reached by NAMEs: host names, and addresses. Its own host reaches
-    it as localhost, too.
+    """Make a certificate for a coordinator with these NAMEs: host names and addresses. It is also valid for localhost.
 
     \b
     Example:
@@ -74,7 +72,7 @@ def server(names: tuple[str, ...], folder: Path, expires: float | None, as_json:
 @click.option("--role", required=True, type=click.Choice(ROLES), help="What its holder may do (elche token --help).")
 @_options
 def client(name: str, role: str, folder: Path, expires: float | None, as_json: bool) -> int:
-    """Make a certificate for NAME, an agent or a person, where the coordinator asks for them.
+    """Make a certificate for NAME, an agent or a person, for a coordinator that requires them.
 
     \b
     Example:
@@ -89,7 +87,7 @@ def client(name: str, role: str, folder: Path, expires: float | None, as_json: b
 @_dir_option
 @json_option
 def list_certificates(folder: Path, as_json: bool) -> int:
-    """List the certificates in the authority's folder, and until when they are valid.
+    """List the certificates in the authority's folder, with their expiry dates.
 
     \b
     Example:

@@ -9,7 +9,7 @@ from elche_client.cli_options import CommandGroup, json_option
 
 @click.group(cls=CommandGroup)
 def context() -> None:
-    """Coordinators by name, so that commands need no --coordinator.
+    """Named coordinators, so that commands need no --coordinator.
 
     \b
     Examples:
@@ -25,7 +25,7 @@ def context() -> None:
 @click.option("--token-file", default="", metavar="FILE", help="File that holds its token.")
 @click.option("--tls", default="", metavar="DIR", help="Folder with the ca.crt of its authority, if it has TLS.")
 def add(name: str, coordinator: str, token_file: str, tls: str) -> int:
-    """Add NAME, or change it. The first one is used at once.
+    """Add or change NAME. The first context becomes the current one.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def remove(name: str) -> int:
 @context.command(name="list")
 @json_option
 def list_contexts(as_json: bool) -> int:
-    """List the contexts; * is the one that is used.
+    """List the contexts; * marks the current one.
 
     \b
     Example:

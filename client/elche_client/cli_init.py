@@ -12,7 +12,7 @@ KINDS = {
     "huggingface": "Hugging Face's Trainer",
     "lightning": "PyTorch Lightning",
 }
-"""What a template is for, by its name."""
+"""Templates by name, each with its purpose."""
 
 
 @click.command()
@@ -25,7 +25,7 @@ KINDS = {
     help="; ".join(f"{name}: {use}" for name, use in KINDS.items()) + ".",
 )
 def init(file: Path, kind: str) -> int:
-    """Write a training script to begin with, by default train.py. It runs as it is.
+    """Write a runnable training script to begin with, by default train.py.
 
     \b
     Examples:

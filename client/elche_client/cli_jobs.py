@@ -81,9 +81,9 @@ def checkpoint(job: str, address: str, as_json: bool) -> int:
 @click.option("--html", "as_page", is_flag=True, help="Write an HTML page instead of a trace for Perfetto.")
 @address_option
 def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
-    """Write the timeline of JOB to a file: what each rank did when, and what the coordinator told it.
+    """Write the timeline of JOB to a file: each rank's work and the coordinator's messages, with times.
 
-    RUN is the folder of a run. A job records its timeline when it is run with --timeline true.
+    RUN is the folder of a run. A job records a timeline if it is run with --timeline true.
 
     \b
     Examples:
@@ -105,11 +105,11 @@ def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print it as it is kept, one JSON object a line: to be attached.")
 @address_option
 def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
-    """Print what happened to JOB, event by event, what the coordinator said to each, and what it refused.
+    """Print the journal of JOB: each event, with the coordinator's commands and refusals.
 
-    RUN is the folder of a run that did not succeed. What --json prints belongs to a report of a bug: whoever gets it
-    can repeat every decision. It has hosts, paths and errors, but no source, no argument and no value of an environment
-    variable.
+    RUN is the folder of a run that did not succeed. Attach the output of --json to bug reports: every decision can be
+    replayed from it. It contains hosts, paths and errors, but no source code, arguments or values of environment
+    variables.
 
     \b
     Examples:
@@ -128,9 +128,9 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
 @address_option
 @json_option
 def scale(job: str, ranks: int, address: str, as_json: bool) -> int:
-    """Change how many ranks JOB has, while it trains.
+    """Change the number of ranks of JOB while it trains.
 
-    Others join when there are slots for them, or the highest leave once their work is committed.
+    New ranks join when there are slots for them; surplus ranks, the highest, leave once their work is committed.
 
     \b
     Examples:
@@ -147,10 +147,9 @@ def scale(job: str, ranks: int, address: str, as_json: bool) -> int:
 @address_option
 @json_option
 def drain(host: str, off: bool, address: str, as_json: bool) -> int:
-    """Free HOST, before it is shut down, say: its ranks leave once their work is committed, and go on elsewhere.
+    """Drain HOST, such as before a shutdown: its ranks leave once their work is committed, and go on elsewhere.
 
-    Where a job has no rank elsewhere it makes a checkpoint and waits for another host. A worker that gets SIGTERM does
-    the same by itself.
+    A job without ranks elsewhere writes a checkpoint and waits for another host. A worker drains itself on SIGTERM.
 
     \b
     Examples:
@@ -248,9 +247,9 @@ def submit(
 ) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    The ranks get the folder of FILE, but for what .gitignore and .elcheignore name. It is uploaded if it has changed,
-    and is their working directory. Packages that FILE imports are installed where the ranks run, or required: by
-    --requirements, or in its own metadata. Without --ranks the job takes every slot that is free when it starts.
+    The ranks get the folder of FILE, except files in .gitignore and .elcheignore, as their working directory. It is
+    uploaded if it has changed. Packages that FILE imports must be installed on the workers, or be required by
+    --requirements or FILE's own metadata. Without --ranks the job takes every slot that is free when it starts.
 
     \b
     Examples:
@@ -277,7 +276,7 @@ def submit(
 def jobs(address: str, as_json: bool) -> int:
     """List the jobs of a coordinator, oldest first.
 
-    The loss is the mean training loss of the batches that the ranks have reported last.
+    The loss is the mean training loss of the batches last reported by the ranks.
 
     \b
     Examples:
@@ -293,7 +292,7 @@ def jobs(address: str, as_json: bool) -> int:
 @address_option
 @json_option
 def hosts(address: str, as_json: bool) -> int:
-    """List the hosts of a coordinator, and what runs on their devices.
+    """List the hosts of a coordinator, with the jobs on their devices.
 
     \b
     Examples:
@@ -311,10 +310,10 @@ def hosts(address: str, as_json: bool) -> int:
 @address_option
 @json_option
 def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
-    """Try many values of a job's settings and arguments: each a small job that takes what is free.
+    """Try many values of a job's settings and arguments, each in a small job on free slots.
 
-    FILE is YAML or TOML. Stopped and run again, the command goes on where it was; so do the jobs meanwhile. Methods are
-    grid, random, halving (all for few epochs, the best third for three times as many, and so on) and optuna.
+    FILE is YAML or TOML. The command can be stopped and run again to continue; jobs go on meanwhile. Methods are grid,
+    random, halving (all for few epochs, the best third for three times as many, and so on) and optuna.
 
     \b
     Example of FILE:
@@ -350,9 +349,9 @@ def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
     "--links", "with_links", is_flag=True, help="Also measure the link between each two of its hosts: 3 s for each."
 )
 def doctor(address: str, work_dir: Path, with_links: bool, as_json: bool) -> int:
-    """Check this machine, and the way to the coordinator: what would keep a job from training, and how to mend it.
+    """Check this machine and the connection to the coordinator for faults that keep jobs from training, with remedies.
 
-    Exits with code 1 when there is a fault.
+    Exits with code 1 if there is a fault.
 
     \b
     Examples:
@@ -417,7 +416,7 @@ def watch(job: str, address: str, as_json: bool) -> int:
 @address_option
 @json_option
 def cancel(job: str, address: str, as_json: bool) -> int:
-    """Cancel JOB. Nothing happens when it has ended already.
+    """Cancel JOB. Does nothing if it has ended.
 
     \b
     Example:

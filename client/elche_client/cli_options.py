@@ -39,7 +39,7 @@ class SlowFactor(click.ParamType[tuple[int, float]]):
 
 
 class RankCount(click.ParamType[tuple[int, int]]):
-    """N, or MIN..MAX, or MIN+ for no maximum: the numbers with which a job begins, and which it may have."""
+    """N, MIN..MAX, or MIN+ without a maximum: the job begins with MIN ranks and has at most MAX."""
 
     name = "N|MIN..MAX|MIN+"
 
@@ -66,7 +66,7 @@ class Lifetime(click.ParamType["float | None"]):
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        """Raises click's `BadParameter` for what is none."""
+        """Returns the seconds. Raises click's `BadParameter` for another text."""
         if value == "never":
             return None
         found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", str(value), re.ASCII)
@@ -134,7 +134,7 @@ class ScriptCommand(TrainingCommand):
 
 
 class CommandGroup(click.Group):
-    """A group whose help shows its commands by purpose, with the first sentence of each one's help uncut."""
+    """A group whose help lists its commands by purpose, with the whole first sentence of each one's help."""
 
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "resume", "replay", "init"),
@@ -255,7 +255,7 @@ def job_options(
 
 
 def local_options(**training: Any) -> JobOptions:
-    """The options of a job on this machine, all of whose devices are there from the beginning."""
+    """The options of a job on this machine, whose devices are all available from the beginning."""
     options = job_options(**training)
     if options.min_ranks:
         raise click.UsageError("a range of ranks is for `elche submit`; on this machine --ranks is one number")

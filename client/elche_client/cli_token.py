@@ -1,4 +1,4 @@
-"""`elche token`: who may call a coordinator, and what."""
+"""`elche token`: tokens with roles for a coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=CommandGroup)
 def token() -> None:
-    """Tokens of a coordinator that asks for them, each with a role. Needs the role operator.
+    """Tokens of a coordinator that requires them, each with a role. Needs the role operator.
 
     \b
     viewer    reads: the page, metrics, jobs, hosts, logs
@@ -40,7 +40,7 @@ def token() -> None:
 @address_option
 @json_option
 def make(name: str, role: str, expires: float | None, address: str, as_json: bool) -> int:
-    """Make a token for NAME and print it: the coordinator keeps only a hash.
+    """Make a token for NAME and print it. The coordinator stores only a hash.
 
     \b
     Example:
@@ -67,7 +67,7 @@ def make(name: str, role: str, expires: float | None, address: str, as_json: boo
 @address_option
 @json_option
 def list_tokens(address: str, as_json: bool) -> int:
-    """List the tokens, without their text.
+    """List the tokens, without the tokens themselves.
 
     \b
     Example:
@@ -96,7 +96,7 @@ def list_tokens(address: str, as_json: bool) -> int:
 @click.argument("token_id", metavar="ID")
 @address_option
 def revoke(token_id: str, address: str) -> int:
-    """Refuse a token from now on; what it has open ends.
+    """Revoke a token, and end its open connections.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`elche up`, `elche down` and `elche agents`: agents that an engine starts."""
+"""`elche up`, `elche down` and `elche agents`: workers started through ssh, Slurm or Ray."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def up(
     address: str,
     as_json: bool,
 ) -> int:
-    """Have an engine run agents: as many as are asked for, more or fewer than now.
+    """Start or stop workers (agents) through ssh, Slurm or Ray, until their number is as requested.
 
     \b
     ssh     on each host of the file TARGET; options of elche-worker may stand behind a host
     slurm   an array of jobs of one node each, which come back after their time and when a node is lost
     ray     detached actors of the cluster TARGET, or of RAY_ADDRESS
 
-    Agents that run are left as they are; those that are too many leave once their ranks' work is committed. What stands
-    behind -- is for sbatch or ssh itself. With TLS they get the folder that ELCHE_TLS names.
+    Running agents stay as they are; surplus ones leave once their ranks' work is committed. Arguments after -- are
+    passed to sbatch or ssh. With TLS the agents get the folder that ELCHE_TLS names.
 
     \b
     Examples:
@@ -122,7 +122,7 @@ def up(
 @json_option
 @click.pass_obj
 def agents(options: Sequence[str] | None, engine: str, target: str, name: str, as_json: bool) -> int:
-    """List the agents that an engine runs, or is to run. `elche hosts` lists those that have reached the coordinator.
+    """List the agents that an engine runs or will start. `elche hosts` lists those connected to the coordinator.
 
     \b
     Examples:
@@ -136,7 +136,7 @@ def agents(options: Sequence[str] | None, engine: str, target: str, name: str, a
 @_engine_options
 @click.pass_obj
 def down(options: Sequence[str] | None, engine: str, target: str, name: str) -> int:
-    """Have the agents of an engine leave, once their ranks' work is committed. Jobs go on with others.
+    """Stop the agents of an engine, once their ranks' work is committed. Jobs go on with others.
 
     \b
     Examples:

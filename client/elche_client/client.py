@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 1.0)
 RECONNECT_S = 60.0
-"""How long a watch waits for a coordinator that is lost."""
+"""Seconds for which a watch waits for a lost coordinator."""
 RECONNECT_EVERY_S = 1.0
 STEADY_S = 5.0
-"""A watch that has lasted for so long may be lost anew."""
+"""A watch that has lasted for so many seconds gets the whole waiting time again when it is lost."""
 LOG_BYTES = 64 * 1024
-"""Bytes of each rank's log, by default."""
+"""Default bytes of each rank's log."""
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose coordinator was stopped or has not answered in time."""
 
@@ -61,7 +61,7 @@ class Change:
     """The outcome of a request."""
 
     is_made: bool
-    """True if the request has changed anything."""
+    """True if the request changed anything."""
     before: JobState
     """The job's state when the request arrived."""
 
@@ -88,7 +88,7 @@ class Client:
     ) -> None:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._was_answered = False
-        """True if a coordinator has ever answered: else its address may be wrong."""
+        """True once a coordinator has answered; before, the address may be wrong, and a watch is not retried."""
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)
@@ -131,12 +131,12 @@ class Client:
     ) -> "JobHandle":
         """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
 
-        The ranks get `folder` with it, by default the one that the file is in, but for what .gitignore and .elcheignore
-        name; it is uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in
-        the environment replaces the default.
+        The ranks get `folder` with it, by default the file's, except files in .gitignore and .elcheignore; it is
+        uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in the
+        environment replaces the default.
 
-        With `module`, such as "train.digits:job", the job is that of a module in `folder`, by default this one, and
-        there is no `path`. The values of `secrets`, names of environment variables, are the hosts'.
+        With `module`, such as "train.digits:job", the job is that of a module in `folder`, by default the current one,
+        and there is no `path`. `secrets` are names of environment variables whose values the hosts have.
 
         The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
         `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
@@ -202,7 +202,7 @@ class Client:
         return JobHandle(self, response.job_id)
 
     def find(self, key: str) -> "JobHandle | None":
-        """The job that you have submitted with a key; None when you have not."""
+        """The job that you have submitted with a key; None if there is none."""
         request = pb.SubmitJobRequest(key=key, finds=True)
         try:
             with self._calling():
@@ -238,7 +238,7 @@ class Client:
             request = pb.ListJobsRequest(page_token=page.next_page_token)
 
     def job(self, job_id: str) -> "JobHandle":
-        """A handle of a job that was submitted before. Its first method raises `UnknownJob` when there is none."""
+        """A handle of an existing job. Its first method raises `UnknownJob` if there is no such job."""
         return JobHandle(self, job_id)
 
     def get(self, job_id: str) -> JobView:
@@ -257,11 +257,11 @@ class Client:
         raise AssertionError("a watch ends with a result or an error")
 
     def metrics(self, job_id: str) -> Iterator[EpochReport | EvaluationReport]:
-        """What the epochs and evaluations of a job bring from now on, until it ends."""
+        """Reports of the job's epochs and evaluations from now on, until it ends."""
         return (event for event in self.watch(job_id) if isinstance(event, EpochReport | EvaluationReport))
 
     def checkpoints(self, job_id: str) -> tuple[Checkpoint, ...]:
-        """The checkpoints of a job that are kept, oldest first."""
+        """The kept checkpoints of a job, oldest first."""
         return self.get(job_id).checkpoints
 
     def cancel(self, job_id: str) -> Change:
@@ -294,23 +294,23 @@ class Client:
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def scale(self, job_id: str, num_ranks: int) -> int:
-        """Sets how many ranks a job is to have: others join when there are slots for them, or the highest leave once
-        their work is committed. Returns how many it was to have. Raises `InvalidJob`.
+        """Sets a job's number of ranks: new ones join when there are slots for them, or the highest leave once their
+        work is committed. Returns the previous number. Raises `InvalidJob`.
         """
         request = pb.ScaleJobRequest(job_id=job_id, num_ranks=num_ranks)
         with self._calling(job_id):
             return self._stub.ScaleJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks_before
 
     def drain(self, host: str, *, is_drained: bool = True) -> int:
-        """Has the ranks of a host, by name or by agent id, go elsewhere once their work is committed, and gives it
-        no others; with `is_drained=False` it is offered again. Returns how many ranks it has.
+        """Drains a host, by name or agent id: its ranks leave once their work is committed, and it gets no others; with
+        `is_drained=False` it is available again. Returns its number of ranks.
         """
         request = pb.DrainHostRequest(host=host, is_drained=is_drained)
         with self._calling():
             return self._stub.DrainHost(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks
 
     def hosts(self) -> list[HostView]:
-        """The connected hosts, in the order in which they joined, and what runs on their devices."""
+        """The connected hosts, in the order in which they joined, with the jobs on their devices."""
         found: list[HostView] = []
         request = pb.ListHostsRequest()
         while True:
@@ -322,8 +322,8 @@ class Client:
             request = pb.ListHostsRequest(page_token=page.next_page_token)
 
     def measure_links(self, hosts: Sequence[str] = ()) -> Iterator[LinkView]:
-        """The link between each two of the connected hosts, or of those that are named, as each is measured. That takes
-        2 to 3 s for each, and slows what trains there. Needs the role operator.
+        """The link between each pair of the connected, or named, hosts, as each is measured. Takes 2 to 3 s for each,
+        and slows training there. Needs the role operator.
         """
         with self._calling():
             request = pb.MeasureLinksRequest(hosts=hosts)
@@ -352,8 +352,8 @@ class Client:
     ) -> Iterator[LogLine]:
         """The end of the log of one rank, or of every rank: at most `max_bytes` of each.
 
-        With `follow`, what the ranks print from then on follows, until they have exited. A rank whose host has
-        disconnected yields one line with an `error`. Raises `InvalidJob` when there is no log at all.
+        With `follow` also later output, until the ranks have exited. A rank whose host has disconnected yields one line
+        with an `error`. Raises `InvalidJob` if there is no log at all.
         """
         request = pb.StreamLogsRequest(job_id=job_id, rank=rank, max_bytes=max_bytes, follow=follow, with_times=True)
         lines = RankLines()
@@ -385,8 +385,8 @@ class Client:
     def watch(self, job_id: str) -> Iterator[Event]:
         """The events of a job: first a view of it as it is now, last its result.
 
-        When a coordinator that has answered this client is lost it is asked again; then another view comes first, and
-        reports of the time between are missing. Raises `Unreachable` when it stays away.
+        If the coordinator is lost after it has answered this client, the watch is retried; then another view comes
+        first, and reports of the time between are missing. Raises `Unreachable` if it does not return.
         """
         lost_s = -math.inf
         while True:
@@ -459,7 +459,7 @@ class JobHandle:
         return self.client.result(self.id, model=model)
 
     def _ipython_display_(self) -> None:
-        """In a notebook: its progress, live."""
+        """Shows live progress in a notebook."""
         show_live(self._views())
 
     def _views(self) -> Iterator[dict[str, Any]]:
@@ -474,7 +474,7 @@ class JobHandle:
         return self.client.cancel(self.id)
 
     def logs(self, *, rank: int | None = None, follow: bool = False) -> Iterator[LogLine]:
-        """The end of the log of one rank, or of every rank; with `follow`, what they print from then on too."""
+        """The end of the log of one rank, or of every rank; with `follow` also later output."""
         return self.client.logs(self.id, rank=rank, follow=follow)
 
     def checkpoint(self) -> None:
@@ -486,7 +486,7 @@ class JobHandle:
         return self.client.pause(self.id, is_paused=is_paused)
 
     def scale(self, num_ranks: int) -> int:
-        """Sets how many ranks the job is to have; returns how many it was to have."""
+        """Sets the job's number of ranks; returns the previous one."""
         return self.client.scale(self.id, num_ranks)
 
     def resume(self, **settings: object) -> "JobHandle":

@@ -64,7 +64,7 @@ def encode_settings(options: JobOptions) -> dict[str, str]:
 
 
 def _utf8(name: str) -> str:
-    """A file's name need not be UTF-8, a message's text must be."""
+    """Makes a text valid UTF-8, as messages need; a file's name may not be."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 

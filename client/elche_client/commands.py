@@ -55,7 +55,7 @@ def submit(
         folder = str(root)
     elif path is None:
         raise InvalidJob("name the file of the job, or the job of a module: --module PACKAGE.MODULE:NAME")
-    elif has_own_loop(path):  # the check below would train it, here
+    elif has_own_loop(path):  # the check below would run the loop here
         raise InvalidJob(
             f"{path} has its own training loop, which no agent starts: start it with torchrun where it is to train, "
             f"with ELCHE_COORDINATOR={address or 'HOST:PORT'} set, and it is a job there; or here with `elche run`"
@@ -63,7 +63,7 @@ def submit(
     requires = options.requirements or inline_requirements(read_source(path))
     sent = folder_of(path, folder)
     with Client(address) as client:
-        client.jobs()  # the check takes seconds: find out first whether the coordinator answers
+        client.jobs()  # first, since the check takes seconds: raises if the coordinator does not answer
         handle = client.find(key) if key else None
         if handle is not None:
             print_notice(f"job {handle.id} was submitted with this key before")
@@ -85,7 +85,7 @@ def submit(
 
 
 def _say_what_follows(handle: JobHandle) -> None:
-    """On stderr, so that a script gets the id alone."""
+    """Prints next steps on stderr, so that stdout has only the id, for scripts."""
     name, where = shlex.quote(handle.id), _where(handle)
     print_notice("what follows:")
     for command, purpose in (
@@ -169,11 +169,11 @@ def logs(
 
 
 def _lines(client: Client, job_id: str, rank: int | None, *, follow: bool) -> Iterator[LogLine]:
-    """The lines of the job that is meant."""
+    """The lines of the named job."""
 
     def ask(known: str) -> Iterator[LogLine]:
         lines = client.logs(known, rank=rank, follow=follow)
-        first = next(lines, None)  # by which it is known whether there is such a job
+        first = next(lines, None)  # raises if there is no such job
         return chain([] if first is None else [first], lines)
 
     return of_job(client, job_id, ask)[1]
@@ -321,7 +321,7 @@ def _watch(handle: JobHandle, *, as_json: bool) -> int:
 
 
 def _hint(handle: JobHandle, record: JobRecord) -> str:
-    """How to resume the job from its newest checkpoint; empty when none is known."""
+    """The command that resumes the job from its newest checkpoint; "" if none is known."""
     if record.checkpoint is None:
         return ""
     if record.last_view is not None and not any(rank.log_path for rank in record.last_view.ranks):
@@ -330,6 +330,6 @@ def _hint(handle: JobHandle, record: JobRecord) -> str:
 
 
 def _where(handle: JobHandle) -> str:
-    """The option that names its coordinator, unless commands ask that one anyway."""
+    """The option that names the job's coordinator; "" if it is the default."""
     address = handle.client.address
     return "" if address == contexts.address() else f" --coordinator {address}"

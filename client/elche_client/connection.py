@@ -1,4 +1,4 @@
-"""How commands and clients reach a coordinator: its address, their credentials, and a channel to it."""
+"""Connections of commands and clients to a coordinator: address, credentials and channel."""
 
 from dataclasses import dataclass
 
@@ -29,13 +29,13 @@ class Connection:
     address: str
     """HOST:PORT, or several, separated by commas."""
     metadata: tuple[tuple[str, str], ...]
-    """Is sent with every call."""
+    """Sent with every call."""
     channel: grpc.Channel
 
 
 def connect(address: str | None, token: str | None, tls: str | None) -> Connection:
-    """The connection to the coordinator at HOST:PORT with a token and a folder of certificates. What is None comes from
-    the environment or the context (`elche context`); empty means none. Raises `ElcheError`.
+    """The connection to the coordinator at HOST:PORT with a token and a folder of certificates. None takes the value of
+    the environment or the context (`elche context`); "" means none. Raises `ElcheError`.
     """
     place = checked_address(contexts.address() if address is None else address)
     text = contexts.token_of(place) if token is None else token
@@ -44,7 +44,7 @@ def connect(address: str | None, token: str | None, tls: str | None) -> Connecti
 
 
 def checked_address(address: str) -> str:
-    """The address, or several of them. Raises `Unreachable` for what is none."""
+    """Returns one or several addresses. Raises `Unreachable` for an invalid one."""
     for one in address.split(","):
         host, colon, port = one.strip().rpartition(":")
         if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):

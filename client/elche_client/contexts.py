@@ -1,6 +1,7 @@
-"""Named coordinators: a file with their addresses and tokens, so that commands need not be told them.
+"""Named coordinators: a file with their addresses and tokens.
 
-The file is ~/.config/elche/config.toml, or what ELCHE_CONFIG names. ELCHE_CONTEXT chooses another name than the file.
+The file is ~/.config/elche/config.toml, or the one that ELCHE_CONFIG names. ELCHE_CONTEXT overrides its current
+context.
 """
 
 import json
@@ -40,14 +41,14 @@ class Context:
 
 @dataclass(slots=True)
 class Contexts:
-    """The coordinators that are known by name."""
+    """The named coordinators."""
 
     current: str = ""
-    """Name of the one that is used; empty: none."""
+    """Name of the current one; empty: none."""
     known: dict[str, Context] = field(default_factory=dict)
 
     def chosen(self, environment: Mapping[str, str] = os.environ) -> Context | None:
-        """The one that is used; None when none is chosen. Raises `InvalidContext` for a name that is not known."""
+        """The current context; None if none is chosen. Raises `InvalidContext` for an unknown name."""
         name = environment.get(CHOICE) or self.current
         return self.of(name) if name else None
 
@@ -60,13 +61,13 @@ class Contexts:
 
 
 def config_path() -> Path:
-    """Where the file is."""
+    """Path of the file."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path(os.path.expanduser("~")) / ".config"
     return Path(os.environ.get(CONFIG) or Path(home) / "elche" / "config.toml")
 
 
 def load() -> Contexts:
-    """The contexts of the file; none when there is no file. Raises `InvalidContext`, which says what is wrong where."""
+    """Reads the contexts; none if there is no file. Raises `InvalidContext`, which names the fault and its place."""
     path = config_path()
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +87,7 @@ def load() -> Contexts:
 
 
 def save(contexts: Contexts) -> None:
-    """Writes the file: the old or the new one is there, whenever this ends. Raises `InvalidContext`."""
+    """Writes the file atomically. Raises `InvalidContext`."""
     lines = [f"current = {json.dumps(contexts.current)}"]
     for name, one in contexts.known.items():
         lines += ["", f"[contexts.{name}]", f"coordinator = {json.dumps(one.coordinator)}"]
@@ -105,7 +106,7 @@ def save(contexts: Contexts) -> None:
 
 
 def check_name(name: str) -> str:
-    """The name of a context. Raises `InvalidContext` for what can be none."""
+    """Returns the name of a context. Raises `InvalidContext` for an invalid one."""
     if not _NAME.fullmatch(name):
         raise InvalidContext(f"a context's name has letters, digits, - and _, at most 100, not {name[:100]!r}")
     return name

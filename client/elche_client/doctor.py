@@ -1,4 +1,4 @@
-"""`elche doctor`: what of this machine, and of the way to the coordinator, would keep a job from training."""
+"""`elche doctor`: checks of this machine and of the connection to the coordinator."""
 
 import json
 import shutil
@@ -34,18 +34,18 @@ from elche_client.formatting import printable
 DEVICES_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 3.0
 TLS_LIMIT_S = 15.0
-"""A coordinator that is busy takes its time."""
+"""Limit in seconds of a TLS handshake; a busy coordinator may take long."""
 NUM_CALLS = 5
 MAX_SKEW_S = 5.0
-"""By how much clocks may differ before times in logs, tokens and certificates mislead."""
+"""Difference of clocks in seconds above which times in logs, tokens and certificates mislead."""
 MIN_DISK_BYTES = 2 << 30
 MIN_SHARED_BYTES = 512 << 20
-"""The default of containers is 64 MiB, in which a loader with worker processes ends with a bus error."""
+"""Least shared memory in bytes. With the 64 MiB of containers, a loader with worker processes dies of a bus error."""
 MIN_FILES = 1024
 SLOW_TIMES = 4.0
-"""A link is slow that has so many times less than the median of all."""
+"""A link is slow if its bandwidth is lower than the median by this factor."""
 ROUND_BYTES = 400e6
-"""Of a model of 100 million parameters, in fp32."""
+"""Bytes of a model of 100 million parameters in fp32, for the estimate of a round's time."""
 CANNOT_CONNECT = "cannot connect to"
 SHARED = Path("/dev/shm")
 NOBODY_LISTENS = "nothing listens at"
@@ -53,7 +53,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class State(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -68,11 +68,11 @@ class Finding:
     state: State
     text: str
     mend: str = ""
-    """What to do; empty when it is in order."""
+    """Remedy; empty if there is no fault."""
 
 
 def of_this_machine(work_dir: Path) -> Iterator[Finding]:
-    """What ranks here would find. `work_dir` is where they are to write."""
+    """Checks this machine as ranks would use it; `work_dir` is their output folder."""
     yield _python()
     yield from _packages()
     yield from _devices()
@@ -102,7 +102,7 @@ def _torch() -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    """Tried by torch in a process of its own, which a broken driver may end or keep for ever."""
+    """Tries the devices in another process, which a broken driver may crash or hang."""
     if find_spec("torch") is None or find_spec("elche_worker") is None:
         return
     command = [sys.executable, "-P", "-m", "elche_worker.device.build"]
@@ -134,7 +134,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _averaging(told: Mapping[str, Any]) -> Finding:
-    """By what ranks here can average among themselves."""
+    """The backends with which ranks here can average among themselves."""
     num_gpus = sum(one["device"].startswith("cuda") for one in told["devices"])
     driver = DRIVER.read_text(encoding="utf-8").splitlines()[0].strip() if DRIVER.exists() else ""
     means = [f"NCCL {told['nccl']}"] if told["nccl"] else []
@@ -188,9 +188,7 @@ def _open_files() -> Finding:
 
 
 def of_coordinator(address: str) -> Iterator[Finding]:
-    """What clients and workers here would find at HOST:PORT, or at several, up to the first fault that hides what
-    follows.
-    """
+    """Checks the coordinator at HOST:PORT, or several, up to the first fault that prevents further checks."""
     try:
         tls = contexts.tls_of(address)
         places = [split_address(one) for one in split_addresses(address)]
@@ -211,7 +209,7 @@ def of_coordinator(address: str) -> Iterator[Finding]:
 
 
 def _way(host: str, port: int) -> Iterator[Finding]:
-    """Whether the name is known, and then whether the port answers. The last finding tells whether one can go on."""
+    """Checks that the name resolves, and then that the port answers. The last finding decides if checks go on."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -223,7 +221,7 @@ def _way(host: str, port: int) -> Iterator[Finding]:
 
 
 def _of_several(finding: Finding) -> Finding:
-    """A finding beside a coordinator that answers: one that stands by does not listen."""
+    """A finding on further addresses if one answers: a standby does not listen."""
     if finding.state is not State.FAULT:
         return finding
     if finding.text.startswith(NOBODY_LISTENS):
@@ -248,7 +246,7 @@ def _port(host: str, port: int) -> Finding:
 
 
 def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:
-    """What the coordinator presents, and one's own certificate, if there is one."""
+    """Checks the coordinator's certificate, and the own one if there is one."""
     try:
         held = Folder(folder, needs=(AUTHORITY,))
     except ElcheError as error:
@@ -295,7 +293,7 @@ def _validity(name: str, since: datetime, until: datetime) -> Finding:
 
 
 def _calls(address: str) -> Iterator[Finding]:
-    """Whether the coordinator lets one in, how long a call takes, whether clocks agree, and who attends."""
+    """Checks credentials, the time of a call, the difference of clocks, and the connected hosts."""
     try:
         connection = connect(address, None, None)
         stub = JobServiceStub(connection.channel)
@@ -333,7 +331,7 @@ def _calls(address: str) -> Iterator[Finding]:
 
 
 def of_links(address: str) -> Iterator[Finding]:
-    """What the links between the connected hosts can do, as each is measured, and which of them hold others up."""
+    """Findings on the links between the connected hosts, as each is measured, and on slow ones."""
     measured: list[LinkView] = []
     try:
         with Client(address) as client:
@@ -353,7 +351,7 @@ def of_links(address: str) -> Iterator[Finding]:
 
 
 def _slowest(measured: list[LinkView]) -> Finding:
-    """A ring of ranks averages as fast as its slowest link."""
+    """The finding on the slowest link, which limits the speed of a ring all-reduce."""
     rates = [min(link.to_bytes_per_s, link.from_bytes_per_s) for link in measured]
     slowest = min(rates)
     link = measured[rates.index(slowest)]

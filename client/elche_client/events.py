@@ -1,4 +1,4 @@
-"""The events of a job as a client gets them: the shared declarations, and fields that only the client has."""
+"""The events of a job for clients: the shared declarations, with fields that only the client has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,12 +50,12 @@ class RoundReport(reports.RoundReport):
     """One committed round. Tuples are in rank order."""
 
     recorded: bytes = b""
-    """The round as it can be repeated: an `elche.v1.JobSpec` message with this round alone in `replay`."""
+    """The round's recording: an `elche.v1.JobSpec` message with only this round in `replay`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult(reports.JobResult):
-    """How a job ended, and its results."""
+    """The result of a job."""
 
     state: JobState
 
@@ -68,10 +68,10 @@ class SlotView:
     model: str = ""
     """Such as "NVIDIA H200"; empty when unknown."""
     job_id: str = ""
-    """The job that it trains; empty: it is free."""
+    """The job on it; empty: it is free."""
     rank: int = 0
     memory_bytes: int = 0
-    """Its memory, or its share of it; 0 when unknown."""
+    """Memory in bytes of the device, or its share of it; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +79,13 @@ class HostView:
     """One host at one moment."""
 
     host: str
-    """Its name; several hosts may have the same."""
+    """Name of the host; not unique."""
     agent_id: str
     slots: tuple[SlotView, ...]
     is_drained: bool = False
     """True if it gets no more ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """On which jobs may set conditions."""
+    """Labels for jobs' conditions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +95,22 @@ class LinkView:
     host: str
     other: str
     error: str = ""
-    """Why it could not be measured; empty when it was."""
+    """The reason why it could not be measured; empty if it was."""
     round_trip_s: float = 0.0
     to_bytes_per_s: float = 0.0
-    """From `host` to `other`."""
+    """Bandwidth from `host` to `other`."""
     from_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line of a rank's log, unchanged; or why there is no log of this rank."""
+    """One line of a rank's log, unchanged; or the reason why there is no log of this rank."""
 
     rank: int
     text: str = ""
     error: str = ""
     at: datetime | None = None
-    """When it was written, to a second; None where that is not known."""
+    """Time at which it was written, to a second; None if unknown."""
 
 
 Event = (

@@ -1,6 +1,6 @@
-"""Ctrl-C for commands that ask a coordinator again and again.
+"""Ctrl-C for commands that poll a coordinator.
 
-A `KeyboardInterrupt` that is raised within a call of grpc may be lost there. So the signal sets an event, on which the
+A `KeyboardInterrupt` that is raised within a call of grpc may be lost. So the signal sets an event, on which the
 command waits between its calls.
 """
 

@@ -16,9 +16,9 @@ from elche_client.naming import of_job
 from elche_client.notices import print_notice
 
 MAX_FIELD = 60
-"""Longest text of a field that is shown; `--json` has all that is kept."""
+"""Longest text of a field that is shown; `--json` prints all."""
 ADDRESS = ("job_id", "rank", "incarnation", "agent_id")
-"""Fields that are not shown, or are shown before the others."""
+"""Fields that are hidden, or shown before the others."""
 
 
 def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> int:
@@ -56,7 +56,7 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
 
 
 def described(entry: Mapping[str, Any], wall_s: float) -> Iterator[str]:
-    """One event as text: its time, what it was, and the commands and refusals."""
+    """One event as text: its time and kind, the commands and the refusals."""
     at = datetime.fromtimestamp(wall_s + entry["at"]).astimezone()
     yield f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}  {_message(entry['event'])}"
     for command in entry.get("commands", ()):

@@ -1,4 +1,4 @@
-"""Tells Kubeflow's trainer how far a job is, from a pod of a TrainJob, whose status then shows it (KEP-2779)."""
+"""Reports a job's progress to Kubeflow's trainer, from a pod of a TrainJob, whose status then shows it (KEP-2779)."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from elche_client.events import EpochReport, EvaluationReport, Event, JobResult,
 URL = "KUBEFLOW_TRAINER_STATUS_URL"
 CA = "KUBEFLOW_TRAINER_STATUS_CA_CERT"
 TOKEN = "KUBEFLOW_TRAINER_STATUS_TOKEN"
-"""The variables that the controller sets, if its cluster has this feature: an address, and two files."""
+"""Environment variables that the controller sets if the cluster has this feature: an address, and two files."""
 EVERY_S = 5.0
 LIMIT_S = 5.0
-"""How long the controller may take to answer. What it does not take is told again with the next figures."""
+"""Seconds for the controller to answer. Figures that it does not take are sent with the next ones."""
 
 
 class Reporter:
-    """Tells the controller the newest figures, at most every few seconds, without keeping anybody waiting."""
+    """Sends the newest figures to the controller on a thread, at most every few seconds."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ, *, every_s: float = EVERY_S) -> None:
         self._url = environment[URL]
@@ -39,7 +39,7 @@ class Reporter:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """Takes what an event says of progress."""
+        """Records the progress in an event."""
         match event:
             case JobView() if event.num_epochs and event.dataset_size:
                 done = event.epoch * event.dataset_size + event.epoch_processed
@@ -62,12 +62,12 @@ class Reporter:
             self._changed.notify()
 
     def _with(self, metrics: Mapping[str, float | None]) -> list[dict[str, str]]:
-        """All that are known now."""
+        """All known metrics, with new ones added."""
         self._metrics |= {name: f"{value:.6g}" for name, value in metrics.items() if value is not None}
         return [{"name": name, "value": text} for name, text in self._metrics.items()]
 
     def close(self) -> None:
-        """Tells what is left, and waits for that."""
+        """Sends the remaining figures, and waits for that."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -88,7 +88,7 @@ class Reporter:
 
     def _tell(self, status: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/json"}
-        if self._token_file:  # the kubelet renews it
+        if self._token_file:  # read each time: the kubelet renews the file
             headers["Authorization"] = f"Bearer {Path(self._token_file).read_text(encoding='utf-8').strip()}"
         request = urllib.request.Request(self._url, json.dumps({"trainerStatus": status}).encode(), headers)
         context = ssl.create_default_context(cafile=self._ca) if self._url.startswith("https:") else None

@@ -1,7 +1,7 @@
-"""`elche run`: starts a coordinator, an agent and one job on this machine, and ends them together.
+"""`elche run`: starts a coordinator, an agent and one job on this machine, and stops them together.
 
-The processes are started before this one imports gRPC and the panel: what takes longest, PyTorch's import in the
-process that ranks are forked from, begins at once, and all else goes on beside it.
+The processes are started before this one imports gRPC and the panel, so that the slowest step, the spawner's import of
+PyTorch, begins at once and runs in parallel with all others.
 """
 
 import json
@@ -58,7 +58,7 @@ COORDINATOR = "elche_coordinator.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 CHECKED = "checked "
 NO_HOST = "no host offers"
-"""Is in the coordinator's reason where it knows of no slots."""
+"""Part of the coordinator's reason if there are no slots."""
 LISTENING = "elche-coordinator listening on "
 OF_OTHERS = (
     "ELCHE_TLS",
@@ -71,12 +71,12 @@ OF_OTHERS = (
 """What the shell may have set for a coordinator of others; that of a run is its own."""
 START_TIMEOUT_S = 60.0
 RECONNECT_S = 30.0
-"""How long a coordinator that was killed may take to answer again."""
+"""Seconds in which a killed coordinator must be back."""
 CANCEL_TIMEOUT_S = 15.0
 CHECKPOINT_TIMEOUT_S = 10.0
-"""Wait for the checkpoint that is written before a job is cancelled."""
+"""Seconds to wait for the checkpoint before a job is cancelled."""
 EXPLANATION_TIMEOUT_S = 2.0
-"""Wait for the coordinator's exit, which explains why it does not answer."""
+"""Seconds to wait for the coordinator's exit, whose message explains why it does not answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,13 +91,13 @@ class LocalRun:
     as_json: bool
     as_events: bool = False
     shows_logs: bool = True
-    """True if to show the output of the ranks."""
+    """True if the output of the ranks is shown."""
     folder: Path | None = None
-    """`out` once it is made."""
+    """`out`, once it is created."""
     notifications: NotificationQueue = field(default_factory=SimpleQueue)
     processes: ChildProcesses = field(default_factory=ChildProcesses)
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    """A credential of this run alone: whoever can reach the coordinator can run code on this machine."""
+    """This run's own token: any caller of the coordinator can run code on this machine."""
     record: JobRecord = field(default_factory=JobRecord)
     _was_queued: bool = False
     """True if the job was seen to wait for slots before."""
@@ -107,7 +107,7 @@ class LocalRun:
     """Follows the ranks' logs."""
 
     def run(self) -> int:
-        """Runs the job to its end and prints how it ended. Returns the exit code."""
+        """Runs the job to its end and prints the outcome. Returns the exit code."""
         self.record.name = self.options.name or self.path.stem
         try:
             with forward_signals(self.notifications, self._leave_at_once), self.processes:
@@ -135,12 +135,12 @@ class LocalRun:
         agent, coordinator = self._begin_check(), self._begin_coordinator()
         if sys.stderr.isatty():
             print_notice(f"loading PyTorch and {self.path.name}, to check it before anything is started")
-        from elche_client.client import Client  # takes a while, beside what the others import
+        from elche_client.client import Client  # slow, in parallel with the processes' imports
 
         report = self._await_check()
         slots, group_size = report.slots, report.group_size
         options = replace(self.options, num_ranks=len(slots) // group_size)
-        if group_size > 1:  # the coordinator places the job before a rank reads the file
+        if group_size > 1:  # the coordinator needs it to place the job, before a rank reads the file
             options = replace(options, settings={**options.settings, "group_size": group_size})
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
@@ -156,12 +156,12 @@ class LocalRun:
                 followed = self._follow(handle)
         except Unreachable as error:
             raise self._explain(error) from error
-        if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, and all that they had to say is said
+        if followed[0].state is JobState.SUCCEEDED:  # its ranks have left, with all output read
             self.processes.ask_to_end()
         return followed
 
     def _write_command(self, folder: Path, source: str, options: JobOptions) -> None:
-        """Writes what `elche replay` and `elche resume` need to repeat this run."""
+        """Writes the arguments of this run for `elche replay` and `elche resume`."""
         command = {
             "name": self.record.name,
             "file": str(self.path.resolve()),
@@ -194,7 +194,7 @@ class LocalRun:
             click.echo(printed_text(printed), err=self.as_json or self.as_events)
 
     def _hint(self) -> str:
-        """How to resume from the run's newest checkpoint; empty when it has none."""
+        """The command that resumes from the run's newest checkpoint; "" if it has none."""
         if self.folder is not None:
             with suppress(InvalidJob):
                 checkpoints_in(self.folder)
@@ -209,7 +209,7 @@ class LocalRun:
         """On a second signal: kills all processes."""
         self.processes.kill()
         if hint := self._hint():
-            begin = "\n" if os.isatty(2) else ""  # this may interrupt what is being printed, such as the panel
+            begin = "\n" if os.isatty(2) else ""  # in case a line, or the panel, is being printed
             os.write(2, f"{begin}elche: {printable(hint)}\n".encode())
 
     def _record(self, event: Shown) -> None:
@@ -220,7 +220,7 @@ class LocalRun:
             self._cadence.write(event.recorded)
 
     def _begin_check(self) -> ChildProcess:
-        """Starts the agent, which checks the file before it is told of a coordinator."""
+        """Starts the agent, which checks the file before it gets the coordinator's address."""
         options, environment = self.options, {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         agent = ChildProcess(
             "agent", AGENT, [str(os.getpid())], self.notifications, captures_stdout=True, environment=environment
@@ -232,7 +232,7 @@ class LocalRun:
         return agent
 
     def _await_check(self) -> CheckReport:
-        """What the check has found. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
+        """Waits for the check's report. Raises `InvalidJob`, or `JobFailed` with the user's traceback."""
         while True:
             notification = next_notification(self.notifications)
             if isinstance(notification, ProcessExited) and notification.process != "agent":
@@ -243,14 +243,14 @@ class LocalRun:
                 code, _, line = notification.line.removeprefix(CHECKED).partition(" ")
                 report = read_report(line, int(code), self.path)
             else:
-                continue  # what something else prints as Python starts
+                continue  # other output of Python's startup
             break
         for note in report.notes:
             print_notice(note)
         return report
 
     def _begin_coordinator(self) -> ChildProcess:
-        """Starts the coordinator's process, which imports what it needs until it is told where to write."""
+        """Starts the coordinator's process, which imports its modules until it gets its arguments."""
         environment = {VARIABLE: self.token, **dict.fromkeys(OF_OTHERS, "")}
         coordinator = ChildProcess(
             "coordinator", COORDINATOR, [], self.notifications, captures_stdout=True, environment=environment
@@ -259,7 +259,7 @@ class LocalRun:
         return coordinator
 
     def _start_coordinator(self, coordinator: ChildProcess, folder: Path) -> str:
-        """Has the coordinator serve and returns its address. Raises `ProcessError` when it does not."""
+        """Has the coordinator serve and returns its address. Raises `ProcessError` if it exits."""
         rest = ["--exit-with-stdin", "--grace", "0", "--data", str(folder / "coordinator")]
         log, secret = folder / "coordinator.log", folder / TOKEN
         secret.touch(mode=0o600)  # for `elche watch` and other commands while the run lasts
@@ -280,9 +280,10 @@ class LocalRun:
         raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
 
     def _tell_page(self, log: Path) -> str:
-        """Prints and returns the address of the page, which the coordinator has logged before it printed its own.
+        """Prints and returns the address of the page, which the coordinator has logged before it printed its own
+        address.
 
-        The token is part of it at a terminal only: other output may be stored and read by others.
+        It contains the token only on a terminal: other output may be stored and read by others.
         """
         found = re.search(r"page and metrics on (\S+)", log.read_text(encoding="utf-8"))
         if found and sys.stderr.isatty():
@@ -294,7 +295,7 @@ class LocalRun:
     def _begin_agent(
         self, agent: ChildProcess, folder: Path, address: str, slots: Sequence[Mapping[str, object]]
     ) -> None:
-        self.processes.stop_first(agent)  # while there is a coordinator for what its ranks have made
+        self.processes.stop_first(agent)  # while the coordinator runs, for the ranks' last messages
         agent.log = folder / "agent.log"
         order = {"coordinator": address, "slots": slots, "work_dir": str(folder), "log": str(agent.log)}
         agent.tell(json.dumps(order))
@@ -328,13 +329,13 @@ class LocalRun:
             progress.show(event)
 
     def _why_queued(self, reason: str) -> str:
-        """What the job waits for, in words of a run, which has one host."""
+        """The reason why the job waits, for a run with one host."""
         return "its agent has not reached the coordinator yet" if NO_HOST in reason else reason
 
     def _save_and_cancel(
         self, handle: "JobHandle", show: Callable[[Shown], None], interrupted: Interrupted
     ) -> JobResult:
-        """Waits for a checkpoint if the job can write one, then cancels the job. Returns how it ended."""
+        """Waits for a checkpoint if the job can write one, then cancels the job. Returns the result."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
                 with suppress(TimeoutError), suppress(_Saved):
@@ -347,7 +348,7 @@ class LocalRun:
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _asks_for_checkpoint(self, handle: "JobHandle") -> bool:
-        """Requests a checkpoint. False when there will be none: only a job that trains writes one."""
+        """Requests a checkpoint. Returns False if the job does not train, and so writes none."""
         with suppress(ElcheError):
             handle.checkpoint()
             print_notice("writing a checkpoint; Ctrl-C again to leave at once")
@@ -355,7 +356,7 @@ class LocalRun:
         return False
 
     def _until_saved(self, show: Callable[[Shown], None]) -> Callable[[Shown], None]:
-        """`show` that raises `_Saved` once a checkpoint newer than now is written, or writing it has failed."""
+        """`show` that raises `_Saved` once a newer checkpoint is written, or has failed."""
         version = self.record.rounds[-1].version if self.record.rounds else 0
         num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
 
@@ -369,7 +370,7 @@ class LocalRun:
         return shown
 
     def _explain(self, error: Unreachable) -> ElcheError:
-        """The error to show when the coordinator does not answer: its own exit, if it has exited."""
+        """The error to show if the coordinator does not answer: its own exit, if it has exited."""
         try:
             wait_for_result(self.notifications, self._record, _early_end, timeout_s=EXPLANATION_TIMEOUT_S)
         except ProcessError as ended:
@@ -430,14 +431,14 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def _result_of(error: ElcheError) -> tuple[JobResult, int]:
-    """The result and exit code of a run that an error has ended."""
+    """The result and exit code of a run that ended by an error."""
     traceback = error.traceback if isinstance(error, JobFailed) else ""
     code = error.exit_code if isinstance(error, ProcessError) else 2
     return JobResult(state=JobState.FAILED, error=str(error), traceback=traceback, invalid=code == 2), code
 
 
 def _early_end(ended: ProcessExited) -> ProcessError:
-    """The coordinator's own message when it has refused its arguments, else how the process exited."""
+    """The coordinator's message if it refused its arguments, else a description of its exit."""
     if ended.process == "coordinator" and ended.code == 2 and ended.log and (lines := last_lines(ended.log)):
         return ProcessError(re.sub(r"^elche-coordinator: ", "", lines[-1]), exit_code=2)
     return exit_error(ended)

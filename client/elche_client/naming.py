@@ -1,4 +1,4 @@
-"""Which job a person means: by its id, by the beginning of one, or by a name."""
+"""Finds a job by its id, the beginning of its id, or its name."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,8 +13,8 @@ Answer = TypeVar("Answer")
 
 
 def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[str, Answer]:
-    """The id of the job that is meant, and what `ask` answers for it: first for the text itself, so that an id costs no
-    further call. Raises what `ask` raises, `UnknownJob`, and `InvalidJob` where several jobs may be meant.
+    """Returns the id of the named job, and the result of `ask` for it. Tries the text as an id first, which needs no
+    further call. Raises the errors of `ask`, `UnknownJob`, and `InvalidJob` for an ambiguous text.
     """
     try:
         return meant, ask(meant)
@@ -26,8 +26,8 @@ def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[st
 
 
 def find(meant: str, views: Sequence[JobView]) -> str:
-    """The id of the job with this name, of several the one that has not ended, else the newest; or the only one whose
-    id begins so. Raises `UnknownJob`, and `InvalidJob` where several may be meant.
+    """The id of the job with this name, of several the open one, else the newest; or the only one whose id begins with
+    the text. Raises `UnknownJob`, and `InvalidJob` for an ambiguous text.
     """
     named = [view for view in views if view.name == meant]
     going = [view.job_id for view in named if not view.state.has_ended]

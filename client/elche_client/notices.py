@@ -1,4 +1,4 @@
-"""Lines for people on stderr, beside what a command prints; above the live picture, while there is one."""
+"""Lines for people on stderr; above the live display while there is one."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from elche_client.formatting import printable
 
 
 def print_notice(message: str) -> None:
-    """Prints one line on stderr; above the live picture, where that is on the same terminal."""
+    """Prints one line on stderr, or above a live display on the same terminal."""
     line = f"elche: {printable(message)}"
     if _above and sys.stderr.isatty():
         _above[-1](line)
@@ -20,7 +20,7 @@ def print_notice(message: str) -> None:
 
 @contextmanager
 def notices_above(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Has notices printed by this while a live picture is drawn, which would be drawn over others."""
+    """Context in which notices are printed by `print_line`, above a live display that would overwrite others."""
     _above.append(print_line)
     try:
         yield

@@ -1,4 +1,4 @@
-"""One queue for everything that a command waits for: a job's events, its own processes, and signals."""
+"""One queue for all events of a command: the job's, its own processes', and signals."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRestarted:
-    """A process of this run was killed by a signal, and is started again."""
+    """A process of this run was killed by a signal, and is restarted."""
 
     process: str
     number: int
@@ -62,7 +62,7 @@ class WatchFailed:
 
 
 Shown = Event | RankOutput | ProcessRestarted
-"""What people are shown."""
+"""Notifications that are shown."""
 Notification = Shown | ProcessOutput | ProcessExited | SignalReceived | WatchFailed
 NotificationQueue = SimpleQueue[Notification]
 

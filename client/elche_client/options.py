@@ -21,16 +21,16 @@ LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """Options of one submission. Raises `InvalidJob`, naming the value that cannot work."""
+    """Options of one submission. Raises `InvalidJob`, naming the invalid value."""
 
     num_ranks: int = 0
     """0: every slot that is free when the job is placed."""
     min_ranks: int = 0
-    """How many suffice to begin with; others join when there are slots for them. 0: `num_ranks`."""
+    """Ranks that suffice to begin; others join when there are slots for them. 0: `num_ranks`."""
     slow_factors: Mapping[int, float] = field(default_factory=dict)
     """Rank to the factor, at least 1, by which it is slowed down."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """By name, the settings that replace those of the file."""
+    """Settings by name that replace those of the file."""
     output_dir: str = ""
     """Absolute path on the ranks' host; empty: a folder that the agent creates."""
     verify_rounds: bool = False
@@ -42,13 +42,13 @@ class JobOptions:
     priority: int = 0
     """Jobs with a higher one get slots first."""
     project: str = ""
-    """Whose slots it takes; empty: the submitter's own."""
+    """Project whose slots it uses; empty: the submitter's."""
     conditions: tuple[str, ...] = ()
-    """What every device meets that it gets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
+    """Conditions on each device, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
     requirements: tuple[str, ...] = ()
-    """Packages that the file needs beside those of the hosts, such as "einops>=0.8"."""
+    """Packages that the file needs beside the hosts', such as "einops>=0.8"."""
     module: str = ""
-    """The job in the folder that is sent, as PACKAGE.MODULE:NAME; empty: `job` of the file."""
+    """The job in the sent folder, as PACKAGE.MODULE:NAME; empty: `job` of the file."""
     secrets: tuple[str, ...] = ()
     """Environment variables whose values the hosts have (`elche-worker --secrets`)."""
     replay: bytes = b""

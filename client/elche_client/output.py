@@ -1,6 +1,6 @@
-"""What commands print besides progress: notices on stderr, the summary or JSON at the end, and exit codes.
+"""Output of commands besides progress: notices on stderr, the summary or JSON at the end, and exit codes.
 
-Imports little, so that a notice is there at once: what a panel needs is imported when one is printed.
+Imports little, so that notices are printed at once; the panel's imports are made when one is printed.
 """
 
 import sys
@@ -15,13 +15,13 @@ from elche_client.record import JobRecord, result_document, to_json
 
 MAX_LOGS = 4
 SHOWN_BYTES = 10 << 20
-"""Uploads of more than this are shown."""
+"""Progress is shown for uploads of more bytes than this."""
 PIPE_WIDTH = 400
-"""Columns of a table that goes to no terminal: enough that no id or path is cut."""
+"""Columns of a table that is not printed on a terminal: enough that no id or path is cut."""
 
 
 def exit_code_of(result: JobResult) -> int:
-    """0 for a job that succeeded, 2 for one that was not valid, 1 for others."""
+    """The exit code: 0 for a job that succeeded, 2 for an invalid one, 1 for others."""
     if result.state is JobState.SUCCEEDED:
         return 0
     return 2 if result.invalid else 1
@@ -35,13 +35,13 @@ def print_error(message: str, *, traceback: str = "") -> None:
 
 
 class UploadNotice:
-    """Says how far a large upload is, at each quarter."""
+    """Prints the progress of a large upload, at each quarter."""
 
     def __init__(self) -> None:
         self._quarter = -1
 
     def __call__(self, uploaded: int, size: int) -> None:
-        """The coordinator has so many bytes, of so many."""
+        """Called with the number of uploaded bytes, and of all."""
         quarter = 4 * uploaded // max(1, size)
         is_news = quarter > self._quarter and not (self._quarter < 0 and quarter == 4)
         self._quarter = max(quarter, self._quarter)
@@ -50,7 +50,7 @@ class UploadNotice:
 
 
 def resume_hint(command: str) -> str:
-    """The line that says how to resume what has ended early."""
+    """The line with the command that resumes a job that has ended early."""
     return f"to go on: {command}"
 
 
@@ -63,7 +63,7 @@ def print_ending(
     record_path: Path | None = None,
     resume: str = "",
 ) -> None:
-    """Prints the summary of a job that succeeded, else its error, its logs and how to resume it."""
+    """Prints the summary of a job that succeeded, else its error, its logs and the command that resumes it."""
     if result.state is not JobState.SUCCEEDED:
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):
@@ -105,7 +105,7 @@ def print_json(result: JobResult, *, as_event: bool = False) -> None:
 
 
 def log_paths(record: JobRecord, record_path: Path | None) -> list[str]:
-    """Where to read what happened: the logs of the job's ranks, or else the run's folder. Empty without a view."""
+    """Paths of the logs of the job's ranks, or else the run's folder. Empty without a view."""
     if record.last_view is None:
         return []
     ranks = record.last_view.ranks

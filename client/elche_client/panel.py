@@ -57,7 +57,7 @@ def job_panel(view: JobView, *, width: int) -> Panel:
     """The panel of a job, for a terminal of `width` columns."""
     parts: list[Table | Text] = [epoch_line(view), figures_line(view)]
     if view.pacing or view.reason:
-        waits = view.state is JobState.QUEUED  # the reason is all there is to show
+        waits = view.state is JobState.QUEUED  # shows only the reason
         overflow: OverflowMethod = "fold" if waits else "ellipsis"
         parts.append(Text(printable(view.pacing or view.reason), style="dim", no_wrap=not waits, overflow=overflow))
     if view.ranks:

@@ -1,4 +1,4 @@
-"""The processes that a run starts, each in its own session, so that Ctrl-C reaches the run alone."""
+"""The processes that a run starts, each in its own session, so that Ctrl-C reaches only the run."""
 
 import os
 import signal
@@ -21,11 +21,11 @@ TAIL_BYTES = 4096
 STOP_GRACE_S = 10.0
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 60.0
-"""A process that was killed more often than `MAX_RESTARTS` within this time is not started again."""
+"""A process that was killed more than `MAX_RESTARTS` times within so many seconds is not restarted."""
 
 
 class ProcessError(ElcheError):
-    """A process of the run has exited before the job was done, or did not start."""
+    """A process of the run has exited before the job ended, or did not start."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ChildProcess:
     ) -> None:
         self.name = name
         self.log = log
-        """Where its other output goes, and why it has ended; None: to this process's."""
+        """File for its other output, with the reason of its end; None: this process's output."""
         self._module = module
         self._output = output
         self._captures_stdout = captures_stdout
@@ -59,13 +59,13 @@ class ChildProcess:
         self._notifications = notifications
         self._lock = Lock()
         self._again: Sequence[str] | None = None
-        """Arguments with which it is started again when it was killed; None: it is not."""
+        """Arguments with which it is restarted after it was killed; None: it is not restarted."""
         self._restarts_s: list[float] = []
         self._process = self._start(arguments)
         Thread(target=self._listen, name=f"{name} process", daemon=True).start()
 
     def restart_with(self, arguments: Sequence[str]) -> None:
-        """From now on it is started again, with these arguments, when a signal has killed it."""
+        """Has it restarted, with these arguments, when a signal kills it."""
         self._again = arguments
 
     def _start(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -73,7 +73,7 @@ class ChildProcess:
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, *arguments],
-                stdin=subprocess.PIPE,  # closed when this process is gone, which tells the child to exit
+                stdin=subprocess.PIPE,  # closed when this process ends, on which the child exits
                 stdout=subprocess.PIPE if self._captures_stdout else self._output or log_file,
                 stderr=log_file,
                 env={**os.environ, **self._environment} if self._environment else None,
@@ -97,14 +97,14 @@ class ChildProcess:
         self._notifications.put(ProcessExited(process=self.name, code=code, log=self.log))
 
     def tell(self, line: str) -> None:
-        """Writes a line to its standard input. One that has ended is told nothing: its end is a notification."""
+        """Writes a line to its standard input. Ignores a process that has ended, which makes a notification."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def _restart(self, code: int) -> bool:
-        """Starts it again if a signal has killed it, and not too often."""
+        """Restarts it if a signal has killed it, and not too often. Returns True if it did."""
         now_s = time.monotonic()
         with self._lock:
             self._restarts_s = [at_s for at_s in self._restarts_s if now_s - at_s < RESTARTS_WITHIN_S]
@@ -121,7 +121,7 @@ class ChildProcess:
         self._process.terminate()
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Sends SIGTERM, waits for `grace_s`, then kills what is left of the process and its session."""
+        """Sends SIGTERM, waits for `grace_s`, then kills the process and the rest of its session."""
         self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
@@ -153,17 +153,17 @@ class ChildProcesses:
         self._processes.append(child)
 
     def stop_first(self, child: ChildProcess) -> None:
-        """It is to be stopped before those that are there now."""
+        """Makes this process the first to be stopped."""
         self._processes.remove(child)
         self._processes.append(child)
 
     def end(self, child: ChildProcess) -> None:
-        """Stops this one alone."""
+        """Stops this process only."""
         child.stop()
         self._processes.remove(child)
 
     def ask_to_end(self) -> None:
-        """Has all begin to end, where none needs another any more, before the first is waited for."""
+        """Sends SIGTERM to all at once, when none needs another any more, before `stop` waits for each."""
         for child in self._processes:
             child.ask_to_end()
 

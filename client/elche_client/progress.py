@@ -33,8 +33,8 @@ from elche_client.rank_output import RankOutput
 from elche_client.record import event_document, to_json
 
 ECHOED = len("^C^C")
-"""Columns beside the panel in which the terminal shows that Ctrl-C was pressed: on a line of their own they would move
-the panel, whose border would stay behind.
+"""Columns left free beside the panel for the terminal's echo of Ctrl-C: on a new line it would move the panel, and
+leave its old border behind.
 """
 MIN_WIDTH = 20
 
@@ -54,7 +54,7 @@ class Progress(Protocol):
 
 
 def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
-    """How this process shows events; in a pod of Kubeflow's trainer it tells that, too."""
+    """The display of this process; in a pod of Kubeflow's trainer it also reports to that."""
     shown = _shown(on_stderr=on_stderr, as_events=as_events)
     return Told(shown, Reporter()) if kubeflow.URL in os.environ else shown
 
@@ -70,7 +70,7 @@ def _shown(*, on_stderr: bool, as_events: bool) -> Progress:
 
 
 class Told:
-    """Shows events as another one does, and tells Kubeflow."""
+    """Wraps a display, and reports events to Kubeflow."""
 
     def __init__(self, shown: Progress, reporter: Reporter) -> None:
         self._shown = shown
@@ -166,7 +166,7 @@ class LineProgress:
 
 
 class EventLines:
-    """Prints every event but the result as one line of JSON on stdout; the output of ranks goes to stderr."""
+    """Prints every event except the result as one line of JSON on stdout; the output of ranks goes to stderr."""
 
     KINDS: ClassVar[dict[type[Event], str]] = {
         JobView: "view",
@@ -215,10 +215,10 @@ class ReportLines:
     def __init__(self) -> None:
         self._num_epochs = 0
         self._told_last = 0
-        """The attempt whose last model was told of. Epochs that end in one round share its evaluation."""
+        """The attempt whose last model was reported. Epochs that end in one round share its evaluation."""
 
     def describe(self, event: Event) -> str:
-        """The event's line; empty for events that have none."""
+        """The event's line; "" if it has none."""
         match event:
             case JobView():
                 self._num_epochs = event.num_epochs or self._num_epochs

@@ -14,26 +14,26 @@ from elche_client.events import LogLine
 
 POLL_S = 0.1
 STAMP_BYTES = 20
-"""Of the time before each line."""
+"""Length of the time before each line."""
 MAX_LINES = 50
-"""Lines of all ranks that are shown per poll: the newest ones; the others are counted. So a rank that prints megabytes
-does not wait for a terminal."""
+"""Most lines of all ranks that are shown per poll, the newest; others are only counted. So a rank that prints megabytes
+is not slowed by the terminal."""
 MAX_LINE_CHARS = 1000
 MAX_OPEN_BYTES = 64 * 1024
-"""Bytes that are kept of a line whose end has not arrived."""
+"""Most bytes that are kept of an incomplete line."""
 CHUNK_BYTES = 1 << 20
 EXIT_NOTE = b"elche: this rank "
-"""Begins the note in which a rank says why it exits. The run reports that itself, so the note is not shown."""
+"""Prefix of a rank's note on its exit, which is not shown, since the run reports exits itself."""
 TRACEBACK = b"Traceback (most recent call last):"
 
 
 def split(data: bytes) -> list[str]:
-    """Whole lines as texts; of a line that a progress bar has rewritten with carriage returns, its last state."""
+    """Splits into lines; of a line that a progress bar rewrites with carriage returns, keeps the last state."""
     return [_shown(line) for line in data.split(b"\n")]
 
 
 def _line(rank: int, line: bytes) -> LogLine:
-    """A line that may begin with its time, as `SendLog` says."""
+    """Parses a line that may begin with its time (`SendLog`)."""
     stamp, space, text = line[:STAMP_BYTES], line[STAMP_BYTES : STAMP_BYTES + 1], line[STAMP_BYTES + 1 :]
     if space == b" ":
         try:
@@ -49,7 +49,7 @@ def _shown(line: bytes) -> str:
 
 
 class RankLines:
-    """Puts the chunks of several ranks' logs, which have times, together to lines."""
+    """Assembles lines from chunks of several ranks' logs, with times."""
 
     def __init__(self) -> None:
         self._open: dict[int, bytes] = {}
@@ -68,18 +68,18 @@ class RankLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """What a rank of a local run has printed since the last poll."""
+    """Output of a rank of a local run since the last poll."""
 
     rank: str
     lines: tuple[str, ...]
-    """The newest ones."""
+    """The newest lines."""
     num_dropped: int = 0
-    """Lines before them, left out because nobody could read as many."""
+    """Number of lines before them that were dropped."""
 
 
 @dataclass(slots=True)
 class _Log:
-    """One rank's log file, and how far it has been read."""
+    """One rank's log file, with the read position."""
 
     rank: str
     file: Any
@@ -116,7 +116,7 @@ class _Log:
         return len(lines)
 
     def _is_exit_note(self, line: bytes) -> bool:
-        """True if the line belongs to a rank's exit note. What follows the note, if anything, is shown."""
+        """True if the line belongs to a rank's exit note. Lines after the note are shown."""
         if line.startswith(EXIT_NOTE):
             self.in_traceback = TRACEBACK in line
             return True
@@ -141,7 +141,7 @@ class LogTail:
         self._thread.start()
 
     def stop(self) -> list[RankOutput]:
-        """Ends the thread; returns what has not been put into the queue. Call it when all ranks have exited."""
+        """Ends the thread; returns output that is not in the queue. Call it when all ranks have exited."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()

@@ -36,7 +36,7 @@ class JobRecord:
     evaluations: list[EvaluationReport] = field(default_factory=list)
     rounds: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
     checkpoint: Checkpoint | None = None
-    """The newest one."""
+    """The newest checkpoint."""
 
     def add(self, event: Event) -> None:
         """Adds one event of the job."""

@@ -1,4 +1,4 @@
-"""`elche resume`, `replay` and `checkpoints`: trainings that were begun before."""
+"""`elche resume`, `replay` and `checkpoints`: earlier trainings."""
 
 import json
 from contextlib import suppress
@@ -24,7 +24,7 @@ from elche_client.script_run import ScriptRun
 from elche_client.summary import checkpoints_table
 
 DEPTH = 4
-"""How many folders above a checkpoint are searched for its run's folder."""
+"""Number of folders above a checkpoint that are searched for its run's folder."""
 RECORD = "record.json"
 
 
@@ -90,7 +90,7 @@ def resume_here(
 
 
 def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
-    """A JSON file of the run that has written the checkpoint; empty when the checkpoint lies elsewhere now."""
+    """A JSON file of the run that has written the checkpoint; empty if the checkpoint was moved."""
     for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
         with suppress(OSError, ValueError):
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def _refuse_complete(run: Path, options: JobOptions) -> None:
 
 
 def _source(folder: Path, original: Path) -> Path:
-    """The user's file in its place, so that its imports are found; the checkpoint's copy if it has changed since."""
+    """The user's file at its original path, so that its imports are found; the checkpoint's copy if it has changed."""
     copy = folder / SOURCE
     try:
         if original.read_bytes() == copy.read_bytes():
@@ -175,7 +175,7 @@ def _here(folder: Path) -> list[Checkpoint]:
 
 
 def _with_recorded(found: list[Checkpoint], recorded: list[dict[str, Any]]) -> list[Checkpoint]:
-    """The checkpoints with their metrics from the run's record: no manifest has the evaluation of the last one."""
+    """Adds metrics from the run's record, since no manifest has the evaluation of the last checkpoint."""
     by_name = {Path(one["path"]).name: one for one in recorded}
     return [
         replace(one, metrics=row["metrics"], is_best=row["is_best"])
@@ -186,7 +186,7 @@ def _with_recorded(found: list[Checkpoint], recorded: list[dict[str, Any]]) -> l
 
 
 def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]) -> Checkpoint:
-    """A checkpoint as its manifest says. It is evaluated after it is written: its metrics are in later manifests."""
+    """A checkpoint by its manifest. Metrics come from `evaluations`, since it is evaluated after it is written."""
     training = manifest["training"]
     size_bytes = sum(file["bytes"] for file in manifest["files"].values())
     if (loop := training.get("loop")) is not None:

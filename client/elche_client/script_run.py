@@ -29,7 +29,7 @@ RUNNER = "elche_worker.trainer"
 STORE_PORTS = range(20_000, 32_000)
 POLL_S = 0.2
 PEERS_GRACE_S = 5.0
-"""How long the other processes may take to exit after one has failed."""
+"""Seconds for the other processes to exit after one has failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class ScriptRun(LocalRun):
     _running: set[str] = field(default_factory=set)
     """Names of the rank processes that have not exited."""
     _failed: ProcessExited | None = None
-    """The first one that exited with an error."""
+    """The first process that exited with an error."""
     _lost: ProcessExited | None = None
-    """The first one that has ended badly while the job trained: whether the others go on is for the job to decide."""
+    """The first process that failed while the job trained; the job decides if the others go on."""
     _jobs: set[str] = field(default_factory=set)
-    """Jobs that were found: one for each trainer that the script has set up."""
+    """Jobs found so far, one for each trainer that the script has set up."""
     _is_training: bool = False
-    """True if the script is a job that has not ended."""
+    """True if the script has an open job."""
     _give_up_s: float = math.inf
     """Time on the monotonic clock at which the others are stopped, once one or the job has failed."""
 
@@ -79,7 +79,7 @@ class ScriptRun(LocalRun):
         for rank, device in enumerate(devices):
             environment = {
                 **self.options.environment,
-                "PYTHONUNBUFFERED": "1",  # its output is shown as it comes
+                "PYTHONUNBUFFERED": "1",  # shows output as it is written
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(devices)),
@@ -115,7 +115,7 @@ class ScriptRun(LocalRun):
                 with suppress(TimeoutError):
                     notification = next_notification(self.notifications, timeout_s=POLL_S)
                     if isinstance(notification, ProcessExited):
-                        if notification.process in self._running:  # it may have attached itself since the last look
+                        if notification.process in self._running:  # a job may have been attached since the last look
                             handle, result = self._next_job(client, handle, result)
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
@@ -132,13 +132,13 @@ class ScriptRun(LocalRun):
     def _next_job(
         self, client: Client, handle: JobHandle | None, result: JobResult | None
     ) -> tuple[JobHandle | None, JobResult | None]:
-        """The job that is watched, and its result; where none is, those of the next one, if there is one."""
+        """The watched job and its result; if none is watched, those of the next job, if there is one."""
         if handle is None and (found := self._find_job(client)) is not None:
             return found, None
         return handle, result
 
     def _find_job(self, client: Client) -> JobHandle | None:
-        """The newest job as which the script has attached itself, which is watched from now on; None without one."""
+        """Finds and watches the newest job of the script; None if there is none."""
         new = [job for job in client.jobs() if job.job_id not in self._jobs]
         self._jobs |= {job.job_id for job in new}
         for job in new[-1:]:
@@ -167,14 +167,14 @@ class ScriptRun(LocalRun):
         self._running.discard(ended.process)
         if ended.code and self._is_training:
             self._lost = self._lost or ended
-            if ended.code < 0:  # it cannot say so itself
+            if ended.code < 0:  # a killed process prints no message itself
                 print_notice(f"{ended.process} was killed by {signal_name(-ended.code)}")
         elif ended.code:
             self._failed = self._failed or ended
             self._end_soon(is_over=True)
 
     def _end_soon(self, *, is_over: bool) -> None:
-        """Once it is over, the processes that are left get `PEERS_GRACE_S` to exit."""
+        """Gives the remaining processes `PEERS_GRACE_S` to exit."""
         if is_over:
             self._give_up_s = min(self._give_up_s, time.monotonic() + PEERS_GRACE_S)
 
@@ -195,7 +195,7 @@ class ScriptRun(LocalRun):
 
 
 def _visible(devices: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES with these devices alone, so that each rank takes its own by LOCAL_RANK; empty for CPUs."""
+    """CUDA_VISIBLE_DEVICES with these devices only, so that each rank takes its own by LOCAL_RANK; empty for CPUs."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     of_cuda = (int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda"))
     indices = list(dict.fromkeys(of_cuda))  # several ranks may share one
@@ -203,7 +203,9 @@ def _visible(devices: Sequence[str]) -> str:
 
 
 def _free_port() -> int:
-    """For rank 0's store, which listens seconds later: below the ports that Linux gives to connections meanwhile."""
+    """A free port for rank 0's store, which listens seconds later: below Linux's ephemeral ports, which other
+    connections take meanwhile.
+    """
     for port in random.sample(STORE_PORTS, 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))

@@ -5,11 +5,11 @@ from difflib import get_close_matches
 
 MAX_GUESSES = 3
 MIN_SIMILARITY = 0.8
-"""Least similarity of a suggestion, from 0 to 1 as `difflib` measures it; less similar names would mislead."""
+"""Least similarity of a suggestion by `difflib`, from 0 to 1; less similar names would mislead."""
 
 
 def similar(typed: str, known: Sequence[str]) -> list[str]:
-    """The names that differ in dashes or case alone; else those with a common prefix; else the most similar ones."""
+    """The names that differ only in dashes or case; else those with a common prefix; else the most similar ones."""
     letters = {name: _letters(name) for name in known}
     wanted = _letters(typed)
     same = [name for name, text in letters.items() if text == wanted]

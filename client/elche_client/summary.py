@@ -16,7 +16,7 @@ from elche_client.formatting import figure, percent, printable, quantity, si
 from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 MIN_NAME = 12
-"""Columns that are left to a name which is to be typed: it is folded, and never cut."""
+"""Least columns for names that a user has to type, which are folded and never cut."""
 
 
 def summary_panel(
@@ -74,12 +74,12 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
 
 
 def is_best(result: JobResult) -> bool:
-    """True if the saved model is the best one, and not the last."""
+    """True if the saved model is the best one, not the last."""
     return result.model_is not in ("", "last")
 
 
 def which_model(result: JobResult) -> str:
-    """Which model is saved, with the metrics of the best and of the last one."""
+    """Describes the saved model, with the metrics of the best and the last one."""
     best, last = (
         ", ".join(f"{printable(name)} {figure(value)}" for name, value in metrics.items())
         for metrics in (result.best_metrics, result.metrics)
@@ -90,7 +90,7 @@ def which_model(result: JobResult) -> str:
 
 
 def _epoch(view: JobView) -> int:
-    """The epoch that a job is in, from 1; of one that has ended, how many are complete."""
+    """The epoch in progress, from 1; for an ended job the number of complete ones."""
     is_last = view.state is JobState.SUCCEEDED and view.epoch + 1 >= view.num_epochs
     is_complete = is_last or 0 < view.dataset_size <= view.epoch_committed
     return min(view.epoch + (1 if is_complete or not view.state.has_ended else 0), view.num_epochs)
@@ -124,7 +124,7 @@ def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
 
 
 def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
-    """A row for each job, by its id, which begins with its name and is never cut."""
+    """A row for each job, with its id, which begins with the name and is never cut."""
     now = now or datetime.now(UTC)
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("job", overflow="fold", min_width=MIN_NAME)
@@ -147,7 +147,7 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
 def hosts_table(hosts: Sequence[HostView]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("host", "device", "model", "memory", "job", "rank"):
-        folds = title in ("host", "job")  # their names are to be typed
+        folds = title in ("host", "job")  # users have to type these
         is_number = title in ("memory", "rank")
         table.add_column(
             title,

@@ -1,4 +1,4 @@
-"""What a sweep tries: its file, and which trials follow from those that have ended."""
+"""The file of a sweep, and its trials, which may depend on those that have ended."""
 
 import hashlib
 import itertools
@@ -20,13 +20,13 @@ from elche_client.options import JobOptions, read_source
 MAX_TRIALS = 1000
 METHODS = ("grid", "random", "halving", "optuna")
 PLACES = ("settings", "arguments", "environment")
-"""Where a parameter goes: settings of the job, arguments of its file, environment variables."""
+"""Places of parameters: settings of the job, arguments of its file, environment variables."""
 MAX_AT_ONCE = 100
 OF_THE_JOB = ("job", "folder", "ranks", "priority", "project", "conditions")
 KEYS = (*OF_THE_JOB, "metric", "mode", "method", "trials", "at_once", "seed", "halving", *PLACES)
 
 Values = dict[tuple[str, str], Any]
-"""By (place, name)."""
+"""Values by (place, name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Range:
 
 
 Space = tuple[Any, ...] | Range
-"""Of one parameter: choices, or a range."""
+"""Space of one parameter: choices, or a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Trial:
     values: Values
     rung: int = 0
     epochs: int | None = None
-    """None: what the job says."""
+    """Number of epochs; None: the job's."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -68,15 +68,15 @@ class Trial:
 
 
 Results = Mapping[tuple[int, int], float | None]
-"""The metric of the trials that have ended, by their keys; None of one that has failed."""
+"""Metrics of ended trials by key; None for a failed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A sweep, as its file says."""
+    """A sweep, from its file."""
 
     id: str
-    """Differs for other files, and for another job file: so the same sweep goes on where it was."""
+    """Hash of the sweep's and the job's file, by which an interrupted sweep finds its trials."""
     job: Path
     spaces: dict[tuple[str, str], Space]
     metric: str = "loss"
@@ -84,7 +84,7 @@ class Sweep:
     method: str = "grid"
     trials: int = 10
     at_once: int = 4
-    """How many trials Optuna has to think of before it knows how they end."""
+    """Number of trials that Optuna proposes before it knows their results."""
     seed: int = 0
     ranks: int = 1
     priority: int = -1
@@ -97,7 +97,7 @@ class Sweep:
     fixed: Values = field(default_factory=dict)
 
     def options(self, trial: Trial, resume: str = "") -> JobOptions:
-        """The options of a trial's job. Raises `InvalidJob` for a value that is not valid."""
+        """The options of a trial's job. Raises `InvalidJob` for an invalid value."""
         values = {**self.fixed, **trial.values}
         settings = {name: _setting(name, value) for (place, name), value in values.items() if place == "settings"}
         if trial.epochs is not None:
@@ -116,18 +116,18 @@ class Sweep:
         )
 
     def is_better(self, one: float, other: float) -> bool:
-        """By the metric."""
+        """True if the first metric is better."""
         return one > other if self.is_max else one < other
 
     def ranked(self, results: Results, keys: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The keys of those that have not failed, the best first."""
+        """Keys of trials that have not failed, the best first."""
         sign = -1 if self.is_max else 1
         found = [(sign * value, key) for key in keys if (value := results.get(key)) is not None]
         return [key for _, key in sorted(found)]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep of a file, YAML or TOML. Raises `InvalidJob`, which names what is wrong with it."""
+    """Reads a sweep from a YAML or TOML file. Raises `InvalidJob`, which names the fault."""
     text = read_source(path)
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
@@ -193,7 +193,7 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
 
 
 def _check_values(sweep: Sweep) -> None:
-    """Raises `InvalidJob` for a value that no trial could have."""
+    """Raises `InvalidJob` for a value that is invalid in any trial."""
     ends = {name: (one.at(0), one.at(1)) if isinstance(one, Range) else one for name, one in sweep.spaces.items()}
     first = {name: some[0] for name, some in ends.items()}
     for name, some in ends.items():
@@ -202,7 +202,7 @@ def _check_values(sweep: Sweep) -> None:
 
 
 def trials(sweep: Sweep) -> list[Trial]:
-    """The trials that are known beforehand: all of a grid, or as many as are to be drawn."""
+    """The trials that are known beforehand: all of a grid, or a number of random ones."""
     epochs = sweep.first_epochs if sweep.method == "halving" else None
     if sweep.method == "grid":
         ranges = [name for (_, name), space in sweep.spaces.items() if isinstance(space, Range)]
@@ -225,7 +225,7 @@ def _drawn(spaces: Mapping[tuple[str, str], Space], dice: random.Random) -> Valu
 
 
 def halved(sweep: Sweep, results: Results) -> Iterator[Trial]:
-    """All trials that successive halving has come to: of each rung, in which all have ended, the best go on."""
+    """All trials of successive halving so far: of each complete rung the best go on."""
     rung = trials(sweep)
     for number in range(sweep.rungs):
         yield from rung
@@ -238,7 +238,7 @@ def halved(sweep: Sweep, results: Results) -> Iterator[Trial]:
 
 
 def _space(where: str, value: Any) -> Space | None:
-    """What a parameter may be; None for one that does not vary."""
+    """The space of a parameter; None if it is constant."""
     if isinstance(value, list):
         if not value:
             raise ValueError(f"{where} is an empty list")

@@ -1,7 +1,7 @@
-"""`elche sweep`: submits the trials of a sweep as jobs, follows them, and shows which was best.
+"""`elche sweep`: submits the trials of a sweep as jobs, follows them, and shows the best.
 
-Every trial has a key of its own, made of the sweep's files. So the command may be stopped and run again: what was
-submitted is found again, and goes on meanwhile.
+Every trial has a key made of the sweep's files. So the command may be stopped and run again: it finds the submitted
+trials, which go on meanwhile.
 """
 
 import time
@@ -29,11 +29,11 @@ from elche_client.upload import folder_of
 
 POLL_S = 1.0
 POLL_COST = 20
-"""How many times as long as a look takes it waits for the next one, at least."""
+"""Least pause between two looks, as a multiple of the time that a look takes."""
 
 
 class Search(Protocol):
-    """Which trials there are, by those that have ended."""
+    """The trials of a sweep, which may depend on those that have ended."""
 
     def trials(self, results: Results) -> Sequence[Trial]:
         """All trials so far, with those to submit next."""
@@ -59,8 +59,8 @@ class _Halving:
 class Optuna:
     """Asks Optuna's TPE sampler for trials.
 
-    Trial n is asked for when all up to n - `at_once` have ended, of which Optuna is told, in order, and of no others.
-    So a sweep that is run again is asked for the same trials.
+    Trial n is proposed when all up to n - `at_once` have ended; Optuna gets exactly their results, in order. So a sweep
+    that is run again has the same trials.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -80,7 +80,7 @@ class Optuna:
         self._num_told = 0
 
     def trials(self, results: Results) -> Sequence[Trial]:
-        """All trials so far; asks for those that can be."""
+        """All trials so far, including those that can be proposed now."""
         while len(self._trials) < self._sweep.trials:
             while self._num_told <= len(self._trials) - self._sweep.at_once:
                 if (self._num_told, 0) not in results:
@@ -120,7 +120,7 @@ class Runner:
         return len(self.results) == len(self.jobs)
 
     def step(self) -> None:
-        """Submits the trials that have come to be, and looks at all."""
+        """Submits new trials, and updates all."""
         for trial in self._search.trials(self.results):
             if trial.key not in self.jobs:
                 self.trials[trial.key] = trial
@@ -159,7 +159,7 @@ class Runner:
         return f"{self._sweep.id}-{trial.number}-{trial.rung}"
 
     def find(self) -> None:
-        """Looks at the trials that were submitted by an earlier command; submits none."""
+        """Updates trials that an earlier command has submitted; submits none."""
         before = -1
         while len(self.results) > before:
             before = len(self.results)
@@ -180,7 +180,7 @@ class Runner:
         return value if view.state is JobState.SUCCEEDED and value == value else None
 
     def ranked(self) -> list[tuple[int, int]]:
-        """The newest of each trial, those that have come farthest and are best first, those without a value last."""
+        """The newest rung of each trial: the highest rungs first, then by metric, those without one last."""
         newest = {number: (number, rung) for number, rung in sorted(self.jobs)}
         by_rung = sorted({rung for _, rung in newest.values()}, reverse=True)
         good = [
@@ -209,7 +209,7 @@ class Runner:
         return found
 
     def table(self) -> Table:
-        """The same for people."""
+        """The rows as a table for people."""
         table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         names = [name for _, name in self._sweep.spaces]
         for title in ("trial", *names, "epochs", self._sweep.metric, "state", "job"):
@@ -228,7 +228,7 @@ class Runner:
 
 
 def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
-    """Runs a sweep to its end, or cancels what is left of it. Exit code 1 when no trial has succeeded."""
+    """Runs a sweep to its end, or cancels its open trials. Exit code 1 if no trial has succeeded."""
     definition = read_sweep(path)
     with Client(address) as client:
         runner = Runner(client, definition, _search(definition))
@@ -263,7 +263,7 @@ def _search(definition: Sweep) -> Search:
 
 
 def _follow(runner: Runner) -> bool:
-    """Follows the trials to the end of all; False when it is interrupted before."""
+    """Follows the trials until all have ended; returns False if it is interrupted before."""
     console = Console(stderr=True, highlight=False)
     with interrupted() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         while not stop.is_set():
@@ -274,14 +274,14 @@ def _follow(runner: Runner) -> bool:
             elif len(runner.results) > before:
                 print_notice(f"{len(runner.results)} of {len(runner.jobs)} trials have ended")
             if runner.is_done and len(runner.results) == before:
-                return True  # nothing has followed from the last ones
+                return True  # no further trials
             if len(runner.results) == before:
                 stop.wait(runner.poll_s)
     return False
 
 
 def _cancel(client: Client, runner: Runner) -> int:
-    """Cancels the trials that go on."""
+    """Cancels the open trials."""
     runner.find()
     going = [view for view in runner.views.values() if not view.state.has_ended]
     for view in going:

@@ -11,7 +11,7 @@ from elche.errors import InvalidJob
 from elche.timeline import KINDS, LOOP
 
 MIN_GAP_S = 0.002
-"""Pauses between two spans of a loop that are shorter are not shown as gaps."""
+"""Shorter pauses, in seconds, between two spans of a loop are not shown as gaps."""
 GAP = "gap"
 
 
@@ -26,7 +26,7 @@ class Span:
     end_s: float
     detail: int = 0
     text: str = ""
-    """The reason, where it is known."""
+    """The reason, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Rank to the offset of its clock from the coordinator's and the error of that offset, in seconds."""
+    """(offset of its clock from the coordinator's, error of the offset) in seconds, by rank."""
     num_dropped: int = 0
     """Spans that were not recorded because there were too many."""
 
@@ -128,7 +128,7 @@ def _explained(timeline: Timeline) -> Iterator[Span]:
 
 
 class _Rounds:
-    """Which rank entered each round last, and what the coordinator told each rank when."""
+    """The rank that entered each round last, and the coordinator's messages to each rank."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._entries: dict[int, dict[int, Span]] = {}
@@ -163,7 +163,7 @@ class _Marks:
         self._at_s = [one.at_s for one in self._all]
 
     def last_until(self, at_s: float) -> Mark | None:
-        """The last one up to a time; None before the first."""
+        """The last mark up to a time; None before the first."""
         index = bisect_right(self._at_s, at_s)
         return self._all[index - 1] if index else None
 

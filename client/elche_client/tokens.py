@@ -16,7 +16,7 @@ from elche_client.connection import connect
 
 
 class Role(StrEnum):
-    """What a token's bearer may do; each but `agent` may also do what those before it may."""
+    """A token's permissions; each role except `agent` includes those before it."""
 
     VIEWER = "viewer"
     """Reads: the page, metrics, jobs, hosts, logs."""
@@ -39,7 +39,7 @@ class Token:
     expires_at: datetime | None
     """None: it does not expire."""
     made_by: str
-    """Who made it; empty: the bearer of the coordinator's own token."""
+    """Name of the token that made it; empty: the coordinator's own token."""
 
 
 class Tokens:
@@ -61,9 +61,9 @@ class Tokens:
         self._channel.close()
 
     def make(self, name: str, role: Role, *, expires: timedelta | None) -> tuple[Token, str]:
-        """A new token, and its text, which the coordinator does not keep. Jobs submitted with it are those of `name`.
+        """A new token, and its text, which the coordinator does not store. Jobs submitted with it belong to `name`.
 
-        Raises `InvalidJob` for a name or time that cannot be, and where the coordinator asks for no token.
+        Raises `InvalidJob` for an invalid name or time, and if the coordinator requires no token.
         """
         seconds = 0.0 if expires is None else expires.total_seconds()
         request = pb.MakeTokenRequest(name=name, role=pb.Role.Value(f"ROLE_{role.upper()}"), expires_s=seconds)
@@ -78,9 +78,7 @@ class Tokens:
         return [_token(one) for one in found.tokens]
 
     def revoke(self, token_id: str) -> Token:
-        """Refuses the token from now on, and ends the streams that it has opened. Raises `InvalidJob` for an unknown
-        id.
-        """
+        """Revokes the token, and ends its open streams. Raises `InvalidJob` for an unknown id."""
         with self._calling():
             request = pb.RevokeTokenRequest(id=token_id)
             return _token(self._stub.RevokeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).token)

@@ -18,19 +18,19 @@ from elche_client.record import to_json
 from elche_client.summary import hosts_table, jobs_table
 
 MAX_ENDED = 5
-"""Jobs that have ended are shown below the others, the newest so many."""
+"""Newest ended jobs that are shown below the others."""
 WAITING = (JobState.QUEUED, JobState.WAITING)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there is at one moment."""
+    """Jobs and hosts at one moment."""
 
     address: str
     jobs: Sequence[JobView]
     hosts: Sequence[HostView]
     problem: str = ""
-    """Why it is of a moment before: the coordinator does not answer."""
+    """The reason why it is outdated: the coordinator does not answer."""
 
     def __rich__(self) -> RenderableType:
         going = [job for job in self.jobs if not job.state.has_ended]
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 def top(address: str, *, every_s: float, as_json: bool = False) -> int:
-    """Shows it until Ctrl-C; once, where the output is no terminal."""
+    """Shows jobs and hosts until Ctrl-C; once if the output is not a terminal."""
     console = Console(highlight=False)
     with Client(address) as client:
         shown = _snapshot(client)

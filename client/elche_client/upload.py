@@ -1,4 +1,4 @@
-"""Uploads a bundle, and goes on where it was when the connection breaks."""
+"""Uploads a bundle, and resumes when the connection breaks."""
 
 import ast
 import os
@@ -17,11 +17,11 @@ from elche.v1.bundle_pb2_grpc import BundleServiceStub
 from elche_client.bundle import Bundle
 
 ALONE = "none"
-"""Instead of a folder: the file is sent alone."""
+"""Value instead of a folder: the file is sent alone."""
 VARIABLE = "ELCHE_FOLDER"
 FIND_TIMEOUT_S = 10.0
 RETRY_AFTER_S = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""Waits between attempts in a row of which none has brought the upload further."""
+"""Pauses in seconds between attempts in a row without progress."""
 
 
 def upload(
@@ -32,11 +32,11 @@ def upload(
     metadata: tuple[tuple[str, str], ...],
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> int:
-    """Uploads what the coordinator has not of a bundle; returns how many bytes these were. `on_progress` is told how
-    many it has.
+    """Uploads the part of a bundle that the coordinator lacks; returns its number of bytes. Calls `on_progress` with
+    the number of bytes that the coordinator has.
 
-    Raises `Unreachable` when the connection has broken six times with nothing uploaded between, `InvalidJob` when the
-    coordinator refuses it, and `TooMuch` when it has no room.
+    Raises `Unreachable` after six broken connections without progress, `InvalidJob` if the coordinator refuses the
+    bundle, and `TooMuch` if it has no room.
     """
     stub = BundleServiceStub(channel)
     best = first = -1
@@ -82,8 +82,8 @@ def _chunks(path: Path, offset: int) -> Iterator[bytes]:
 
 
 def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that is sent with a file: the one that is said, else that of ELCHE_FOLDER, else the file's own; None
-    when that is "none". Raises `InvalidJob` for one that the file is not in.
+    """The folder that is sent with a file: the given one, else that of ELCHE_FOLDER, else the file's own; None for
+    "none". Raises `InvalidJob` if the file is not in it.
     """
     chosen = os.fspath(folder if folder is not None else os.environ.get(VARIABLE) or Path(path).parent)
     if chosen == ALONE:
@@ -106,7 +106,7 @@ def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Pa
 
 
 def _may_define(path: Path, name: str) -> bool:
-    """True if a file may define a name, by its text alone; whether it does is seen where the ranks run."""
+    """True if a file's text may define a name; only the ranks, which run it, can tell for certain."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -123,7 +123,7 @@ def _may_define(path: Path, name: str) -> bool:
 
 
 def entry_of(path: Path, folder: Path) -> str:
-    """The file's path in its folder's bundle. Raises `InvalidJob` when it is not in the folder."""
+    """The file's path in its folder's bundle. Raises `InvalidJob` if it is not in the folder."""
     if not folder.is_dir():
         raise InvalidJob(f"the folder {folder} does not exist")
     try:

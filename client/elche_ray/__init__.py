@@ -1,4 +1,4 @@
-"""A job on a Ray cluster, from a script: agents are started, the job trains, and they leave."""
+"""Runs a job on a Ray cluster from a script: starts agents, trains the job, and stops the agents."""
 
 import os
 import secrets
@@ -26,11 +26,11 @@ LISTENING = "elche-coordinator listening on "
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How many agents a job is to have."""
+    """The agents of a job."""
 
     num_agents: int = 1
     gpus_per_agent: int = 0
-    """0: each is one rank on a CPU."""
+    """GPUs per agent; 0: each is one rank on a CPU."""
 
     @property
     def num_ranks(self) -> int:
@@ -87,7 +87,7 @@ def run(
 
 @contextmanager
 def _coordinator(host: str) -> Iterator[tuple[str, str]]:
-    """One of this process, on an address that the cluster's nodes reach: its HOST:PORT, and the file with its token."""
+    """Context with a coordinator on an address that the cluster's nodes reach: its HOST:PORT, and its token's file."""
     with TemporaryDirectory(prefix="elche-ray-") as folder:
         file = Path(folder, "token")
         file.touch(mode=0o600)

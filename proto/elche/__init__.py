@@ -1,1 +1,1 @@
-"""The contract of elche: messages, errors, and the arithmetic that every program must agree on."""
+"""The contract of elche: messages, errors, and arithmetic on which all programs must agree."""

@@ -1,4 +1,4 @@
-"""The auto-balancer's arithmetic: each rank's share of every batch in a script with its own loop."""
+"""The auto-balancer's arithmetic: each rank's share of every batch in a user-owned loop."""
 
 import math
 import sys
@@ -31,11 +31,11 @@ def rebalanced_ratios(throughput: Sequence[float], ratios: Sequence[float]) -> l
 
 
 def shard_sizes(ratios: Sequence[float], batch_size: int, least: int = 1) -> list[int]:
-    """Samples of one batch per rank: rounded shares, at least `least` each; the last rank takes what is left.
+    """Samples of one batch per rank: rounded shares, at least `least` each; the last rank takes the remainder.
 
-    A batch that is too small for that goes to as many of the largest ratios (equal ones by rank) as it is enough for,
-    and the rest get 0. Raises ValueError for a negative batch size, and for ratios that are negative, not
-    finite or do not add up to 1. Source: row G2.
+    A batch that is too small for that goes to as many of the largest ratios (equal ones by rank) as it suffices for,
+    and the others get 0. Raises ValueError for a negative batch size, and for ratios that are negative, not finite or
+    do not add up to 1. Source: row G2.
     """
     check_shares("ratios", ratios)
     if batch_size < 0:

@@ -1,4 +1,4 @@
-"""What clients, the coordinator and ranks agree on about bundles: packed folders of user code."""
+"""Rules for bundles (packed folders of user code) that clients, the coordinator and ranks share."""
 
 import re
 
@@ -12,14 +12,14 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def check_name(name: str) -> str:
-    """The name, the SHA-256 of an archive in hex. Raises `InvalidJob` for what can be none."""
+    """Returns a bundle's name, the SHA-256 of its archive in hex. Raises `InvalidJob` for an invalid one."""
     if not _NAME.fullmatch(name):
         raise InvalidJob("a bundle's name is the SHA-256 of its archive, 64 hexadecimal digits")
     return name
 
 
 def check_path(name: str) -> str:
-    """The path of a file in a bundle: relative, with slashes, and nowhere else. Raises `InvalidJob`."""
+    """Returns the path of a file in a bundle: relative, with slashes, and within it. Raises `InvalidJob`."""
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise InvalidJob(f"{name[:200]!a} is no path within a folder")

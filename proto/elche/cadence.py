@@ -1,4 +1,4 @@
-"""El Che, the cadence: how many batches each rank trains between averagings, so that all arrive together."""
+"""El Che, the cadence: numbers of batches of each rank between averagings with which all arrive together."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the container or service of this process may use: the limits of its control group, and of those around it."""
+"""Limits of this process's control group and its ancestors, as of a container or service."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ ROOT = Path("/")
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """The least that any of its groups may use; None where nothing limits it."""
+    """The lowest memory limit of its groups in bytes; None without a limit."""
     files = ("memory.max", "memory.limit_in_bytes")
     limits = [int(text) for text in _read(root, "memory", files) if text.isdecimal()]
     return min(limits, default=None)
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """How many processors' time it may use, as a number that need not be whole; None where nothing limits it."""
+    """The lowest limit of processor time, in processors, possibly fractional; None without a limit."""
     limits = []
     for text in _read(root, "cpu", ("cpu.max",)):
         quota, _, period = text.partition(" ")
@@ -32,7 +32,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """How many processors this process may keep busy; at least 1."""
+    """Number of processors that this process may use, at least 1."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = cpu_limit(root)
     return there if limit is None else max(1, min(there, ceil(limit)))
@@ -46,7 +46,7 @@ def _read(root: Path, controller: str, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Its own group's folder and those around it, of version 2 and of version 1 of control groups."""
+    """Folders of its own group and its ancestors, for versions 2 and 1 of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -61,5 +61,5 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         else:
             continue
         inside = Path(path.lstrip("/"))
-        for part in (inside, *inside.parents):  # the path may be the host's, where the folder here is the group's own
+        for part in (inside, *inside.parents):  # the path may be the host's, while the container mounts its own group
             yield top / part

@@ -1,5 +1,5 @@
-"""Channels to a coordinator: plain, or with TLS and certificates that may be renewed while the channel is used, and to
-whichever of several coordinators leads.
+"""Channels to a coordinator: plain, or with TLS and certificates that may be renewed meanwhile, and to the leader of
+several coordinators.
 """
 
 import queue
@@ -19,18 +19,18 @@ NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 HEALTH = "/grpc.health.v1.Health/Check"
 
 CHOOSE_S = 5.0
-"""How long one of several coordinators may take to answer."""
+"""Seconds for one of several coordinators to answer."""
 OWN = (
     ("grpc.client_idle_timeout_ms", 30 * 60_000),  # connections without calls are closed after half an hour
-    ("grpc.use_local_subchannel_pool", 1),  # or a new channel waits until an older one of this process may try again
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel shares the reconnection backoff of older ones
 )
 
 
 def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) -> grpc.Channel:
     """A channel to HOST:PORT with bounded messages: over TLS with the certificates of a folder, or plain without one.
 
-    With several addresses, separated by commas, calls go to the one where a coordinator serves: those that wait to
-    take over from it do not listen. Raises `BadCertificate` and `BadAddress`.
+    With several addresses, separated by commas, calls go to the one that serves: standbys do not listen. Raises
+    `BadCertificate` and `BadAddress`.
     """
     addresses = split_addresses(address)
     if not folder and len(addresses) == 1:
@@ -40,12 +40,11 @@ def open_channel(address: str, folder: str, options: Options = CHANNEL_OPTIONS) 
 
 
 class _Renewed(grpc.Channel):
-    """A channel of which each call uses the certificates that are in the folder when it begins, and the coordinator
-    that serves then.
+    """A channel on which each call uses the certificates in the folder, and the leading coordinator, as of its
+    beginning.
 
-    gRPC reads certificates once per channel, and has one address. So a new channel is opened when the certificates have
-    changed, or when the connection is lost and there are other addresses. Calls that are under way stay on the former
-    one.
+    A gRPC channel reads certificates once and has one address. So a new channel is opened when the certificates have
+    changed, or when the connection is lost and there are other addresses. Open calls stay on the old one.
     """
 
     def __init__(self, addresses: Sequence[str], folder: tls.Folder | None, options: Options) -> None:
@@ -54,9 +53,9 @@ class _Renewed(grpc.Channel):
         self._options = options
         self._lock = threading.Lock()
         self._opened: list[grpc.Channel] = []
-        """The last is the present one."""
+        """Opened channels; the last is the present one."""
         self._lost: set[grpc.Channel] = set()
-        """Those on which a call has found nobody."""
+        """Channels on which a call could not connect."""
 
     def _new(self, address: str) -> grpc.Channel:
         if self._folder is None:
@@ -66,7 +65,7 @@ class _Renewed(grpc.Channel):
         return grpc.secure_channel(address, credentials, options=self._options)
 
     def present(self) -> grpc.Channel:
-        """The channel for a call that begins now. Waits for the first answer where there are several addresses."""
+        """The channel for a call that begins now. With several addresses, waits for the first answer."""
         with self._lock:
             has_changed = self._folder is not None and self._folder.renew()
             if not self._opened or has_changed or self._opened[-1] in self._lost:
@@ -77,7 +76,7 @@ class _Renewed(grpc.Channel):
             return self._opened[-1]
 
     def note(self, channel: grpc.Channel, code: grpc.StatusCode | None) -> None:
-        """A call on the channel has ended with this code."""
+        """Records the status code with which a call on the channel has ended."""
         if code in NOBODY and len(self._addresses) > 1:
             self._lost.add(channel)
 
@@ -134,12 +133,12 @@ def _as_it_is(message: bytes) -> bytes:
 
 
 def _tell(answers: "queue.SimpleQueue[tuple[grpc.Channel, bool]]", channel: grpc.Channel, call: Any) -> None:
-    """Who refuses a call is there, too."""
+    """Treats any answer, even a refusal, as a sign that the coordinator is there."""
     answers.put((channel, not call.cancelled() and call.code() not in NOBODY))
 
 
 class _Method:
-    """A method of a stub, on the channel that is there when it is called."""
+    """A method of a stub, on the channel that is present when it is called."""
 
     def __init__(self, owner: _Renewed, make: Callable[[grpc.Channel], Any]) -> None:
         self._owner = owner
@@ -152,7 +151,7 @@ class _Method:
         return self._call(lambda method: method.with_call(*args, **more))
 
     def _call(self, call: Callable[[Any], Any]) -> Any:
-        """A call, which is made again on another channel when nobody can have heard it."""
+        """Makes a call, again on another channel if it was never sent."""
         channel = self._owner.present()
         try:
             return self._noted(channel, call(self._make(channel)))
@@ -167,7 +166,7 @@ class _Method:
         return self._noted(channel, self._make(channel).future(*args, **more))
 
     def _noted(self, channel: grpc.Channel, answer: Any) -> Any:
-        """The answer; if it is a call that goes on, its end will be noted."""
+        """Returns the answer; has the end of a streaming call recorded."""
         if isinstance(answer, grpc.Future):
             answer.add_done_callback(lambda call: self._owner.note(channel, call.code()))  # type: ignore[attr-defined]
         return answer

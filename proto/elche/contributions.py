@@ -1,11 +1,11 @@
-"""Which ranks' parts of a round are left out of its average. Ranks and coordinator must agree on it."""
+"""Decides which ranks' values are left out of a round's average. Ranks and coordinator must agree on it."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Contribution(Protocol):
-    """What decides on a rank's part, of a row of a round's header."""
+    """The fields of a header's row by which a rank's values may be left out."""
 
     @property
     def weight(self) -> int:
@@ -14,20 +14,19 @@ class Contribution(Protocol):
 
     @property
     def finite(self) -> int:
-        """Whether its values are finite."""
+        """1 if its values are finite, else 0."""
         ...
 
     @property
     def unusual(self) -> int:
-        """Whether its step is far longer than its steps before."""
+        """1 if its step is far longer than its earlier ones, else 0."""
         ...
 
 
 def discarded(rows: Sequence[Contribution], *, nonfinite: str, outliers: str) -> list[bool]:
-    """Of each row, whether its rank's values are left out, by the job's settings `nonfinite` and `outliers`.
+    """For each row, True if its rank's values are left out, by the job's settings `nonfinite` and `outliers`.
 
-    Unusual steps are not left out when all ranks make them that have any samples: then it is the training that has
-    changed, and no device that is wrong.
+    Unusual steps of all ranks with samples are not left out: then the training has changed, and no device is broken.
     """
     out = [nonfinite == "skip" and not row.finite for row in rows]
     have_usual = any(row.weight and not row.unusual and not is_out for row, is_out in zip(rows, out, strict=True))

@@ -12,11 +12,11 @@ class InvalidJob(ElcheError):
 
 
 class Misuse(ElcheError):
-    """A call of the user's loop that the trainer cannot do. Nothing was changed."""
+    """A call of the user's loop that the trainer cannot carry out. Nothing was changed."""
 
 
 LEFT_ALONE = 75
-"""Exit code of a rank's process that cannot go on without others, which are gone: nothing is wrong with itself."""
+"""Exit code of a rank's process that cannot go on without others that have ended, and is not at fault itself."""
 
 
 class PeerLost(ElcheError):
@@ -38,11 +38,11 @@ class NotAllowed(ElcheError):
 
 
 class Forbidden(ElcheError):
-    """The credential is known, and its role does not allow this, or the job is somebody else's."""
+    """The credential is valid, but its role does not allow this, or the job is another user's."""
 
 
 class UnknownMessage(ElcheError):
-    """A message is of a kind that this version does not know, or that has no place where it came."""
+    """A message of a kind that this version does not know, or that was not expected on its stream."""
 
     def __init__(self, kind: str, name: str | None = None) -> None:
         what = f"has no place for {name!r}" if name else "knows no such message"
@@ -50,7 +50,7 @@ class UnknownMessage(ElcheError):
 
 
 class WrongVersion(ElcheError):
-    """The programs are of versions of elche that cannot work together."""
+    """The programs are of incompatible versions of elche."""
 
 
 class TooMuch(ElcheError):

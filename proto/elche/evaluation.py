@@ -1,14 +1,14 @@
-"""What all programs say alike of an evaluation: the limit of what is summed, and metrics that are no numbers."""
+"""Common rules of evaluations: the bound on summed tensors, and messages on metrics that are missing or not finite."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
 
 MAX_SUM_BYTES = 1 << 20
-"""Limit of the tensors that one evaluation sums, all together; each value takes 8 bytes."""
+"""Most bytes of all tensors that one evaluation sums; each value takes 8."""
 
 
 def missing_metric(monitor: str, metrics: Iterable[str]) -> str:
-    """An evaluation has given these metrics, and the monitored one is not among them."""
+    """The message for an evaluation whose metrics lack the monitored one."""
     known = ", ".join(sorted(metrics)) or "none"
     return (
         f"the evaluation gives no metric {monitor!r}, which monitor names; it gives {known}: name one of these, or let "
@@ -17,16 +17,16 @@ def missing_metric(monitor: str, metrics: Iterable[str]) -> str:
 
 
 def note_finite(metrics: Mapping[str, float], last: Mapping[str, int], num_epochs: int) -> dict[str, int]:
-    """After how many epochs each metric was last a finite number, with this evaluation after `num_epochs`; metrics that
-    never were are left out.
+    """The number of epochs after which each metric was last finite, updated by this evaluation after `num_epochs`;
+    without metrics that never were.
     """
     epochs = {name: num_epochs if isfinite(value) else last.get(name) for name, value in metrics.items()}
     return {name: epoch for name, epoch in epochs.items() if epoch is not None}
 
 
 def spoilt_metric(metrics: Mapping[str, float], last: Mapping[str, int], monitor: str | None) -> str:
-    """Why a training whose final evaluation gave these metrics has failed: one was a finite number before, and is none
-    now. Empty if there is no such one. `last` is that of `note_finite`.
+    """The failure's text if a metric of the final evaluation is not finite but was before; else empty. `last` is the
+    result of `note_finite`.
     """
     spoilt = [name for name, value in metrics.items() if not isfinite(value) and name in last]
     if not spoilt:
@@ -39,8 +39,6 @@ def spoilt_metric(metrics: Mapping[str, float], last: Mapping[str, int], monitor
 
 
 def never_finite(metrics: Mapping[str, float]) -> str:
-    """One line on metrics of the final evaluation that are no finite numbers, where `spoilt_metric` has none of them;
-    empty if all are finite.
-    """
+    """A warning on metrics of the final evaluation that were never finite; empty if all are finite."""
     names = [name for name, value in metrics.items() if not isfinite(value)]
     return f"never a finite number: {', '.join(names)}" if names else ""

@@ -1,11 +1,11 @@
-"""How many samples a job trains: by its epochs, `drop_last` and `max_steps`."""
+"""The number of samples that a job trains, by its epochs, `drop_last` and `max_steps`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """The numbers of samples of a job, computed alike by the coordinator and the ranks."""
+    """A job's numbers of samples, computed equally by the coordinator and the ranks."""
 
     dataset_size: int
     batch_size: int
@@ -26,7 +26,7 @@ class Extent:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs that are begun, the last one perhaps not to its end."""
+        """Number of epochs that are begun; the last one may be incomplete."""
         return -(-self.total_samples // self.kept_size) if self.kept_size else 0
 
     def epoch_size(self, epoch: int) -> int:

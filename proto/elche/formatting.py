@@ -1,4 +1,4 @@
-"""Durations and reports as people read them, worded alike by the coordinator and its clients."""
+"""Texts of durations and reports, equal in the coordinator and its clients."""
 
 import math
 from typing import Protocol
@@ -22,7 +22,7 @@ class Stall(Protocol):
 
 
 def duration(seconds: float) -> str:
-    """Such as "850 ms", "38.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"; "-" for a value that is no duration."""
+    """Formats as "850 ms", "38.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"; "-" for an invalid duration."""
     if not math.isfinite(seconds) or seconds < 0:
         return "-"
     if seconds < 0.9995:
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def membership_text(text: str, num_ranks: int) -> str:
-    """One line about a rank that is lost or has joined: what happened, and how many train now, if any do."""
+    """One line about a rank that is lost or has joined, with the number of ranks that train now, if any do."""
     return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training" if num_ranks else text
 
 

@@ -1,4 +1,4 @@
-"""The digest of a round's header, which most ranks send in place of its rows."""
+"""The digest of a round's header, which most ranks send instead of its rows."""
 
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class HeaderRow(Protocol):
-    """What the digest reads of a row: all that a rank tells the coordinator of it."""
+    """The fields of a row in the digest: those that a rank sends to the coordinator."""
 
     @property
     def weight(self) -> int:
@@ -16,12 +16,12 @@ class HeaderRow(Protocol):
 
     @property
     def cut(self) -> int:
-        """Samples that the rank's values contain, in the order of its leases."""
+        """Samples that its values contain, in the order of its leases."""
         ...
 
     @property
     def local_step(self) -> int:
-        """Batches that they contain."""
+        """Batches that its values contain."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class HeaderRow(Protocol):
 
     @property
     def finite(self) -> int:
-        """Whether its values are finite."""
+        """1 if its values are finite, else 0."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class HeaderRow(Protocol):
 
     @property
     def unusual(self) -> int:
-        """Whether its step is far longer than its steps before."""
+        """1 if its step is far longer than its earlier ones, else 0."""
         ...
 
 

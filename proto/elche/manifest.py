@@ -12,7 +12,7 @@ FORMAT_WITHOUT_CHECKSUM = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 EMA = "ema.safetensors"
-"""The model with the moving average of its weights, where the job has one: it is the one that was evaluated."""
+"""File of the model with the moving average of its weights, if the job has one; that model was evaluated."""
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 SOURCE = "job.py"

@@ -1,10 +1,10 @@
-"""Between messages and dataclasses, by the names of their fields.
+"""Converts between messages and dataclasses by the names of their fields.
 
-What both have is taken over; the rest is given by the caller, has its default, or is left out. A repeated field is a
-tuple, a map a dict. A nested message is a dataclass, or a tuple of fixed length: the message's fields in order. None is
-a field that is absent; of a field that cannot be absent, its zero.
+Common fields are converted; others are given by the caller, have their default, or are left out. A repeated field is a
+tuple, a map a dict. A nested message is a dataclass, or a tuple of fixed length with the message's fields in order.
+None is an absent field, or the zero of a field that cannot be absent.
 
-Which fields one side has alone is listed, and held to that list, in tests/coordinator/test_mapping.py.
+tests/coordinator/test_mapping.py lists, and checks, the fields that only one side has.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Convert = Callable[[Any], Any]
 
 
 def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
-    """The message as a dataclass. `given` are the fields that the message does not have, or has in another form."""
+    """Converts a message to a dataclass. `given` has the fields that the message lacks, or has in another form."""
     key: Any = kind
     for name, get in _getters(key, message.DESCRIPTOR):
         if name not in given:
@@ -32,14 +32,14 @@ def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
 
 
 def to_message(value: Any, kind: type[Made], **given: Any) -> Made:
-    """The dataclass as a message. `given` are the fields that the dataclass does not have, or has in another form."""
+    """Converts a dataclass to a message. `given` has the fields that the dataclass lacks, or has in another form."""
     key: Any = type(value)
     values = {name: put(getattr(value, name)) for name, put in _putters(key, kind.DESCRIPTOR) if name not in given}
     return kind(**values, **given)
 
 
 def prepare_to_message(kind: Any, message: type[Message]) -> None:
-    """Does in advance what the first `to_message` would do, which takes milliseconds: for processes that are forked."""
+    """Builds the converters in advance, which takes milliseconds, for processes that are forked later."""
     _putters(kind, message.DESCRIPTOR)
 
 
@@ -134,7 +134,7 @@ def _writing_one(field: FieldDescriptor) -> Convert:
 
 
 def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
-    """The field of a map's values; None where the field is no map."""
+    """The field of a map's values; None if the field is not a map."""
     entry: Descriptor | None = field.message_type
     if entry is None or not entry.GetOptions().map_entry:
         return None
@@ -142,7 +142,7 @@ def _map_value(field: FieldDescriptor) -> FieldDescriptor | None:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without None, and whether None is one of its values."""
+    """The type without None, and True if None is one of its values."""
     if get_origin(hint) is tuple or type(None) not in get_args(hint):
         return hint, False
     return next(one for one in get_args(hint) if one is not type(None)), True

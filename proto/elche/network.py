@@ -8,7 +8,7 @@ import socket
 from elche.errors import ElcheError
 
 DEFAULT_ADDRESS = "127.0.0.1:7717"
-"""The coordinator's HOST:PORT where none is given."""
+"""The coordinator's default HOST:PORT."""
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
@@ -17,29 +17,29 @@ KEEPALIVE = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Without pings a rank that waits would never notice that the coordinator's host, or the way to it, has vanished."""
+"""Pings of clients, by which a waiting rank notices that the coordinator's host, or the network to it, is lost."""
 SERVER_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # a client that pings more often is disconnected
 )
-"""The same for the coordinator. A process that is stopped does not answer, and its stream ends: that is no death."""
+"""Pings of the coordinator. A stopped process (SIGSTOP) does not answer, so that its stream ends without its death."""
 SERVER_CONNECTIONS = (
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
-"""Who connects to the coordinator and says nothing is disconnected, and so is who has made no call for long: a channel
-connects again with its next one."""
+"""Limits of connections to the coordinator: those without a handshake, and idle ones, are closed. A channel reconnects
+with its next call."""
 FRESH_NAMES = ("grpc.dns_min_time_between_resolutions_ms", 1_000)
-"""A coordinator that has been moved has another address under its name; gRPC would look for it after 30 s."""
+"""Resolves a coordinator's name again after 1 s instead of gRPC's 30 s, since its address may have changed."""
 
 CHANNEL_OPTIONS = (
     *KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
-    ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that starts again is found within a second
+    ("grpc.initial_reconnect_backoff_ms", 100),  # to find a restarted coordinator within a second
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     FRESH_NAMES,
@@ -68,7 +68,7 @@ def split_addresses(text: str) -> list[str]:
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets where the host has colons itself."""
+    """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_host(header: str) -> str:
-    """The host of an HTTP `host` header, which may lack the port."""
+    """The host in an HTTP `host` header, with or without a port."""
     host, colon, port = header.rpartition(":")
     return (host if colon and port.isdigit() else header).strip("[]")
 

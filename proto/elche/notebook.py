@@ -1,4 +1,4 @@
-"""A job's progress in a notebook: HTML that is replaced as the job goes on."""
+"""A job's progress in a notebook, as HTML that is updated."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ STYLE = "font-variant-numeric:tabular-nums;padding:0 8px;text-align:"
 
 
 def progress_html(view: Mapping[str, Any]) -> str:
-    """A job, given as the fields of a `JobView`: its state, a bar of its samples, and its ranks."""
+    """HTML of a job, given by the fields of a `JobView`: its state, a progress bar, and its ranks."""
     size, num_epochs = view.get("dataset_size") or 0, view.get("num_epochs") or 0
     done = view.get("epoch", 0) * size + view.get("epoch_committed", 0)
     fraction = min(1.0, done / (size * num_epochs)) if size and num_epochs else 0.0
@@ -42,7 +42,7 @@ def progress_html(view: Mapping[str, Any]) -> str:
 
 
 def show_live(views: Iterable[Mapping[str, Any]]) -> None:
-    """Displays the newest of the views, now and then, until there are no more; the cell ends at once."""
+    """Displays the newest view at intervals until there are no more, on a thread, so that the cell ends at once."""
     from IPython import display as ipython
 
     html: Any = ipython.HTML
@@ -56,7 +56,7 @@ def show_live(views: Iterable[Mapping[str, Any]]) -> None:
                 if time.monotonic() - shown_s >= EVERY_S:
                     shown_s = time.monotonic()
                     shown.update(html(text))
-        except Exception as error:  # there is nobody else to tell
+        except Exception as error:  # on a thread, where no caller could handle it
             problem = f"<div>its progress is not shown any more: {escape(str(error))}</div>"
         shown.update(html(text + problem))
 

@@ -1,4 +1,4 @@
-"""Output that takes any text: what is only shown must never end what it tells of."""
+"""Output that accepts any text, since printing must never end a process."""
 
 import io
 import sys
@@ -6,8 +6,8 @@ from contextlib import suppress
 
 
 def take_any_text(*, encoding: str | None = None) -> None:
-    """Lets `sys.stdout` and `sys.stderr` replace what their encoding lacks, or the one that is given."""
+    """Has `sys.stdout` and `sys.stderr` escape characters that their encoding, or the given one, lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError, ValueError):  # one whose file was replaced meanwhile, or closed: it stays as it is
+            with suppress(OSError, ValueError):  # a closed or replaced file
                 stream.reconfigure(encoding=encoding, errors="replace" if encoding is None else "backslashreplace")

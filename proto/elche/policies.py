@@ -1,20 +1,20 @@
-"""When ranks average: the policies that a job can name, and what each allows."""
+"""The policies by which ranks average, and the settings that each allows."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What else of a job fits a policy."""
+    """Properties of a policy."""
 
     may_overlap: bool = True
-    """Ranks may train on while an average is made."""
+    """True if ranks may train on while an average is made."""
     takes_outer_optimizer: bool = True
-    """A round covers enough batches for an outer optimizer to make sense."""
+    """True if rounds have enough batches for an outer optimizer."""
     measures_divergence: bool = True
-    """Ranks move far enough apart between rounds for the divergence guard to have something to judge."""
+    """True if ranks move far enough apart between rounds for the divergence guard."""
     ignores: tuple[str, ...] = ()
-    """Settings that have no effect, and may not be given."""
+    """Settings without effect, which may not be given."""
 
 
 POLICIES: dict[str, Traits] = {
@@ -27,4 +27,4 @@ POLICIES: dict[str, Traits] = {
         ignores=("anchor", "max_anchor", "overhead_target", "divergence_threshold", "speed_hint", "max_batch_diff"),
     ),
 }
-"""By name. How each plans its rounds is the coordinator's (`elche_coordinator.core.pacing`)."""
+"""Policies by name. `elche_coordinator.core.pacing` implements them."""

@@ -7,9 +7,8 @@ from elche.cgroup import num_cores
 THREADS = "OMP_NUM_THREADS"
 SPINNING, WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 SPINS = 1000
-"""How often a thread that waits for others looks again before it sleeps: some 50 us. GNU's OpenMP, which PyTorch
-brings, does so for milliseconds: two threads on busy processors took 40 times the processor time of one, and with this
-twice.
+"""Times that a waiting thread polls before it sleeps, some 50 us. GNU's OpenMP, which PyTorch includes, spins for
+milliseconds by default: two threads on busy processors took 40 times the processor time of one, and twice with this.
 """
 HASH_SEED = "PYTHONHASHSEED"
 """By default Python hashes texts differently in each process, and sets of them have another order: a vocabulary that is
@@ -18,10 +17,10 @@ made of `set(text)` would give each rank, and each resumed training, other numbe
 
 
 def threads_per_rank(num_ranks: int, num_processors: int | None = None) -> int:
-    """Threads of each of so many ranks; one where there are two processors.
+    """Threads of each of `num_ranks` ranks; one if there are two processors.
 
-    Threads that share an operation wait for the slowest of them: where something else needs one of two processors, two
-    are many times slower than one.
+    Threads that share an operation wait for the slowest of them: if another process needs one of two processors, two
+    threads are many times slower than one.
     """
     number = num_cores() if num_processors is None else num_processors
     return 1 if number <= 2 else max(1, number // max(1, num_ranks))

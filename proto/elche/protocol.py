@@ -1,7 +1,7 @@
-"""The version of what elche's programs say to each other. Every call of a client and every agent names its own.
+"""The protocol's version. Every call of a client or agent carries its own.
 
-A coordinator speaks all versions from `OLDEST` to `VERSION`. Fields and messages that others may ignore change nothing;
-`VERSION` grows with what older programs would get wrong, and `OLDEST` when the coordinator gives an old one up.
+A coordinator supports all versions from `OLDEST` to `VERSION`. Fields and messages that others may ignore need no new
+version; `VERSION` grows with changes that older programs would misunderstand, and `OLDEST` when support of one ends.
 """
 
 from importlib.metadata import version
@@ -9,19 +9,19 @@ from importlib.metadata import version
 VERSION = 1
 OLDEST = 1
 KEY = "elche-protocol"
-"""Metadata key of the version. A call without it is of whoever has built it by hand, and is taken as it is."""
+"""Metadata key of the version. A call without it was made by hand, and is accepted."""
 RELEASE_KEY = "elche-release"
 """Metadata key of the program's release, for the error."""
 
 
 def call_metadata(token: str | None = "") -> tuple[tuple[str, str], ...]:
-    """What clients and agents send with every call: the version, and the token if there is one."""
+    """Metadata of every call of clients and agents: the version, and the token if there is one."""
     authorization = (("authorization", f"Bearer {token}"),) if token else ()
     return ((KEY, str(VERSION)), (RELEASE_KEY, version("elche")), *authorization)
 
 
 def problem(theirs: str, release: str) -> str:
-    """Why this coordinator cannot answer a program of that version, and what to do; empty when it can."""
+    """The reason why this coordinator cannot serve a program of that version, with a remedy; empty if it can."""
     number = int(theirs) if theirs.isascii() and theirs.isdecimal() and len(theirs) < 9 else 0
     if not theirs or OLDEST <= number <= VERSION:
         return ""

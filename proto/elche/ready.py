@@ -1,4 +1,4 @@
-"""The settings in the message that a rank sends when it is ready; both sides read and write it here."""
+"""Conversion of a rank's settings to and from its `Ready` message, for both sides."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from elche.settings import AgreedSettings
 from elche.v1 import rank_pb2
 
 MAX_TENSORS = 1 << 14
-"""Tensors of a model that is described to the coordinator; of one with more it knows the hash alone."""
+"""Most tensors of a model that is described to the coordinator; of a larger one it gets only the hash."""
 MAX_TENSORS_CHARS = 1 << 20
-"""Characters of their descriptions. Each rank of a job sends them, and the coordinator has them all for a while."""
+"""Most characters of their descriptions, since the coordinator holds those of all ranks of a job for a while."""
 
 prepare_to_message(AgreedSettings, rank_pb2.Ready)
 
 
 def ready_message(settings: AgreedSettings, **more: Any) -> rank_pb2.Ready:
-    """The message of a rank with these settings; `more` are the fields that say what the rank itself is."""
+    """The message of a rank with these settings; `more` are the fields about the rank itself."""
     return to_message(
         settings,
         rank_pb2.Ready,
@@ -26,7 +26,7 @@ def ready_message(settings: AgreedSettings, **more: Any) -> rank_pb2.Ready:
 
 
 def settings_of(ready: rank_pb2.Ready) -> AgreedSettings:
-    """What the rank has loaded."""
+    """The rank's settings in the message."""
     return from_message(
         ready,
         AgreedSettings,

@@ -1,6 +1,6 @@
-"""What watchers of a job are told, and how a job ended; declared once for coordinator and client.
+"""Reports to a job's watchers, and a job's result, declared once for coordinator and client.
 
-Each adds by a subclass what it alone has: the coordinator a round as it is recorded, the client a job's state.
+Each adds fields of its own by subclasses: the coordinator a round's recording, the client a job's state.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ class EpochReport:
     epoch: int
     """From 0."""
     attempt: int = 1
-    """How often the job had begun by then, from 1: one that goes back to a checkpoint tells epochs again."""
+    """Attempt, from 1: a job that goes back to a checkpoint reports epochs again."""
     loss: float | None = None
-    """Mean over batches; None where a loop has told of none."""
+    """Mean over batches; None if a loop has reported none."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """Means of what the job has recorded, by name."""
+    """Means of recorded values, by name."""
     duration_s: float = 0.0
     committed: int = 0
     """Samples."""
@@ -31,31 +31,31 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """What the user's `evaluate` returned after an epoch."""
+    """Metrics of an evaluation after an epoch."""
 
     epoch: int
-    """The epoch that was over, from 0; of the final model, the one in which training ended."""
+    """The evaluated epoch, from 0; for the final model the one in which training ended."""
     attempt: int = 1
     """As in `EpochReport`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     duration_s: float = 0.0
     is_final: bool = False
-    """True if it is of the last model, which is the saved one unless a better one is restored."""
+    """True for the last model, which is the saved one unless a better one is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallReport:
-    """A rank makes no batch, for longer than its own history explains; or does again."""
+    """A rank is stalled: it makes no batch for longer than its own history allows. Or it makes batches again."""
 
     rank: int
     host: str = ""
     device: str = ""
     silent_s: float = 0.0
     usual_ms: float = 0.0
-    """Time of its batches before; 0: it has made none."""
+    """Its usual time per batch; 0: it has made none."""
     is_over: bool = False
     stacks: str = ""
-    """Python stacks of its threads; empty until its host has sent them."""
+    """Python stacks of its threads; empty before its host has sent them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ class MembershipReport:
 
     rank: int
     text: str = ""
-    """What happened to it."""
+    """Description of the event."""
     num_ranks: int = 0
-    """How many train now."""
+    """Number of ranks that train now."""
     is_back: bool = False
     """True if the rank has joined; else it is lost."""
 
@@ -77,27 +77,27 @@ class RoundReport:
 
     round: int
     version: int = 0
-    """The version that it made."""
+    """Version of its result."""
     rank_batches: tuple[int, ...] = ()
     rank_compute_ms: tuple[float, ...] = ()
     rank_waited_ms: tuple[float, ...] = ()
-    """Time that it kept each rank from training."""
+    """Time for which it kept each rank from training."""
     sync_ms: float = 0.0
-    """The averaging itself: shortest time from entry to result over ranks."""
+    """Duration of the averaging itself: the shortest time from entry to result."""
     anchor: int = 0
     """El Che's anchor after it."""
     duration_s: float = 0.0
-    """From the previous commit to this one."""
+    """Seconds from the previous commit to this one."""
     samples: int = 0
     rank_sent_bytes: tuple[int, ...] = ()
     rank_losses: tuple[float, ...] = ()
-    """Mean loss of each rank's batches in it; NaN where it is not known."""
+    """Mean loss of each rank's batches in it; NaN if unknown."""
     rank_samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that is whole."""
+    """A complete checkpoint."""
 
     version: int
     path: str = ""
@@ -108,7 +108,7 @@ class Checkpoint:
     """Batches committed over all ranks."""
     size_bytes: int = 0
     duration_s: float = 0.0
-    """How long its rank took to write it; training went on meanwhile."""
+    """Seconds that its rank took to write it, while training went on."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last evaluation before it."""
     is_best: bool = False
@@ -117,14 +117,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserEvent:
-    """Something of a rank that is to be seen: by `record_event` of user code, or that its values were left out of a
-    round.
-    """
+    """An event of a rank: of `record_event` in user code, or that its values were left out of a round."""
 
     rank: int
     text: str = ""
     num_dropped: int = 0
-    """Events of the rank before it that were too many to be sent."""
+    """Number of earlier events of the rank that were dropped by the rate limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +140,14 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How a job ended, and what it made."""
+    """The result of a job."""
 
     error: str = ""
-    """What went wrong and what to do; empty on success."""
+    """The error and its remedy; empty on success."""
     traceback: str = ""
     """The user's own, when user code raised."""
     invalid: bool = False
-    """True if the job itself was not valid, as opposed to failing while it ran."""
+    """True if the job was invalid, as opposed to failing while it ran."""
     epochs: int = 0
     """Completed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -161,28 +159,28 @@ class JobResult:
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     samples_per_s: float = 0.0
     bound_samples_per_s: float = 0.0
-    """What the ranks would reach without any communication."""
+    """Samples per second that the ranks would reach without any waits."""
     bound_fraction: float = 0.0
-    """Throughput after calibration as a part of the bound over the same time."""
+    """Throughput since calibration as a fraction of the bound in the same time."""
     dataset_size: int = 0
     committed_samples: tuple[int, ...] = ()
     """Per epoch."""
     dropped_samples: tuple[int, ...] = ()
     """Per epoch."""
     discarded_samples: int = 0
-    """Trained, but left out of the model: not finite, or outliers."""
+    """Samples that were trained but left out of the model: not finite, or outliers."""
     rounds: int = 0
     ranks: tuple[RankResult, ...] = ()
     """In rank order."""
     model: str = ""
     """The model file on the host of the rank that wrote it; empty when none was written."""
     model_is: str = ""
-    """Which one the model is: "best of epoch N" or "last"; empty when the job has not come so far."""
+    """Which model it is: "best of epoch N" or "last"; empty if there is none yet."""
     best_problem: str = ""
-    """Why there is no file of the best model, and the model is the last one."""
+    """The reason why there is no file of the best model, so that the model is the last one."""
     duration_s: float = 0.0
     """From the first batch to the last commit."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Those that are kept, oldest first."""
+    """Kept checkpoints, oldest first."""
     ended_early: str = ""
-    """Why training ended before its epochs did."""
+    """The reason why training ended before its last epoch."""

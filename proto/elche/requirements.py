@@ -1,4 +1,4 @@
-"""The packages that a job's file needs beside those of its hosts: requirements as in PEP 508, one a line."""
+"""The packages that a job's file needs beside the hosts': PEP 508 requirements, one per line."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\s*[\[<>=!~;@(].*)?", re.DOTALL)
 
 
 def check_requirements(lines: Sequence[str]) -> None:
-    """Raises `InvalidJob` for lines that are no requirements."""
+    """Raises `InvalidJob` for lines that are not requirements."""
     if len(lines) > MAX_REQUIREMENTS:
         raise InvalidJob(f"a job may require {MAX_REQUIREMENTS} packages, not {len(lines)}")
     for line in lines:

@@ -1,4 +1,4 @@
-"""Checks of the arguments and environment variables of a job's file, and of the project it is of."""
+"""Checks of a job's arguments, environment variables, module, secrets and project."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ MAX_ARGUMENTS_BYTES = 32 * 1024
 READ_AT_START = re.compile(
     r"PYTHON\w*|LD_\w+|DYLD_\w+|MALLOC_\w+|GLIBC_\w+|(OMP|MKL|GOMP|KMP|OPENBLAS|NUMEXPR|VECLIB)_\w+|GRPC_\w+"
 )
-"""Variables that Python, the dynamic loader, OpenMP or gRPC reads before the file is loaded. A rank is a fork of a
-process that has read them already, so they would have no effect, or half of one.
+"""Variables that Python, the dynamic loader, OpenMP or gRPC reads at startup. A rank is a fork of a process that has
+read them already, so that they would have no effect, or a partial one.
 """
 OWN = re.compile(
     r"ELCHE_\w*|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
@@ -23,14 +23,14 @@ OWN = re.compile(
 
 
 def check_project(name: str) -> str:
-    """The name of a project; empty: none. Raises `InvalidJob` for what can be none."""
+    """Returns the name of a project; empty: none. Raises `InvalidJob` for an invalid one."""
     if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise InvalidJob(f"{name[:64]!r} is no name of a project: use up to 64 letters, digits, '.', '_' and '-'")
     return name
 
 
 def check_module(name: str) -> tuple[str, str]:
-    """(module, name in it) of PACKAGE.MODULE:NAME. Raises `InvalidJob` for what is none."""
+    """Splits PACKAGE.MODULE:NAME into (module, name). Raises `InvalidJob` for another text."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name, re.ASCII):
         raise InvalidJob(f"{name[:64]!r} is no job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
     module, _, attribute = name.partition(":")
@@ -38,14 +38,14 @@ def check_module(name: str) -> tuple[str, str]:
 
 
 def check_secrets(names: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises `InvalidJob` for secrets that a job cannot have."""
+    """Raises `InvalidJob` for invalid names of secrets."""
     check_environment(dict.fromkeys(names, ""))
     if both := [name for name in names if name in environment]:
         raise InvalidJob(f"{both[0]} is a secret of the hosts and a variable of the job: give it once")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises `InvalidJob` for variables that a job cannot have. The message has no values, which may be secret."""
+    """Raises `InvalidJob` for variables that a job may not set. The message has no values, which may be secret."""
     if len(environment) > MAX_VARIABLES:
         raise InvalidJob(f"a job may have {MAX_VARIABLES} variables of its environment, not {len(environment)}")
     for name, value in environment.items():
@@ -65,7 +65,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `InvalidJob` for arguments that are no texts, or too long."""
+    """Raises `InvalidJob` for arguments that are not texts, or too long."""
     if any(not isinstance(one, str) or "\0" in one for one in arguments):
         raise InvalidJob("arguments of a job's file must be texts without zero bytes")
     size = sum(len(one.encode("utf-8", "replace")) for one in arguments)

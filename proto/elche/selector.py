@@ -11,7 +11,7 @@ MAX_CONDITIONS = 16
 MAX_CHARS = 200
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 RESERVED = ("device", "host", "memory", "model")
-"""What every slot has; other names are those of a host's labels."""
+"""Properties of every slot; other names are labels of a host."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._/-]{0,62}")
 CONDITION = re.compile(rf"\s*({NAME.pattern})\s*(!=|>=|=)\s*([^\s=].*?)\s*")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -28,7 +28,7 @@ class Condition:
     """A pattern with * and ?, case ignored; for memory a size."""
 
     def holds(self, properties: Mapping[str, str], memory_bytes: int) -> bool:
-        """True if a slot meets it. A label that its host does not have is equal to nothing."""
+        """True if a slot meets the condition. A missing label is not equal to any value."""
         if self.name == "memory":
             return memory_bytes >= _size(self.value)
         value = properties.get(self.name)
@@ -40,7 +40,7 @@ class Condition:
 
 
 def parse(text: str) -> Condition:
-    """The condition that a text says. Raises `InvalidJob` for what says none."""
+    """Parses a condition. Raises `InvalidJob`."""
     found = CONDITION.fullmatch(text) if len(text) <= MAX_CHARS else None
     if found is None:
         raise InvalidJob(
@@ -57,7 +57,7 @@ def parse(text: str) -> Condition:
 
 
 def check_conditions(texts: Sequence[str]) -> None:
-    """Raises `InvalidJob` for what are no conditions, or too many."""
+    """Raises `InvalidJob` for invalid conditions, or too many."""
     if len(texts) > MAX_CONDITIONS:
         raise InvalidJob(f"a job has at most {MAX_CONDITIONS} conditions on its devices, not {len(texts)}")
     for text in texts:
@@ -65,7 +65,7 @@ def check_conditions(texts: Sequence[str]) -> None:
 
 
 def check_label(name: str, value: str) -> None:
-    """Raises `InvalidJob` for what is no label of a host."""
+    """Raises `InvalidJob` for an invalid label of a host."""
     if not NAME.fullmatch(name) or name in RESERVED or not value or len(value) > MAX_CHARS:
         raise InvalidJob(
             f"{name[:80]}={value[:80]} is no label: write NAME=VALUE, such as zone=eu; "

@@ -1,13 +1,13 @@
 """Every setting of a training job that is a plain value, declared once: name, type, range, default and meaning.
 
-A field of `Settings` is a setting. All else reads it from there: the job file (`TrainingJob` inherits the fields), the
-options of the command line, the client's and the coordinator's checks, the message that ranks send when they are ready,
-the page, and the table in docs/settings.md.
+A field of `Settings` is a setting. All others read it from there: the job file (`TrainingJob` inherits the fields), the
+options of the command line, the client's and the coordinator's checks, the `Ready` message of ranks, the page, and the
+table in docs/settings.md.
 
-- `SharedSettings`: what the coordinator reads too; all ranks of a job must agree on it.
-- `Settings`: all of them; what it adds is read by the ranks alone.
-- `AgreedSettings`: what ranks tell the coordinator when they are ready: the shared settings, resolved, and what they
-  have found in the job's file.
+- `SharedSettings`: settings that the coordinator reads too; all ranks of a job must agree on them.
+- `Settings`: all settings; those that it adds are read only by the ranks.
+- `AgreedSettings`: what ranks report when they are ready: the shared settings, resolved, and values found in the job's
+  file.
 """
 
 import json
@@ -34,13 +34,13 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed words; empty: any."""
     also: tuple[str, ...] = ()
-    """Words that are allowed in place of a number."""
+    """Words that are allowed instead of a number."""
     kind: Kind = "word"
     """Follows from the field's type, unless that is `Any`."""
     name: str = ""
     """Name of the field."""
     may_be_none: bool = False
-    """True if None is a value of its own, such as "no limit"; follows from the field's type, unless that is `Any`."""
+    """True if None is a value, such as "no limit"; follows from the field's type, unless that is `Any`."""
     is_shared: bool = False
     """True if the coordinator reads it too."""
 
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """How the command line shows its value."""
+        """Its value in the help of the command line."""
         plain = {"whole": "N", "number": "X", "flag": "true|false", "word": "TEXT", "pair": "RANK=RATIO"}[self.kind]
         words = self.choices or (plain, *self.also)
         return "|".join([*words, "none"] if self.may_be_none else words)
@@ -68,7 +68,7 @@ class Setting:
             raise InvalidJob(f"{self.name} must be below {self.below}, not {value}")
 
     def parse(self, text: str) -> Any:
-        """The value that a text on the command line means. Raises `InvalidJob`."""
+        """Parses a text of the command line. Raises `InvalidJob`."""
         value: Any = text
         if text.lower() == "none" and self.may_be_none:
             value = None
@@ -83,7 +83,7 @@ class Setting:
         return value
 
     def unparse(self, value: object) -> str | None:
-        """The text that `parse` makes this value of; None for a value that no text means, such as a function."""
+        """The text for `parse` of a value; None for one without a text, such as a function."""
         match value:
             case None if self.may_be_none:
                 return "none"
@@ -136,7 +136,8 @@ def _shown(value: object) -> str:
 SHARINGS = ("average", "from_source", "local")
 BLOCKING_ANCHOR = 10
 OVERLAPPED_ANCHOR = 1
-"""Short rounds learn more. In blocking ones ranks also wait for each other, which El Che does not count as overhead."""
+"""Short rounds train better. In blocking ones ranks also wait for each other, which El Che does not count as overhead,
+so that those begin longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +149,8 @@ class SharedSettings:
     max_steps: Annotated[
         int | None, Setting("Training ends after this many batches of all ranks.", least=1, below=2**48)
     ] = None
-    """Full batches, of all ranks together, after which training ends, if its epochs have not ended it before: so many
-    times `batch_size` samples."""
+    """Full batches, of all ranks together, after which training ends if its epochs have not ended before: this times
+    `batch_size` samples."""
     batch_size: Annotated[
         Any,  # a job file may give a function or a mapping too; see `TrainingJob`
         Setting(
@@ -176,9 +177,10 @@ class SharedSettings:
             choices=tuple(POLICIES),
         ),
     ] = "cadence"
-    """When ranks average: "cadence", when the slowest has made its anchor of batches and the others as many as fit;
-    "async", when every rank has made its count, and nobody stops meanwhile; "sync", after every batch, with which
-    nothing that says how long a round is, or how far a rank may be ahead, may be given."""
+    """When ranks average: "cadence", when the slowest has trained its anchor of batches and the others as many as fit
+    in that time; "async", when every rank has trained its count, without stopping meanwhile; "sync", after every batch,
+    which excludes settings on the length of rounds or a rank's lead.
+    """
     backend: Annotated[
         str,
         Setting(
@@ -186,8 +188,9 @@ class SharedSettings:
             choices=("auto", "nccl", "gloo", "cpu"),
         ),
     ] = "auto"
-    """How ranks average: "nccl", among GPUs of one kind of build; "gloo", among all that reach each other; "cpu",
-    through the coordinator, for those that do not; "auto" takes NCCL if all can, else gloo, and says why."""
+    """How ranks average: "nccl", among GPUs with equal builds; "gloo", among ranks that reach each other; "cpu",
+    through the coordinator, for those that do not; "auto" takes NCCL if all support it, else gloo, and logs the reason.
+    """
     averaging: Annotated[
         str,
         Setting("Whether ranks wait for an average or train on meanwhile.", choices=("auto", "blocking", "overlapped")),
@@ -209,27 +212,28 @@ class SharedSettings:
             choices=("skip", "keep"),
         ),
     ] = "skip"
-    """When a rank's step is over 20 times as long as its longest one lately, and others' are not, as of a device that
-    computes wrong: "skip" its part, or "keep" it. Not known where rounds make the mean alone, which does not keep
-    the last result."""
+    """When a rank's step is over 20 times as long as its longest recent one, and others' are not, as of a device that
+    computes wrong: "skip" its part, or "keep" it. Not detected if rounds make only the mean, which does not keep the
+    last result.
+    """
     on_rank_loss: Annotated[str, Setting("What is done when a rank's process dies.", choices=("continue", "fail"))] = (
         "continue"
     )
-    """When a rank's process or its host dies: "continue" with the others, while it is started again, or "fail"."""
+    """When a rank's process or its host dies: "continue" with the others, while it is restarted, or "fail"."""
     ride_out_s: Annotated[
         float, Setting("Seconds for which ranks train on while the coordinator is away.", least=0, below=86400)
     ] = 10.0
-    """For how long ranks train and average while the coordinator is away, in seconds; then they wait for it."""
+    """Seconds for which ranks train and average while the coordinator is away; then they wait for it."""
     max_batch_diff: Annotated[
         int | None, Setting("Batches that a rank may be ahead of the slowest; 0: lockstep.", below=2**32)
     ] = None
-    """How many batches a rank may be ahead of the slowest, counted from the last averaging; None: as many as fit. 0 is
-    lockstep: batch by batch side by side, and equally many in each round, an epoch's last ones aside."""
+    """Most batches that a rank may be ahead of the slowest since the last averaging; None: as many as fit. 0 is
+    lockstep: all ranks make equally many batches in each round, except an epoch's last ones.
+    """
     anchor: Annotated[
         int | None, Setting("Batches of the slowest rank between averagings, at least.", least=1, below=2**32)
     ] = None
-    """Batches of the slowest rank between averagings, at first and at least; None: 1 where averaging overlaps,
-    else 10."""
+    """First and fewest batches of the slowest rank between averagings; None: 1 if averaging overlaps, else 10."""
     max_anchor: Annotated[int, Setting("Upper limit of the anchor.", least=1, below=2**32)] = 200
     """The most batches of the slowest rank between averagings."""
     overhead_target: Annotated[
@@ -239,16 +243,18 @@ class SharedSettings:
             least=-math.inf,
         ),
     ] = 0.02
-    """Averaging time as a fraction of the time for batches above which the anchor grows; clamped to [0.01, 0.50]."""
+    """The anchor grows while averaging takes more than this fraction of the time for batches; in [0.01, 0.50]."""
     divergence_threshold: Annotated[
         float, Setting("How far a round may move a rank before averagings become more frequent; 0: never.")
     ] = 0.05
-    """How far (L2, relative) a round may move a rank before averagings become more frequent; 0 switches that off."""
+    """Relative L2 distance of a rank from the average above which averagings become more frequent; 0 switches
+    it off.
+    """
     speed_hint: Annotated[
         tuple[int, float] | None,
         Setting("The slowest rank, and how many times faster the others are; used until speeds are measured."),
     ] = None
-    """(slowest rank, how many times faster the others are), a first guess until times are measured."""
+    """(slowest rank, factor by which the others are faster): a first guess until times are measured."""
     checkpoint_every_epochs: Annotated[
         int | None, Setting("Write a checkpoint every N epochs.", least=1, below=2**32)
     ] = None
@@ -258,19 +264,20 @@ class SharedSettings:
     keep_checkpoints: Annotated[
         int, Setting("Number of newest checkpoints that are kept, beside the best.", least=1, below=2**16)
     ] = 3
-    """How many of the newest checkpoints are kept, beside the best."""
+    """Number of newest checkpoints that are kept, beside the best."""
     monitor: Annotated[str | None, Setting("Metric of the evaluation by which the best checkpoint is chosen.")] = None
-    """The metric that says which checkpoint is the best; each epoch has a checkpoint then."""
+    """The metric by which the best checkpoint is chosen; each epoch then has a checkpoint."""
     mode: Annotated[
         str,
         Setting("Whether the lowest or the highest value of the monitored metric is the best.", choices=("min", "max")),
     ] = "min"
-    """True if less ("min") or more ("max") of the monitored metric is better."""
+    """Whether a lower ("min") or a higher ("max") value of the monitored metric is better."""
     restore: Annotated[str, Setting("With monitor: which model is the job's final one.", choices=("best", "last"))] = (
         "best"
     )
-    """Which model is the job's at its end, where a metric is monitored: the "best" one or the "last" one. The other is
-    beside it, as `last.safetensors` or `best.safetensors`."""
+    """The final model of a job with a monitored metric: the "best" one or the "last" one. The other is stored beside
+    it, as `last.safetensors` or `best.safetensors`.
+    """
     patience: Annotated[
         int | None,
         Setting(
@@ -279,11 +286,11 @@ class SharedSettings:
             below=2**32,
         ),
     ] = None
-    """Evaluations without a better one after which training ends early; None: never."""
+    """Evaluations in a row without improvement after which training ends early; None: never."""
 
     @property
     def traits(self) -> Traits:
-        """What else of the job fits its policy."""
+        """Properties of the job's policy."""
         return POLICIES[self.policy]
 
     @property
@@ -295,7 +302,7 @@ class SharedSettings:
 
     @property
     def first_anchor(self) -> int:
-        """The anchor, whatever None stands for."""
+        """The first anchor, with None resolved."""
         return self.anchor or (OVERLAPPED_ANCHOR if self.overlaps else BLOCKING_ANCHOR)
 
     @property
@@ -311,13 +318,13 @@ class SharedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SharedSettings):
-    """Every setting of a training job. What this class adds is read by the ranks alone."""
+    """Every setting of a training job. Those that this class adds are read only by the ranks."""
 
     group_size: Annotated[
         int, Setting("Processes on one host that share one model and are one rank.", least=1, below=2**16)
     ] = 1
-    """Processes, each on a device of one host, that share one model: a replica group. Ranks are groups then: a batch
-    is one of the group, each process trains its part of it, and rounds average between groups. Needs `shard`."""
+    """Processes, each on a device of one host, that share one model: a replica group. Each rank is then a group, whose
+    processes train parts of its batches, and rounds average between groups. Needs `shard`."""
     shard: Annotated[
         Any,  # a job file may give a `Strategy` too
         Setting(
@@ -326,11 +333,11 @@ class Settings(SharedSettings):
             may_be_none=True,
         ),
     ] = None
-    """How the processes of a group divide their model."""
+    """How the processes of a group shard their model."""
     num_workers: Annotated[int, Setting("Processes that fetch samples on each rank.", below=2**16)] = 0
-    """Processes that fetch samples on each rank; 0: a thread of the rank does it."""
+    """Processes that fetch samples on each rank; 0: a thread of the rank fetches them."""
     timeline: Annotated[bool, Setting("Record what every rank does when, for `elche timeline`.")] = False
-    """True if ranks record what they do when: batches, waits, copies, rounds. `elche timeline` shows it, with the
+    """True if ranks record times of batches, waits, copies and rounds. `elche timeline` shows them, with the
     coordinator's decisions."""
     precision: Annotated[
         str,
@@ -339,8 +346,8 @@ class Settings(SharedSettings):
             choices=("fp32", "bf16", "fp16"),
         ),
     ] = "fp32"
-    """Precision of forward and loss: "fp32", or "bf16" or "fp16" by autocast. A device without a fast form of it takes
-    "fp32", and says so. Parameters stay as the model has them.
+    """Precision of forward and loss: "fp32", or "bf16" or "fp16" by autocast. A device without fast support of it uses
+    "fp32", and logs that. Parameters keep their dtypes.
     """
     accumulate: Annotated[
         int,
@@ -348,11 +355,11 @@ class Settings(SharedSettings):
             "Number of parts in which a batch goes through the model, for one optimizer step.", least=1, below=2**32
         ),
     ] = 1
-    """Parts in which a batch goes through the model, one after the other, to fit memory; one optimizer step in all."""
+    """Parts into which a batch is split to fit into memory (gradient accumulation); one optimizer step for all."""
     compile: Annotated[bool, Setting("Compile the model that train_step gets with torch.compile.")] = False
     """True if `train_step` gets the model that `torch.compile` makes."""
     max_grad_norm: Annotated[float | None, Setting("Clip the gradient to this L2 norm.")] = None
-    """Upper limit of the gradient's L2 norm over all parameters, to which it is clipped before each step."""
+    """Limit of the gradient's L2 norm over all parameters, to which it is clipped before each step."""
     lr_scale_ratio: Annotated[float, Setting("Multiply learning rates by 1 + this * (ranks - 1).")] = 0.0
     """Learning rates are multiplied by 1 + this * (ranks - 1)."""
     weighting: Annotated[
@@ -362,8 +369,8 @@ class Settings(SharedSettings):
             choices=("auto", "samples", "uniform"),
         ),
     ] = "auto"
-    """Weight of a rank in the average: "samples", as many as it has trained, or "uniform", the same for all. "auto" is
-    "samples" for the mean; with "adascale" it is "uniform", since each rank's step counts for itself in a sum.
+    """Weight of a rank in the average: "samples", the number that it has trained, or "uniform", equal for all. "auto"
+    is "samples" for the mean; with "adascale" it is "uniform", since in a sum each rank's step has weight 1.
     """
     merge: Annotated[
         str,
@@ -372,24 +379,23 @@ class Settings(SharedSettings):
             choices=("auto", "adascale", "mean"),
         ),
     ] = "auto"
-    """How a round merges what its ranks have trained: "adascale" goes further than their mean where they differ by the
-    noise of their batches, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" does not. "auto" is
-    "mean" for a game, several optimizers with `manual_optimization`, and else "adascale". Parameters that are kept in
-    a convex set, such as at 0 or above, need "mean": only that stays in it.
+    """How a round merges its ranks' steps: "adascale" takes larger steps than their mean where they differ only by
+    batch noise, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" takes the mean. "auto" is "mean"
+    for models that train against each other (several optimizers with `manual_optimization`), else "adascale".
+    Parameters that are kept in a convex set, such as at 0 or above, need "mean": only that stays in it.
     """
     buffers: Annotated[
         str, Setting("What rounds do with buffers that are statistics (`running_...`).", choices=SHARINGS)
     ] = "average"
     """What rounds do with floating-point buffers named `running_...`, such as BatchNorm's: "average", "from_source"
-    (from one rank, as all other buffers are), or "local", nothing: each rank keeps all its buffers, others too."""
+    (copied from one rank, like all other buffers), or "local": each rank keeps all of its buffers."""
     optimizer_state: Annotated[str, Setting("What rounds do with the optimizer's moments.", choices=SHARINGS)] = "local"
     """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
     compress: Annotated[
         str | None,
         Setting("Compress what rounds send; the error is added to the next round.", choices=("bf16", "int8")),
     ] = None
-    """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, and the error is added to the next
-    round's.
+    """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, with the error added to the next round's.
     """
     memory: Annotated[
         str,
@@ -398,10 +404,10 @@ class Settings(SharedSettings):
             choices=("auto", "device", "host"),
         ),
     ] = "auto"
-    """Where a rank whose device is a GPU holds what rounds need beside the model, by default three copies of what is
-    trained: "device", on the GPU; "host", in pinned host memory; "auto", on the GPU if training has left room there
-    after its first batches. Results are the same. Without effect on a CPU, and in rounds over gloo or through the
-    coordinator, which are held in host memory in any case.
+    """Where a rank on a GPU holds rounds' copies of the model, by default three of the trained parameters: "device", on
+    the GPU; "host", in pinned host memory; "auto", on the GPU if training leaves room there after its first batches.
+    Results are the same. Without effect on a CPU, and in rounds over gloo or through the coordinator, whose copies are
+    always in host memory.
     """
     outer_optimizer: Annotated[
         Any,  # a job file may give an `OuterOptimizer` too
@@ -415,41 +421,42 @@ class Settings(SharedSettings):
         float | None,
         Setting("Evaluate and export a moving average of the weights, which decays by this factor per batch.", below=1),
     ] = None
-    """Decay, per batch of all ranks, of an exponential moving average of the weights, such as 0.999. It is what is
-    evaluated, and it is the final and the best model; training goes on from the weights themselves. None: no average.
+    """Decay, per batch of all ranks, of an exponential moving average of the weights, such as 0.999. The average is
+    evaluated and saved as final and best model; training goes on from the weights themselves. None: no average.
     """
     save_frozen: Annotated[
         bool, Setting("Whether checkpoints and models contain the parameters that are not trained.")
     ] = True
-    """True if checkpoints and models contain parameters that do not require a gradient. False leaves them out, as of a
-    base model that adapters (LoRA) are trained for; a resumed training takes those that `model()` makes.
+    """True if checkpoints and models contain parameters that do not require a gradient. False leaves them out, such as
+    the base model of trained adapters (LoRA); a resumed training takes those that `model()` makes.
     """
     checkpoint_dir: Annotated[str, Setting("Folder or URL for checkpoints; by default the job's folder.")] = ""
-    """Folder, or URL that fsspec knows, in which the job's checkpoints get a folder; empty: the job's own folder."""
+    """Folder, or URL for fsspec, in which the job's checkpoints get a folder; empty: the job's own folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedSettings(SharedSettings):
-    """What all ranks of a job must agree on: the shared settings, resolved, and what loading the file has shown."""
+    """Values on which all ranks of a job must agree: the shared settings, resolved, and values found in the
+    job's file.
+    """
 
     batch_size: int
     """The nominal batch size, in which steps and `drop_last` count; a rank's own may differ."""
     averaging: str = "blocking"
-    """"blocking" or "overlapped", whatever "auto" stood for."""
+    """"blocking" or "overlapped", with "auto" resolved."""
     anchor: int = BLOCKING_ANCHOR
-    """Batches of the slowest rank between averagings, at first and at least."""
+    """First and fewest batches of the slowest rank between averagings."""
     dataset_size: int
     """Samples of an epoch."""
     averaging_options: str = ""
-    """The other options of a round that must be equal on all ranks, as text."""
+    """Further options of rounds that must be equal on all ranks, as text."""
     has_evaluation: bool = False
     eval_size: int = 0
-    """Samples that all ranks evaluate together; 0: one rank evaluates, its own way."""
+    """Samples that all ranks evaluate together; 0: one rank calls the job's `evaluate`."""
     wants_metrics: bool = False
-    """True if rank 0 wants to hear of every finished epoch."""
+    """True if finished epochs are sent to the lowest rank, for callbacks and loggers."""
     keeps_state: bool = False
-    """True if the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its
-    checkpoints."""
+    """True if the job has its own `state`: the lowest rank, which receives epochs, then writes the checkpoints."""
     shard_sizes: tuple[int, ...] = ()
     """Samples of each shard of the data set; empty if it has none."""
     is_drawn: bool = False
@@ -459,7 +466,7 @@ class AgreedSettings(SharedSettings):
 
     @property
     def extent(self) -> Extent:
-        """How many samples the job trains."""
+        """The numbers of samples that the job trains."""
         return Extent(
             dataset_size=self.dataset_size,
             batch_size=self.batch_size,
@@ -470,7 +477,7 @@ class AgreedSettings(SharedSettings):
 
 
 def _declared(field_name: str, annotation: Any) -> Setting:
-    """The setting that a field of `Settings` declares, with what follows from the field's type."""
+    """The setting that a field of `Settings` declares, completed by the field's type."""
     type_: Any
     setting: Setting
     type_, setting = get_args(annotation)
@@ -483,7 +490,7 @@ def _declared(field_name: str, annotation: Any) -> Setting:
 
 
 SETTINGS: dict[str, Setting] = {one.name: _declared(one.name, one.type) for one in fields(Settings)}
-"""By name: first those that the coordinator reads too."""
+"""Settings by name, first those that the coordinator reads too."""
 
 
 def shared_values(settings: SharedSettings) -> dict[str, Any]:
@@ -492,7 +499,7 @@ def shared_values(settings: SharedSettings) -> dict[str, Any]:
 
 
 def first_invalid_setting(settings: AgreedSettings) -> str | None:
-    """Names the first value that no training can have; None when there is none. Rank processes check theirs too."""
+    """Describes the first invalid value; None if all are valid. Rank processes check theirs too."""
     try:
         for name, value in shared_values(settings).items():
             SETTINGS[name].check(value)

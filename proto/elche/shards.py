@@ -1,4 +1,4 @@
-"""The order of a data set's shards in an epoch, computed alike by the coordinator and the ranks."""
+"""The order of a data set's shards in an epoch, computed equally by the coordinator and the ranks."""
 
 from collections.abc import Sequence
 from hashlib import blake2b

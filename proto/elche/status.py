@@ -19,7 +19,7 @@ CODES: dict[type[ElcheError], grpc.StatusCode] = {
     WrongVersion: grpc.StatusCode.UNIMPLEMENTED,
 }
 UNKNOWN_METHOD = "Method not found!"
-"""What grpc says of a call that the server does not know."""
+"""gRPC's details for a call that the server does not know."""
 HINTS = {
     "Hostname Verification": "its certificate is for other names: connect to one of them, or make it one with "
     "`elche certs server` that has this",
@@ -29,7 +29,7 @@ HINTS = {
     "Socket closed": f"if it asks for TLS, set {VARIABLE} to a folder with its {AUTHORITY}, and with a certificate "
     "if it asks for those of clients",
 }
-"""What to do, by what gRPC says of a connection that does not come about; the first that fits."""
+"""Remedies by parts of gRPC's details for a connection that failed; the first match counts."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 
@@ -52,7 +52,7 @@ def calling(address: str) -> Iterator[None]:
 
 
 NOT_CONNECTED = "failed to connect"
-"""Is in gRPC's details when there is no connection."""
+"""Part of gRPC's details if there is no connection."""
 
 
 def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
@@ -70,14 +70,12 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
 
 
 def was_never_sent(error: grpc.RpcError) -> bool:
-    """True if a call has failed before anybody could hear it, since there was no connection."""
+    """True if a call failed before it was sent, since there was no connection, so that repeating it is safe."""
     return NOT_CONNECTED in (error.details() or "")
 
 
 def hint(details: str) -> str:
-    """What to do when these are gRPC's details of a connection that did not come about; empty when TLS has nothing to
-    do with it.
-    """
-    if NOT_CONNECTED not in details:  # a connection that ends has such details, too
+    """The remedy for a failed connection with these gRPC details; empty if it is not due to TLS."""
+    if NOT_CONNECTED not in details:  # a connection that is lost later has such details, too
         return ""
     return next((text for sign, text in HINTS.items() if sign in details), "")

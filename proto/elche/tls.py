@@ -1,7 +1,7 @@
 """TLS between elche's programs: a folder with certificates, under the names that Kubernetes gives them.
 
-`ca.crt` is the authority that others' certificates are checked against, `tls.crt` and `tls.key` are one's own. Files
-may be replaced at any time; who reads them does so again when they have changed.
+`ca.crt` is the authority for others' certificates, `tls.crt` and `tls.key` are the program's own. Files may be replaced
+at any time; programs read them again when they have changed.
 """
 
 import logging
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 
 def named_folder() -> str:
-    """The folder that the environment names; empty: no TLS."""
+    """The folder named by the environment; empty: no TLS."""
     return os.environ.get(VARIABLE, "")
 
 
 class BadCertificate(ElcheError):
-    """A folder lacks a certificate or key, or has one that cannot be used."""
+    """A folder lacks a certificate or key, or has an unusable one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What a folder holds, as PEM; empty where it has no such file."""
+    """A folder's contents as PEM; empty for a missing file."""
 
     authority: bytes = b""
     certificate: bytes = b""
@@ -44,17 +44,15 @@ class Folder:
     """A folder of certificates."""
 
     def __init__(self, path: Path | str, *, needs: tuple[str, ...]) -> None:
-        """`needs`: the files that must be there. Raises `BadCertificate`."""
+        """`needs`: the required files. Raises `BadCertificate`."""
         self.path = Path(path).expanduser()
         self._needs = needs
         self._stamp = self._look()
         self.held = self._read()
-        """What was last read and can be used."""
+        """The last usable contents."""
 
     def renew(self) -> bool:
-        """Reads files that have changed, and returns whether that has changed `held`. Files that cannot be used change
-        nothing, with a warning.
-        """
+        """Reads changed files; returns True if that changed `held`. Unusable files cause a warning and no change."""
         if (stamp := self._look()) == self._stamp:
             return False
         try:
@@ -70,7 +68,7 @@ class Folder:
         return is_new
 
     def _look(self) -> tuple[tuple[int, ...], ...]:
-        """Differs when a file does."""
+        """A fingerprint that changes with any file."""
         return tuple(_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
 
     def _read(self) -> Certificates:
@@ -111,7 +109,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def identity_uri(role: str, name: str) -> str:
-    """The name in a client's certificate that says who it is and what it may do (protocol P1.11)."""
+    """The URI in a client's certificate with its name and role (protocol P1.11)."""
     return f"{SCHEME}://{role}/{quote(name, safe='')}"
 
 

@@ -41,7 +41,7 @@ def read_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def checked(token: str, where: str) -> str:
-    """The token. Raises `NotAllowed` when it has characters that a header cannot contain."""
+    """Returns the token. Raises `NotAllowed` if it has characters that a header cannot contain."""
     if not (token.isascii() and token.isprintable()):
         raise NotAllowed(f"{where}: the token contains characters that are not printable ASCII")
     return token

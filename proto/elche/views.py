@@ -1,6 +1,6 @@
-"""A job and its ranks at one moment, as people see them; declared once for coordinator and client.
+"""Views of a job and its ranks at one moment, declared once for coordinator and client.
 
-The coordinator's own views are subclasses that have more, for its page and its metrics.
+The coordinator's subclasses have further fields, for its page and metrics.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from elche.reports import Checkpoint
 
 
 class JobState(StrEnum):
-    """Where a job is in its life."""
+    """State of a job."""
 
     UNKNOWN = "unknown"
     """A state that this client does not know yet."""
@@ -18,7 +18,7 @@ class JobState(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     WAITING = "waiting"
-    """It has too few ranks, and trains when there are more."""
+    """It has too few ranks, and goes on when there are more."""
     PAUSED = "paused"
     FINISHING = "finishing"
     STOPPING = "stopping"
@@ -28,7 +28,7 @@ class JobState(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing follows."""
+        """True if the state is final."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -40,11 +40,11 @@ class RankView:
     device: str = ""
     state: str = ""
     ms_per_batch: float = 0.0
-    """Recent time per batch, with the wait for its data; 0 before the first batch."""
+    """Recent time per batch, including the wait for its data; 0 before the first batch."""
     round_batches: int = 0
     """Batches since the last committed round."""
     round_target: int = 0
-    """Batches it is to make in the open round; 0 when no round is announced."""
+    """Its count of batches in the open round; 0 if no round is announced."""
     share_fraction: float = 0.0
     """Its fraction of the job's committed batches."""
     num_batches: int = 0
@@ -54,9 +54,9 @@ class RankView:
     log_path: str = ""
     """Path of its log, on its host."""
     callback_errors: int = 0
-    """How often the job's callbacks have raised there; its log shows what."""
+    """Number of errors of the job's callbacks on it; its log has them."""
     stalled_s: float = 0.0
-    """Seconds without a batch, when these are more than the rank's own history explains; else 0."""
+    """Seconds without a batch if it is stalled; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class JobView:
     name: str = ""
     state: str = ""
     reason: str = ""
-    """Why it is there, in words for people."""
+    """The reason of its state, for people."""
     epoch: int = 0
-    """The epoch in progress, from 0; of a job that has ended, how many are complete."""
+    """The epoch in progress, from 0; for an ended job the number of complete ones."""
     num_epochs: int = 0
     dataset_size: int = 0
     epoch_committed: int = 0
@@ -83,15 +83,15 @@ class JobView:
     """Batches of the slowest rank between averagings."""
     num_rounds: int = 0
     eta_s: float | None = None
-    """Estimated seconds to the end of training; None when not known."""
+    """Estimated seconds to the end of training; None if unknown."""
     ranks: tuple[RankView, ...] = ()
-    """In order; of a job of very many, the first ones."""
+    """Ranks in order; of very many only the first ones."""
     pacing: str = ""
-    """How the next round was decided, in words for people."""
+    """The reason of the next round's plan, for people."""
     backend: str = ""
-    """By which backend the ranks average, and why; empty before they meet."""
+    """The backend and the reason of its choice; empty before the first group."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Those that are kept, oldest first."""
+    """Kept checkpoints, oldest first."""
     num_checkpoint_failures: int = 0
     artifacts: str = ""
     """Where in the artifact store its model and logs are, or why not yet; empty: it has not ended, or there is none."""

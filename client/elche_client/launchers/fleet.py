@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it tells."""
+"""The interface of engines: fleets of agents, and their members."""
 
 import re
 import shlex
@@ -16,19 +16,19 @@ MAX_AGENTS = 1000
 
 
 class BadFleet(ElcheError):
-    """What was asked makes no sense for this engine, or the engine refuses it or is not there."""
+    """The request is invalid for this engine, or the engine refuses it or is not available."""
 
 
 class State(StrEnum):
-    """What an engine says of an agent. Whether it has reached the coordinator is for `elche hosts` to say."""
+    """The engine's state of an agent. `elche hosts` shows if it has reached the coordinator."""
 
     WAITING = "waiting"
-    """Is to run when the engine has room for it."""
+    """Waits for the engine to have room for it."""
     RUNNING = "running"
     LEAVING = "leaving"
-    """Was told to end, and has its ranks commit their work."""
+    """Was told to end, while its ranks commit their work."""
     GONE = "gone"
-    """Has ended, and is not started again by itself."""
+    """Has ended, and is not restarted by the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,17 @@ class Fleet:
 
     name: str = "elche"
     num_agents: int | None = None
-    """How many there are to be; None where the engine's own list of hosts says it."""
+    """Number of agents; None: one per host of the engine's list."""
     gpus_per_agent: int = 0
-    """What the engine is to reserve for each; 0: no GPU."""
+    """GPUs to reserve for each agent; 0: none."""
     coordinator: str
     """HOST:PORT, or several, separated by commas."""
     worker: str = "elche-worker"
-    """The command that is an agent there, with options; a shell there reads it."""
+    """The agent's command there, with options, for a shell."""
     token_file: str = ""
-    """A file here with the agents' token; empty: none."""
+    """A local file with the agents' token; empty: none."""
     tls: str = ""
-    """A folder here with the agents' certificates; empty: none."""
+    """A local folder with the agents' certificates; empty: none."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -56,12 +56,12 @@ class Fleet:
 
     @property
     def command(self) -> str:
-        """What a shell runs as an agent."""
+        """The shell command of an agent."""
         return f"{self.worker} --coordinator {shlex.quote(self.coordinator)}"
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """By which an agent finds its token and certificates, where it sees the files that are here."""
+        """Environment variables that name token and certificates, for agents that see the local files."""
         named = {FILE_VARIABLE: self.token_file, TLS_VARIABLE: self.tls}
         return {name: path for name, path in named.items() if path}
 
@@ -71,37 +71,36 @@ class Member:
     """One agent of a fleet."""
 
     id: str
-    """Its name at the engine, by which the engine's own commands know it."""
+    """Its id for the engine's own commands."""
     state: State
     host: str = ""
-    """Where it runs; empty when that is not decided."""
+    """Host on which it runs; empty if not decided yet."""
     why: str = ""
-    """Why it waits, or is gone, as the engine says it."""
+    """The engine's reason why it waits or has ended."""
 
 
 class Launcher(Protocol):
-    """An engine. It keeps what it knows of a fleet itself: nothing is written here.
+    """An engine. The engine itself keeps the state of a fleet: nothing is stored here.
 
-    An agent that is told to leave gets SIGTERM, and as long as the engine gives it, up to its `--grace`, to have its
-    ranks commit their work. Each method raises `BadFleet`.
+    An agent that is told to leave gets SIGTERM, and as much time as the engine allows, up to its `--grace`, for its
+    ranks to commit their work. Each method raises `BadFleet`.
     """
 
     def up(self, fleet: Fleet) -> None:
-        """Sees to it that the fleet has so many agents: starts those that lack, and has those leave that are too many.
+        """Brings the fleet to its number of agents: starts missing ones, and has surplus ones leave.
 
-        Those that run are left as they are. An agent whose process, host or time has ended is started again by the
-        engine, as far as it can.
+        Running ones stay as they are. The engine restarts an agent whose process, host or time has ended, if it can.
         """
 
     def members(self, name: str) -> list[Member]:
         """The agents of the fleet with this name."""
 
     def down(self, name: str) -> None:
-        """Has all agents of the fleet leave, and waits until they have been told."""
+        """Tells all agents of the fleet to leave; returns when they have been told."""
 
 
 def check_name(name: str) -> str:
-    """The name of a fleet. Raises `BadFleet` for what can be none: engines allow different things."""
+    """Returns the name of a fleet. Raises `BadFleet` for one that some engine does not allow."""
     if not NAME.fullmatch(name):
         raise BadFleet(f"a fleet's name has small letters, digits and -, at most 40, not {name[:100]!r}")
     return name

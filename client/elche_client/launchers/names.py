@@ -9,8 +9,8 @@ ENGINES = ("ssh", "slurm", "ray")
 
 
 def launcher_of(engine: str, target: str, options: Sequence[str]) -> Launcher:
-    """The engine of a name. `target` is what it needs to know of itself: of ssh the file with the hosts, of Ray the
-    address of the cluster; empty where it needs nothing. `options` are of the engine's own command, ssh or sbatch.
+    """The engine of a name. `target` is the file with the hosts for ssh, the cluster's address for Ray, and empty for
+    others. `options` are for the engine's own command, ssh or sbatch.
     Raises `BadFleet`.
     """
     if engine == "ssh":

@@ -1,7 +1,7 @@
-"""Agents as detached actors of a Ray cluster, which Ray starts again wherever there is room.
+"""Agents as detached actors of a Ray cluster, which Ray restarts wherever there is room.
 
-They are in no placement group: one that reserves a place for each together would let none begin before all can, and Ray
-itself advises against groups for detached actors that are to be started again.
+They are in no placement group: with one for all, none could begin before all can, and Ray advises against groups for
+detached actors that are restarted.
 """
 
 import os
@@ -21,12 +21,12 @@ from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
 NAMESPACE = "elche"
 CPUS = 1
 LEAVE_S = 35.0
-"""How long an agent has to leave: its own 25 s (`--grace`), and some."""
+"""Seconds for an agent to leave: its own 25 s (`--grace`), and a margin."""
 ANSWER_S = 2.0
-"""How long an agent that runs may take to say so."""
+"""Seconds for a running agent to answer."""
 CONNECT_S = 5.0
 AGAIN_S = 5.0
-"""Pause before an agent that has ended is started again."""
+"""Seconds before an agent that has ended is restarted."""
 
 
 class Ray:
@@ -35,7 +35,7 @@ class Ray:
     """
 
     def __init__(self, address: str = "") -> None:
-        """Raises `BadFleet` when Ray is not installed, or not reached."""
+        """Raises `BadFleet` if Ray is not installed or cannot be reached."""
         try:
             import ray
         except ImportError:
@@ -51,7 +51,7 @@ class Ray:
                 raise BadFleet(f"no Ray cluster is reached at {place}: {error}") from None
 
     def host(self) -> str:
-        """This machine's address, as the cluster's nodes know it."""
+        """This machine's address for the cluster's nodes."""
         return str(self._ray.util.get_node_ip_address())
 
     def up(self, fleet: Fleet) -> None:
@@ -100,7 +100,7 @@ class Ray:
         ]
 
     def _leave(self, names: list[str]) -> None:
-        """Has them leave, all at once, and ends their actors."""
+        """Has the agents leave, all at once, and ends their actors."""
         handles = [self._ray.get_actor(name, namespace=NAMESPACE) for name in names]
         asked = [handle.leave.remote() for handle in handles]
         if asked:
@@ -113,7 +113,7 @@ class Agent:
     """The actor: an agent is its child, and ends with it."""
 
     def __init__(self, command: str, files: Mapping[str, str]) -> None:
-        """`files`: content by the variable that names the file to the agent; those of a folder have its name before."""
+        """`files`: contents by the environment variable that names the file; those of a folder have its name first."""
         folder = Path(tempfile.mkdtemp(prefix="elche-"))
         variables = {}
         for name, content in files.items():
@@ -133,14 +133,14 @@ class Agent:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _await_end(self) -> None:
-        """Ends the actor with its agent: Ray starts both again, here or elsewhere, unless they were told to leave."""
+        """Ends the actor with its agent. Ray restarts both, here or elsewhere, unless they were told to leave."""
         self._process.wait()
         if not self._leaves:
             time.sleep(AGAIN_S)
             os._exit(1)
 
     def host(self) -> str:
-        """Where it runs."""
+        """Name of the host on which it runs."""
         return socket.gethostname()
 
     def leave(self) -> None:
@@ -151,7 +151,7 @@ class Agent:
 
 
 def _files(fleet: Fleet) -> dict[str, str]:
-    """Token and certificates, which are sent to where the agent runs."""
+    """Contents of token and certificates, which are sent to the agent's node."""
     found = {}
     for variable, place in fleet.environment.items():
         path = Path(place)

@@ -1,8 +1,7 @@
-"""Agents as jobs of Slurm: an array of single-node jobs, each of which trains as soon as it has its node.
+"""Agents as jobs of Slurm: an array of single-node jobs, each of which offers its devices once it has its node.
 
-Before its time ends Slurm signals the job's shell (`--signal`), which has the agent leave and then puts the job back
-into the queue; so it does when the job is preempted, or the machine will be taken away. One whose node is lost is put
-back by Slurm itself.
+Before its time limit Slurm signals the job's shell (`--signal`), which has the agent leave and then requeues the job;
+the same when the job is preempted, or the machine will be interrupted. Slurm itself requeues a job whose node is lost.
 """
 
 import getpass
@@ -14,7 +13,7 @@ from pathlib import Path
 from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
 
 NOTICE_S = 120
-"""How long before the end of its time a job is signalled. Slurm may be up to 60 s early."""
+"""Seconds before its time limit at which a job is signalled. Slurm may be up to 60 s early."""
 LIMIT_S = 60.0
 LINE = "%i|%T|%N|%r"
 
@@ -51,10 +50,10 @@ STATES = {
 
 
 class Slurm:
-    """The cluster whose commands are found here."""
+    """The cluster of the Slurm commands on this machine."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
-        """`options` are sbatch's, and stand before those of elche."""
+        """`options` are for sbatch, and precede elche's own."""
         self._options = tuple(options)
 
     def up(self, fleet: Fleet) -> None:
@@ -81,7 +80,7 @@ class Slurm:
 
 
 def script_of(fleet: Fleet, num_agents: int) -> str:
-    """The script that is submitted."""
+    """The batch script."""
     options = [
         f"--job-name={fleet.name}",
         f"--array=1-{num_agents}",
@@ -103,7 +102,7 @@ def script_of(fleet: Fleet, num_agents: int) -> str:
 
 
 def _run(command: list[str], script: str = "") -> str:
-    """What a command of Slurm prints. Raises `BadFleet` with its error."""
+    """Runs a command of Slurm and returns its output. Raises `BadFleet` with its error."""
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Agents on machines that ssh reaches. Each has a folder there, ~/.elche/NAME/HOST, with its token, certificates and
-log, and a shell that starts it again when it has ended with an error.
+log, and a shell that restarts it after an error.
 
-A lock of that folder is held as long as the shell runs; it tells who runs, whatever process ids say.
+The shell holds a lock in that folder as long as it runs, by which a running agent is found.
 """
 
 import shlex
@@ -16,7 +16,7 @@ from elche.tls import AUTHORITY, CERTIFICATE, KEY
 from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
 
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10", "-T")
-"""Nothing is asked for: whom ssh does not let in by a key is refused."""
+"""Options that keep ssh from prompting: a host that does not accept a key is an error."""
 LIMIT_S = 120.0
 MAX_AT_ONCE = 32
 MAX_FILE_BYTES = 1 << 20
@@ -70,16 +70,16 @@ class Host:
     """A line of the file."""
 
     place: str
-    """As ssh knows it."""
+    """The host's name for ssh."""
     options: str = ""
-    """Of elche-worker, for this host alone."""
+    """Options of elche-worker for this host only."""
 
 
 class Ssh:
-    """The machines of a file: one on each line, as ssh knows it, and options of elche-worker for it."""
+    """The machines of a file: one per line, the name for ssh followed by options of elche-worker."""
 
     def __init__(self, path: Path, options: Sequence[str] = ()) -> None:
-        """`options` are ssh's. Raises `BadFleet` for a file that names none."""
+        """`options` are for ssh. Raises `BadFleet` for a file without hosts."""
         self._hosts = hosts_of(path)
         self._options = tuple(options)
 
@@ -104,7 +104,7 @@ class Ssh:
     def members(self, name: str) -> list[Member]:
         members = []
         for host, (code, said) in self._on_all(lambda _: (ENTER + TELL).format(name=name)):
-            _, _, told = said.partition("elche: ")  # what a login prints comes before it
+            _, _, told = said.partition("elche: ")  # skips output of the login shell
             state, _, last = told.partition("\n")
             if code or not told:
                 members.append(Member(host.place, State.GONE, host.place, f"not reached: {said.strip()}"))
@@ -116,7 +116,9 @@ class Ssh:
         self._checked(lambda _: (ENTER + DOWN).format(name=name))
 
     def _checked(self, script: Callable[[Host], str]) -> None:
-        """Runs a script on each host. Raises `BadFleet`, which names those on which it failed; it ran on the others."""
+        """Runs a script on each host. Raises `BadFleet`, which names the hosts on which it failed, after all have
+        ended.
+        """
         failed = [f"{host.place}: {said.strip()}" for host, (code, said) in self._on_all(script) if code]
         if failed:
             raise BadFleet("; ".join(failed))
@@ -144,7 +146,7 @@ def hosts_of(path: Path) -> list[Host]:
 
 
 def _files(fleet: Fleet) -> list[str]:
-    """What writes token and certificates there: they are sent through ssh, and on nobody's command line."""
+    """Shell commands that write token and certificates on the host. They are sent over stdin, not in a command line."""
     lines = []
     if fleet.token_file:
         lines.append(_written("token", Path(fleet.token_file)))
@@ -170,7 +172,7 @@ def _basename(variable: str) -> str:
 
 
 def _run(options: Sequence[str], script: Callable[[Host], str], host: Host) -> tuple[int, str]:
-    """Exit code and output of a script on a host; its errors when it fails."""
+    """Exit code of a script on a host, and its output, or its errors if it failed."""
     command = ["ssh", *OPTIONS, *options, host.place, "sh -s"]
     try:
         done = subprocess.run(command, input=script(host), capture_output=True, text=True, check=False, timeout=LIMIT_S)
