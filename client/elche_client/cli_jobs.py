@@ -247,8 +247,8 @@ def submit(
 ) -> int:
     """Send the job in FILE to a coordinator and print the job's id.
 
-    The ranks get the folder of FILE, except files in .gitignore and .elcheignore, as their working directory. It is
-    uploaded if it has changed. Packages that FILE imports must be installed on the workers, or be required by
+    The ranks get the folder of FILE, except what .gitignore and .elcheignore exclude, as their working directory.
+    It is uploaded if it has changed. Packages that FILE imports must be installed on the workers, or be required by
     --requirements or FILE's own metadata. Without --ranks the job takes every slot that is free when it starts.
 
     \b

@@ -30,7 +30,7 @@ class Parameters:
 
 @dataclass(slots=True)
 class Entry:
-    """What one rank brings into a collective."""
+    """One rank's contribution to a collective."""
 
     rank: "Member"
     generation: GenerationId
@@ -85,7 +85,7 @@ FROZEN_S = 0.02
 
 
 class Fate(Enum):
-    """How a collective ends for a member that is left when another dies in it."""
+    """The end of a collective for a survivor when another member dies in it."""
 
     RECEIVES = auto()
     FAILS = auto()

@@ -1,4 +1,4 @@
-"""What synthetic ranks write, and tell of their work."""
+"""Checkpoints of synthetic ranks, and their reports of work."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Saved:
 
 
 def work_of(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:
-    """What is told of these slices, epoch by epoch; the loss of a batch is its epoch."""
+    """The reports on these slices, epoch by epoch; the loss of a batch is its epoch."""
     epochs = sorted({piece.epoch for piece in pieces})
     sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}
     return tuple(

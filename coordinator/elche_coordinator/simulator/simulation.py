@@ -48,7 +48,7 @@ JOB = JobId("job")
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """How one synthetic rank behaves."""
+    """The behaviour of one synthetic rank."""
 
     batch_ms: float
     jitter_fraction: float = 0.0

@@ -334,7 +334,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What ranks that join receive from the source beside the model."""
+    """State beside the model that ranks which join receive from the source."""
 
     memories: dict[Kind, Memory]
     state: bytes
@@ -342,7 +342,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the ranks report of a round's steps, summed over the ranks."""
+    """Reports of the ranks on a round's steps, summed over the ranks."""
 
     most_gain: float
     parts: tuple[torch.Tensor, ...]
