@@ -208,9 +208,7 @@ def test_an_optimizer_with_two_sets_of_weights_is_told_and_training_has_its_own_
 
 
 def test_lazy_modules_are_refused_with_what_to_do() -> None:
-    with pytest.raises(
-        InvalidJob, match=r"the model's 0\.weight has no shape yet .* run the model on one sample"
-    ):
+    with pytest.raises(InvalidJob, match=r"the model's 0\.weight has no shape yet .* run the model on one sample"):
         build_model(job(lambda: nn.Sequential(nn.LazyLinear(1))), CPU, "train.py")
 
 
