@@ -78,12 +78,13 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     mark.assert_none_left()
 
 
-def trained(gpus: Cluster, path: Path, backend: str, **options: object) -> tuple[str, bytes]:
+def trained(gpus: Cluster, path: Path, backend: str, epochs: int = EPOCHS, **options: object) -> tuple[str, bytes]:
     """Trains on two unequal ranks, equal after every round, each sample once; how they averaged, and the model."""
-    job = gpus.client.submit(path, num_ranks=2, backend=backend, verify_rounds=True, slow_factors={1: 2.0}, **options)  # type: ignore[arg-type]
+    options |= {"backend": backend, "epochs": epochs, "slow_factors": {1: 2.0}}
+    job = gpus.client.submit(path, num_ranks=2, verify_rounds=True, **options)  # type: ignore[arg-type]
     result = job.result()
     assert result.state is JobState.SUCCEEDED
-    assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+    assert result.committed_samples == (NUM_SAMPLES,) * epochs
     backend = next(one.backend for one in gpus.client.jobs() if one.job_id == job.id)
     return backend, Path(result.model).read_bytes()
 
@@ -96,7 +97,7 @@ def test_ranks_with_gpus_make_the_same_model_over_gloo_and_nccl_bit_for_bit(gpus
     """Under `sync` the rounds do not depend on time, so that nothing but the way differs."""
     path = job_file("linear.py", *ON_THE_DEVICE)
     ways, models = zip(
-        *(trained(gpus, path, backend, policy="sync", anchor=None) for backend in ("gloo", "auto")), strict=True
+        *(trained(gpus, path, backend, 1, policy="sync", anchor=None) for backend in ("gloo", "auto")), strict=True
     )
     assert [way.split()[0] for way in ways] == ["gloo", "nccl"]
     assert len(set(models)) == 1
