@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
@@ -52,7 +53,7 @@ class Epochs:
                 raise Misuse(f"epoch {epoch} was left for another: take all its batches before you begin the next")
             progress.add_data_wait(waited_s)
             stepper.begin_batch(batch.size, step)
-            with self._iterations.given():
+            with self._given():
                 yield batch
             stepper.clock.end_batch()
             waited_s = time.perf_counter()
@@ -73,10 +74,19 @@ class Epochs:
             step = next(steps)
             share = sum(size for _, size in step.of(world.number))
             stepper.begin_batch(share, step)
-            with self._iterations.given():
+            with self._given():
                 yield share
             stepper.clock.end_batch()
         self._in_progress = None
+
+    @contextmanager
+    def _given(self) -> Iterator[None]:
+        """Around the loop's work on a batch. It may be left there, too."""
+        with self._iterations.given():
+            try:
+                yield
+            finally:
+                self._stepper.leave_batch()
 
     def _begin(self, *, gives_samples: bool) -> object:
         """Returns the token of a new iterator, and forgets batches of the one before that were not trained."""

@@ -13,7 +13,7 @@ class StepShare:
         self.plan: Step | None = None
         """Batches that `epoch` has given out since the last step; None in a loop over its own loader."""
         self._stepped: Step | None = None
-        """Batches with which another optimizer was stepped, and which the remaining optimizers' steps use too."""
+        """Batches that were stepped with, and that further steps use, too: of other optimizers, or of the same."""
         self.samples: int | None = None
         """Samples of which this rank's gradient is the mean, if the loop gives the number."""
         self._says_samples: bool | None = None
@@ -28,7 +28,7 @@ class StepShare:
 
     @property
     def is_same_batch(self) -> bool:
-        """True if another optimizer was stepped with the same batches."""
+        """True if the step is made of batches that were stepped with before."""
         return self.plan is None and self._stepped is not None
 
     def add(self, step: Step) -> None:
@@ -91,7 +91,10 @@ class StepShare:
         total = sum(count for (count,) in self._world.gather_numbers([self.samples]))
         return self.samples / total if total else None
 
-    def begin_step(self, *, keeps_batches: bool) -> None:
-        """Begins the next step; with `keeps_batches` it may use the same batches, for another optimizer."""
-        self._stepped = self.known if keeps_batches else None
-        self.plan = None
+    def begin_step(self) -> None:
+        """Begins the next step. Until `leave` it may be of the same batches: for another optimizer, or once more."""
+        self._stepped, self.plan = self.known, None
+
+    def leave(self) -> None:
+        """The loop is done with the batches that it was stepped with."""
+        self._stepped = None

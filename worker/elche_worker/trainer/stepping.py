@@ -168,6 +168,13 @@ class Stepper:
         if self.share.plan is not None:
             self.clock.drop_batch()
             self._begin_step()
+        self.leave_batch()
+
+    def leave_batch(self) -> None:
+        """The loop is done with the batch that was given out last; what it has not stepped with yet, it may later."""
+        self.share.leave()
+        if self.share.plan is None:
+            self._weigh()
 
     # The step
 
@@ -333,10 +340,15 @@ class Stepper:
         else:
             self._model.zero_grad(set_to_none=True)
         self._has_gradients = True
-        self.share.begin_step(keeps_batches=keeps_batches)
+        self.share.begin_step()
         self._forward.begin_step()
         self.averager.begin_step()
-        self.averager.weigh(None if self.share.samples is not None else 1 / self._world.size)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """The weight of gradients to come, if no further batch is given out."""
+        is_known = self.share.samples is None and self.el_che is None
+        self.averager.weigh(self.share.planned_fraction() if is_known else None)
 
     def _take_times(self) -> list[float]:
         """Times in ms of batches that have ended, or of the whole step on the host in a loop over its own loader."""
