@@ -162,6 +162,7 @@ class Driver:
                 self.ending[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
+            # Acknowledged once the event is durable: the sender drops an acknowledged message.
             is_followed = isinstance(event, RoundEntered)  # the round's result follows
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number, is_followed=is_followed)))
         self._tape.flush(is_awaited=bool(visible))

@@ -85,7 +85,7 @@ class Leadership:
             try:
                 if not self._candidacy.renew(self.term):
                     return self._end("another coordinator has taken over")
-                self._renewed_s = began_s
+                self._renewed_s = began_s  # not the end: the database may have renewed it at any time since
             except StoreFailed as error:
                 log.warning("the lease cannot be renewed: %s", error.reason)
         return None
@@ -93,6 +93,7 @@ class Leadership:
     def _watch(self) -> None:
         """Ends this leadership when the lease has expired: a renewal may hang for ever."""
         while not self._ended.wait(RENEW_S):
+            # Another may lead by now, but its term fences this one's writes.
             if time.monotonic() - self._renewed_s > self._lease_s + RENEW_S:
                 return self._end(f"the database has not answered for {self._lease_s:g} s")
         return None

@@ -76,7 +76,7 @@ class Stream(Generic[Message]):
             )
         self.disconnect(self._queue)
         self.num_connections += 1
-        self._queue = SendQueue(max(MAX_WAITING, 2 * len(self._kept)))
+        self._queue = SendQueue(max(MAX_WAITING, 2 * len(self._kept)))  # `resend` adds all kept messages at once
         self.on_heard(num_heard)
         return self._queue
 

@@ -33,7 +33,10 @@ def checkpoints_in(path: Path) -> list[Path]:
     found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
     whole = [one for one in found if not one.name.startswith(".")]
     if not whole:
-        raise InvalidJob(f"{path} is no checkpoint and contains none: no {MANIFEST} is in it")
+        raise InvalidJob(
+            f"{path} is no checkpoint and contains none: no {MANIFEST} is in it; "
+            "name a checkpoint, or the folder of a run that has written one"
+        )
     return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
 
 

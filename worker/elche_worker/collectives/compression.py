@@ -1,4 +1,4 @@
-"""Compression of what rounds send: bfloat16 or 8-bit blocks, with error feedback.
+"""Compression of rounds' payload: bfloat16 or 8-bit blocks, with error feedback.
 
 Each rank sends the change since the last result, in parts, to the ranks that own them; an owner adds up its part and
 sends the compressed sum to all. Every rank decodes the same bytes, so the results are equal bit for bit. The encoding

@@ -3,12 +3,14 @@
 torch's process group is made for programs that end when a peer does. Differences, and why:
 
 - It carries values only, after the ranks have exchanged the round's header over gloo. An NCCL kernel spins on the
-device until all ranks have entered, so no rank waits in one for a slower rank. - Its communicator is made with the
-group, not at the first collective: nothing can abort its making, so no rank may be in a round when a peer dies
-meanwhile. - `Work.wait` returns at once, when the operation is queued. Here an operation has ended when its result is
-there. - An aborted operation ends without an error, with undefined values in its memory. So `abort` sets a flag that
-`run` reads. - torch's watchdog would end this process when an operation takes long, or a peer is gone. `SETTINGS`
-disable that: the coordinator knows who is gone, and has the others abandon the group.
+  device until all ranks have entered, so no rank waits in one for a slower rank.
+- Its communicator is made with the group, not at the first collective: nothing can abort its making, so no rank may be
+  in a round when a peer dies meanwhile.
+- `Work.wait` returns at once, when the operation is queued. Here an operation has ended when its result is there.
+- An aborted operation ends without an error, with undefined values in its memory. So `abort` sets a flag that `run`
+  reads.
+- torch's watchdog would end this process when an operation takes long, or a peer is gone. `SETTINGS` disable that: the
+  coordinator knows who is gone, and has the others abandon the group.
 """
 
 import os

@@ -24,7 +24,7 @@ NOT_NEGATIVE = frozenset(
 STATISTIC = "running_"
 """Prefixes of the names of buffers with statistics, as in normalisation layers."""
 COLUMNS = 1024
-"""Words of 8 bytes in a row of what is digested."""
+"""Words of 8 bytes in a row of digested values."""
 FIXED = (
     "the trained parameters are fixed when training begins. Let model() return all that are trained at any time, with "
     "requires_grad, and freeze a part for a while in epoch_fn, with requires_grad_(False) in epoch 0"

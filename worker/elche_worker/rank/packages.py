@@ -62,7 +62,7 @@ def enter_packages(requirements: Sequence[str], cache: Path) -> None:
 
 
 _in_use: list[IO[str]] = []
-"""Locks of folders that this process uses; nobody removes these."""
+"""Locks of folders that this process uses, which keep others from removing them."""
 
 
 def _lock(folder: Path, kind: str, how: int) -> IO[str]:

@@ -64,7 +64,7 @@ class Outbound(Generic[Message]):
         new ones.
         """
         self.forget(taken)
-        with self._lock:
+        with self._lock:  # a message that is sent meanwhile comes after the kept ones: numbers must rise on a stream
             for message in self._kept:
                 outgoing.put(message)
             self._queue = outgoing

@@ -148,7 +148,7 @@ class Session:
                 if kind == "welcome":
                     self._store = command.welcome.store
                     self._outbound.open(outgoing, command.welcome.taken)
-                    if self._closing.is_set():
+                    if self._closing.is_set():  # `close` has found no stream to end
                         self._outbound.close()
                 elif kind == "taken":
                     self._outbound.forget(command.taken.seq)
@@ -156,6 +156,7 @@ class Session:
                     outgoing.put(rank_pb2.ConverseRequest(pong=rank_pb2.Pong()))
                 elif self._outbound.is_news(command.seq):
                     self._on_command(command)
+                    # Only now: a command that was not handled must come again on the next stream.
                     self._outbound.num_heard = command.seq or self._outbound.num_heard
         finally:
             outgoing.put(None)

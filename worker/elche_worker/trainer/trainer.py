@@ -298,7 +298,7 @@ class Trainer:
         yield from self._epochs.batches(self._require_data(), epoch)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are to be trained, up to `count`, without those that the loaded checkpoint has
+        """Yields the numbers of the epochs to train, up to `count`, without those that the loaded checkpoint has
         completed. Reports their number to the coordinator."""
         self._check_open()
         yield from self._epochs.numbers(count)

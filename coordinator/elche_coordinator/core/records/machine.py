@@ -3,10 +3,11 @@
 There are three, coupled in few places:
 
 - a **job**'s phase leads to TRAINING when the first group of its ranks stands, to FINISHING with its last round, back
-to QUEUED when nobody is left who has its model, and to ENDED when all of its ranks have EXITED; - a **rank**'s phase is
-what its process does. EXITED is the only trigger that every phase allows; - a rank's **departure** says if it is to
-leave, and how. From DISMISSED, LEFT_OUT and STOPPED on, its reports on work are refused, so that its phase stays until
-it has EXITED. The others wait for a rank that is STOPPED, but not for the rest.
+  to QUEUED when no rank with its model is left, and to ENDED when all of its ranks have EXITED;
+- a **rank**'s phase is what its process does. EXITED is the only trigger that every phase allows;
+- a rank's **departure** says if it is to leave, and how. From DISMISSED, LEFT_OUT and STOPPED on, its reports on work
+  are refused, so that its phase stays until it has EXITED. The others wait for a rank that is STOPPED, but not for the
+  rest.
 
 Job and rank phases refuse a trigger that is not in their table; a departure ignores it.
 """

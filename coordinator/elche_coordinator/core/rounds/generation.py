@@ -192,9 +192,9 @@ class Generation:
             self.scheduler.on_entered(now_s)
 
     def on_result(self, record: RankRecord, event: ResultReceived, now_s: float) -> Failure | None:
-        """The rank has a round's result; commits what all members have.
+        """Records that the rank has a round's result; commits the rounds whose results all members have.
 
-        A round that is given up on others is not decided before the generation is given up (`is_torn`).
+        A round that has failed on other members is decided only when the generation is abandoned (`is_torn`).
         """
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results:
@@ -210,7 +210,9 @@ class Generation:
         return None
 
     def on_header(self, event: HeaderTold) -> None:
-        """The header of a round whose result the rank has: whoever was to send it may be gone."""
+        """Records a header's rows of a round whose result the rank has, since the member that sends rows may
+        be lost.
+        """
         opened = self.open_round(event.round, event.generation)
         if opened is None or event.rank not in opened.results:
             self._refuse(event, opened)
