@@ -207,7 +207,7 @@ address_option = click.option(
     show_default=f"that of `elche context`, or {DEFAULT_ADDRESS}",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="Address of the coordinator; where several share a database, all of theirs, separated by commas.",
+    help="Address of the coordinator; several that share a database are separated by commas.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 file_argument = click.argument("file", type=click.Path(path_type=Path))

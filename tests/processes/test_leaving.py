@@ -189,6 +189,6 @@ def test_all_ranks_are_killed_and_the_job_goes_back(
 @pytest.mark.long(reason="core/test_going_back.py shows it")
 def test_a_rank_that_is_killed_in_each_attempt_fails_its_job(begin: Callable[..., Story]) -> None:
     story = begin("import itertools", "DIES_AT = {0: 5}", "IS_FIRST = True", num_ranks=1)
-    with pytest.raises(JobFailed, match=r"rank 0 on .* was killed by signal 9 .*; 3 attempts in a row have come to no"):
+    with pytest.raises(JobFailed, match=r"rank 0 on .* was killed by signal 9 .*; 3 attempts in a row have reached no"):
         story.job.result()
     assert len(story.pids(0)) == 4

@@ -150,7 +150,7 @@ def test_a_tracker_that_never_answers_is_left(capsys: pytest.CaptureFixture[str]
     loggers.log(METRICS)
     loggers.end(timeout_s=0.05)
     answers.set()
-    assert "the loggers have not ended in 0.05 s and are left" in capsys.readouterr().err
+    assert "the loggers have not ended in 0.05 s and are not waited for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [[1], TensorBoard(), ["tensorboard"], None])

@@ -128,7 +128,7 @@ def test_an_operation_that_does_not_return_ends_the_rank(start: Start, monkeypat
     rank.said.wait("round_entered", 2)
     rank.abandon(1)
     rank._thread.join(100)
-    assert "round 2 was given up, and its collective has not returned" in str(rank.ended[0])
+    assert "round 2 was aborted, and its collective has not returned" in str(rank.ended[0])
     assert not rank.said.all("abandoned")
 
 
