@@ -81,7 +81,11 @@ READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC", "TORCH", "MKL", "KMP", "OPENBLAS", 
 """Variables that count when Python starts or a library is imported: who has others than the server is executed."""
 OWN = {
     PLAIN: {"GRPC_VERBOSITY": "NONE"},  # which programs set before they import gRPC
-    TORCH: {"GRPC_ENABLE_FORK_SUPPORT": "false", "GOMP_SPINCOUNT": "1000"},  # as an agent starts its spawner
+    TORCH: {  # as an agent starts its spawner
+        "GRPC_ENABLE_FORK_SUPPORT": "false",
+        "GOMP_SPINCOUNT": "1000",
+        "PYTHONHASHSEED": "0",
+    },
 }
 
 Popen = subprocess.Popen
