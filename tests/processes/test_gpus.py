@@ -184,7 +184,7 @@ def test_a_loop_over_nccl_ends_with_one_line_when_a_rank_has_died(gpus: Cluster,
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "rank 0 ends" in line)
+    (line,) = (line for line in done.stderr.splitlines() if "rank 0 exits" in line)
     assert "rank 1 on" in line
     assert "disconnected without reporting an exit" in line
 
