@@ -203,6 +203,8 @@ class Artifacts:
             raise _Away(f"{part.host} has disconnected, which has {_described(part)}")
         try:
             answer = await self._transfers.whole(order.transfer, MAX_MANIFEST_BYTES)
+            if not answer:
+                raise _Away(f"{part.host} has disconnected, which has {_described(part)}")
             manifest = json.loads(answer)
             files = {
                 str(name): {"bytes": int(one["bytes"]), "sha256": str(one["sha256"])}
@@ -211,6 +213,8 @@ class Artifacts:
             missing = [str(name) for name in manifest["missing"]]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InvalidJob(f"the worker on {part.host} has answered what is no manifest") from None
+        except _Away:
+            raise
         except ElcheError as error:
             raise InvalidJob(f"{part.host}: {error}") from None
         await self._in_thread(_check, self._root, order.folder, part.host, answer)

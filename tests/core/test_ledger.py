@@ -238,6 +238,17 @@ def test_batches_are_counted_up_to_the_last_one_of_the_open_epoch():
     assert ledger.uncommitted_batches(Rank(1)) == (0, 0)
 
 
+def test_epochs_that_some_batches_end_are_those_of_which_nothing_else_is_left():
+    ledger = Ledger(Extent(dataset_size=20, epochs=4, batch_size=10))
+    for rank, epoch, size in ((0, 0, 20), (1, 1, 10), (0, 1, 10), (0, 2, 20), (0, 3, 10)):
+        ledger.grant(Rank(rank), Epoch(epoch), size)
+    counts = [(0, 0), (2, 0), (3, 0), (3, 1), (5, 1), (6, 1)]
+    ended = [ledger.ended_by({Rank(0): first, Rank(1): second}) for first, second in counts]
+    assert ended == [[], [0], [0], [0, 1], [0, 1, 2], [0, 1, 2]]
+    ledger.stop()
+    assert ledger.ended_by({Rank(0): 6, Rank(1): 1}) == [0, 1, 2, 3]
+
+
 def test_a_ranks_own_batches_are_counted_in_their_size():
     ledger = Ledger(Extent(dataset_size=100, epochs=1, batch_size=10), {Rank(1): 25})
     for rank in (0, 1):

@@ -6,11 +6,14 @@ import pytest
 
 from elche.policies import POLICIES
 from elche_coordinator.core.describe import describe_training
+from elche_coordinator.core.life.hangs import Duty
+from elche_coordinator.core.life.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import AskStacks
 from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksTold
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import Outcome, StallReport
-from elche_coordinator.simulator.simulation import RankModel
+from elche_coordinator.core.records.outbox import Outbox
+from elche_coordinator.simulator.simulation import JOB, RankModel
 from support.watched import from_another_time, ranks
 
 FOREVER_MS = 1e6
@@ -72,6 +75,21 @@ def test_waiting_is_no_stall(simulate):
     simulation = simulate(ranks(5, 20_000), averaging="overlapped", dataset_size=800)
     simulation.run()
     assert stalls(simulation) == []
+
+
+def test_what_the_coordinator_was_away_is_no_silence(simulate):
+    """One that had been away for 11 s said of each rank that it had made no batch for so long."""
+    simulation = simulate(ranks(25.0), dataset_size=1_000)
+    simulation.run_until(lambda: len(simulation.events(BatchesTrained)) > 3)
+    outbox, duties = Outbox(JOB), {Rank(0): Duty(is_busy=True, stall_s=10.7)}
+    watch = SilenceWatch(JOB, simulation.job.ranks, outbox, set_check=lambda _: None)
+    watch.stalls.on_progress(Rank(0), 0.0)
+    watch.watch(0.0)
+    watch.check(duties, 1.0)
+    watch.check(duties, 12.0)  # it was due after 6 s
+    assert not watch.stalls.stalled
+    watch.check(duties, 17.0)
+    assert watch.stalls.stalled
 
 
 def test_a_first_batch_that_compiles_is_no_stall(simulate):

@@ -204,13 +204,15 @@ def test_a_job_is_resumed_by_its_id_at_another_world_size(cluster: Cluster, job_
         first.result()
     with pytest.raises(InvalidJob, match="epochs must be at least 1"):
         first.resume(epochs=0)
-    second = first.resume(epochs=5)
+    (view,) = [one for one in cluster.client.jobs() if one.job_id == first.id]
+    done = view.checkpoints[-1].epoch
+    second = first.resume(epochs=done + 3)
     events = list(second.watch())
     assert events[-1].state is JobState.SUCCEEDED, events[-1]
-    assert events[-1].epochs == 5
-    assert [event.epoch for event in events if isinstance(event, EpochReport)][-1] == 4
-    third = cluster.client.submit(path, num_ranks=3, epochs=7, resume=events[-1].checkpoints[-1].path)
-    assert third.result().epochs == 7
+    assert events[-1].epochs == done + 3
+    assert [event.epoch for event in events if isinstance(event, EpochReport)][-1] == done + 2
+    third = cluster.client.submit(path, num_ranks=3, epochs=done + 5, resume=events[-1].checkpoints[-1].path)
+    assert third.result().epochs == done + 5
 
 
 def test_a_checkpoint_on_request(cluster: Cluster, job_file: JobFile) -> None:

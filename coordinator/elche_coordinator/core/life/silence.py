@@ -60,6 +60,7 @@ class SilenceWatch:
         late_s, self._due_s = now_s - self._due_s, inf
         if late_s > LATE_S:
             self.hangs.excuse(late_s)
+            self.stalls.excuse(late_s)
         for rank, duty in duties.items():
             if duty.stall_s is None:
                 self.stalls.on_order(rank)

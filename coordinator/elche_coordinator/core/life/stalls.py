@@ -61,6 +61,11 @@ class StallWatch:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
+    def excuse(self, late_s: float) -> None:
+        """Excludes `late_s` seconds from all silences, in which the coordinator itself did not run."""
+        for times in (self._quiet_since_s, self._heard_s):
+            times.update({rank: at_s + late_s for rank, at_s in times.items()})
+
     def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
         """Finds newly stalled ranks. `limits_s` has the ranks that should be making batches, with their allowed silence
         in seconds. Returns the newly stalled ones, and the seconds until the next check; None when all are stalled.

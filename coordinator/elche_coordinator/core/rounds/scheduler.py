@@ -252,13 +252,9 @@ class RoundScheduler:
 
     def _is_checkpoint(self, targets: dict[Rank, int], now_s: float) -> bool:
         """Whether a round with these targets is to become a checkpoint, as far as that can be foreseen."""
-        ledger = self._ledger
         counts = {rank: target - self._members[rank].base_step for rank, target in targets.items()}
-        ends_epoch = not ledger.free_samples(ledger.epoch) and all(
-            count >= ledger.uncommitted_batches(rank)[0] for rank, count in counts.items()
-        )
         ends_at_s = now_s + max(arrivals_ms(self._paces(now_s), counts)) / 1000
-        return self._training.checkpoints.wants(ends_at_s, [ledger.epoch] if ends_epoch else [])
+        return self._training.checkpoints.wants(ends_at_s, self._ledger.ended_by(counts))
 
     def _send_sync_now(
         self,

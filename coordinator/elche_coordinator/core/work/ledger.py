@@ -193,6 +193,22 @@ class Ledger:
                 through_epoch = total
         return through_epoch, total
 
+    def ended_by(self, counts: Mapping[Rank, int]) -> list[Epoch]:
+        """Epochs that are complete once each rank has committed so many more batches."""
+        last: dict[Rank, dict[Epoch, int]] = {}
+        for rank, leases in self.rank_leases.items():
+            total, size = 0, self._batch_sizes.get(rank, self.extent.batch_size)
+            for part in leases.parts(leases.committed, leases.permitted):
+                total += -(-part.size // size)
+                last.setdefault(rank, {})[part.epoch] = total
+        ended: list[Epoch] = []
+        for epoch in map(Epoch, range(self.epoch, self.num_epochs)):
+            is_leased = epoch in self._books and not self.free_samples(epoch)
+            if not is_leased or any(counts.get(rank, 0) < one.get(epoch, 0) for rank, one in last.items()):
+                break
+            ended.append(epoch)
+        return ended
+
     def has_work(self, rank: Rank) -> bool:
         """True if the rank has leased samples that it may train and has not reported as trained."""
         leases = self.rank_leases.get(rank)
