@@ -68,7 +68,7 @@ OF_OTHERS = (
     "ELCHE_INTERFACE",
     "ELCHE_ARTIFACTS",
 )
-"""What the shell may have set for a coordinator of others; that of a run is its own."""
+"""Environment variables for another coordinator, which are removed for the run's own."""
 START_TIMEOUT_S = 60.0
 RECONNECT_S = 30.0
 """Seconds in which a killed coordinator must be back."""

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Part:
-    """What one host has of a job."""
+    """The files of a job that one host has."""
 
     agent_id: AgentId
     folder: str
@@ -74,7 +74,7 @@ class _Wait:
     retry_s: float = RETRY_S
     reason: str = ""
     is_away: bool = False
-    """Whether nothing but a host that is not connected is waited for."""
+    """True if the job waits only for hosts that are not connected."""
 
 
 class _Away(ElcheError):
@@ -172,7 +172,7 @@ class Artifacts:
         self._wake.set()
 
     def _lacking(self, job_id: str) -> list[tuple[JobView, _Part]]:
-        """What is not stored of a job; nothing of one that is forgotten."""
+        """The parts of a job that are not stored yet; none of a job that is no longer kept."""
         view, result = self._catalogue.view(job_id), self._catalogue.result(job_id)
         if view is None or result is None:
             return []
@@ -230,7 +230,7 @@ class Artifacts:
         self._kept.setdefault(view.job_id, {})[part.key] = entry
 
     def _record(self, job_id: str) -> str:
-        """What is known of the job, but for the environment that it was submitted with. Raises `StoreFailed`."""
+        """The job's record as JSON, without its environment variables. Raises `StoreFailed`."""
         try:
             row = self._store.load_row(job_id)
         except KeyError:
@@ -255,7 +255,7 @@ class Artifacts:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def has(self, job_id: str, name: str) -> bool:
-        """Whether the store has the file of a job."""
+        """True if the store has the file of a job."""
         return self._find(job_id, name) is not None
 
     def _find(self, job_id: str, name: str) -> dict[str, Any] | None:

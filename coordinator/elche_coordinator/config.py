@@ -26,7 +26,7 @@ class Config:
     store: str = ""
     """URL of a PostgreSQL database that several coordinators share; empty: a file in `data`."""
     keep_jobs: int
-    """How many jobs that have ended are remembered."""
+    """Number of ended jobs that are kept."""
     artifacts: str = ""
     """Folder, or URL that fsspec knows, in which what jobs leave outlives their hosts; empty: it stays there."""
     token: str = ""

@@ -81,7 +81,7 @@ class Place:
         self._files: _Folder | _Remote = _Folder(Path(path), folder) if is_local else _Remote(self.address)
 
     def begin(self) -> None:
-        """What is here counts no more, until a manifest is written again."""
+        """Removes the manifest: the folder's files are not used until a new manifest is written."""
         self._files.begin()
 
     def write(self, name: str, chunks: Iterable[bytes]) -> dict[str, Any]:

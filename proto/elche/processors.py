@@ -27,7 +27,7 @@ def threads_per_rank(num_ranks: int, num_processors: int | None = None) -> int:
 
 
 def environment_of_ranks(num_ranks: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What Python and the libraries that compute read when they are loaded, but for what is `given` already."""
+    """Environment variables that Python and libraries read when they are loaded; those in `given` are kept."""
     wanted = {THREADS: str(threads_per_rank(num_ranks)), HASH_SEED: "0"}
     if WAITING not in given:
         wanted[SPINNING] = str(SPINS)

@@ -1,4 +1,4 @@
-"""How much the ranks of a simulated job train, beside an oracle that trains whenever it does not evaluate."""
+"""Compares the work of a simulated job's ranks with an oracle that trains whenever it does not evaluate."""
 
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.simulator.simulation import Simulation

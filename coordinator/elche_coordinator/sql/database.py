@@ -104,7 +104,7 @@ artifacts = sa.Table(
     sa.Column("job", sa.String, primary_key=True),
     sa.Column("record", sa.Text, nullable=False),
 )
-"""What the artifact store has of jobs that have ended, and where, as JSON."""
+"""Per ended job, its files in the artifact store and their digests, as JSON."""
 
 
 @contextmanager

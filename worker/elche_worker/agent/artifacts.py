@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 ALIVE_EVERY_S = 5.0
 """Interval of empty messages while files are written, in seconds: stores may take long over one."""
 EXIT_S = 60.0
-"""How long the ranks of a job may take to exit, in seconds, before their logs are taken as they are."""
+"""Seconds for which the ranks of a job may take to exit before their logs are taken as they are."""
 LOOK_EVERY_S = 0.1
 MAX_MANIFEST_BYTES = 1 << 20
 FORMAT = 1
@@ -54,7 +54,7 @@ class ArtifactWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being stored."""
+        """True if nothing is being stored."""
         return not self._num_open
 
     def wait_until_idle(self, limit_s: float) -> bool:

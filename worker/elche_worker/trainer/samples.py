@@ -81,7 +81,7 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
 
 
 def figures_of(batch: Any) -> Figures:
-    """What is compared of a batch: its tensors."""
+    """The figures of a batch that ranks compare, one list for each of its tensors."""
     if isinstance(batch, FetchError):
         return None
     return [_figures(one) for one in tensors_in(batch) if one.layout is torch.strided and not one.is_quantized]

@@ -86,9 +86,9 @@ class Stepper:
         self._takes_own: bool | None = None
         """True if the latest step used batches that the loop took itself; None before the first."""
         self._has_gradients = True
-        """Whether any rank has samples in this step."""
+        """True if any rank has samples in this step."""
         self._num_averaged = 0
-        """How often gradients were averaged."""
+        """Number of times that gradients were averaged."""
         self._is_normalised = False
         self._is_finished = True
         """True if the latest averaged step was applied by the optimizer."""

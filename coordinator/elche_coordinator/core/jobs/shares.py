@@ -1,4 +1,4 @@
-"""How many slots each project has and may have, and which job is the next to get some.
+"""Counts the slots that each project has and may have, and chooses the job that gets the next ones.
 
 Among jobs of equal priority it is one of the project that has the fewest slots at the time, and of these the one that
 was submitted first: so somebody with one job does not wait for all of somebody else's hundred. A job without a project
@@ -31,15 +31,15 @@ class Shares:
         self._held = Counter(jobs[job_id].spec.account for job_id, _ in fleet.taken.values() if job_id in jobs)
 
     def held(self, job: TrainingJob) -> int:
-        """How many slots the job's project has."""
+        """Number of slots that the job's project has."""
         return self._held[job.spec.account]
 
     def quota(self, job: TrainingJob) -> int:
-        """How many slots the job's project may have."""
+        """Number of slots that the job's project may have."""
         return self._quotas.get(job.spec.account, self._quotas.get(EVERYONE, maxsize))
 
     def room(self, job: TrainingJob) -> int:
-        """How many ranks of the job its project may still get."""
+        """Number of further ranks that the project may get for this job."""
         return (self.quota(job) - self.held(job)) // job.spec.group_size
 
     def take(self, job: TrainingJob, num_ranks: int) -> None:

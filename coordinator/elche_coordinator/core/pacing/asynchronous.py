@@ -31,7 +31,7 @@ class Async(Cadence):
         )
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        """Whether every rank has made its count, or all that it has leased."""
+        """True if every rank has made its count, or all batches that it has leased."""
         return all(pace.made >= min(self._due_counts[pace.rank], pace.leased_total) for pace in paces)
 
     def _solo_count(self, pace: Pace) -> int:

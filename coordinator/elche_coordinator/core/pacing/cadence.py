@@ -35,7 +35,7 @@ UNMEASURED_FRACTION = 0.01
 SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 NUDGE = 0.5
-"""What remains of the anchor when the ranks keep drifting apart."""
+"""Factor on the anchor when the ranks keep drifting apart."""
 
 
 class Cadence:
@@ -60,7 +60,7 @@ class Cadence:
 
     @property
     def _is_lockstep(self) -> bool:
-        """Whether all ranks make equally many batches in a round, an epoch's last ones aside (`max_batch_diff` 0)."""
+        """True if all ranks make equally many batches in a round, except in an epoch's last (`max_batch_diff` 0)."""
         return self._max_batch_diff == 0
 
     @property
@@ -113,7 +113,9 @@ class Cadence:
         return within(counts_near(paces, horizon_ms, at_least=1), self._max_batch_diff)
 
     def _away_ms(self, paces: Sequence[Pace]) -> float:
-        """How long one evaluates while others could train: so long they do, also in a round that is else shorter."""
+        """Milliseconds until the last evaluating rank trains again, if others can train meanwhile; else 0. A round lasts
+        at least so long.
+        """
         if self._max_batch_diff is not None or all(pace.delay_ms > 0 for pace in paces):
             return 0.0
         return max(0.0, *(pace.delay_ms for pace in paces))
@@ -225,7 +227,7 @@ class Cadence:
         )
 
     def _span_ms(self, paces: Sequence[Pace], counts: dict[Rank, int], work: Work) -> float:
-        """How long a round lasts that ends the epoch: until its last batch is made.
+        """Duration in ms of the round that ends the epoch: until its last batch is made.
 
         Where others wait for an averaging, up to a batch of the slowest longer, if less of their time is lost so.
         """

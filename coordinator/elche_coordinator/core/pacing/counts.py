@@ -1,4 +1,4 @@
-"""How many batches each rank makes until a time, so that all arrive together: the arithmetic of the policies."""
+"""Computes how many batches each rank makes until a time, so that all enter the round together."""
 
 import heapq
 import math

@@ -17,7 +17,7 @@ RISING = 3
 
 
 class Drift(StrEnum):
-    """What the last rounds' divergences ask for."""
+    """The change of the anchor that the last rounds' divergences call for."""
 
     CALM = "calm"
     RISING = "rising"

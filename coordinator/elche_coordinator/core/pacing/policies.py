@@ -25,7 +25,7 @@ KINDS: dict[str, Callable[[AgreedSettings, Sequence[Rank]], Policy]] = {
     "async": _async,
     "sync": lambda settings, ranks: Sync(),
 }
-"""How each policy of `elche.policies` is made."""
+"""Constructor of each policy in `elche.policies`."""
 
 
 def new_policy(settings: AgreedSettings, ranks: Sequence[Rank]) -> Policy:

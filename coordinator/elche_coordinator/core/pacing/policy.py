@@ -1,4 +1,4 @@
-"""What a policy is asked and what it answers: speeds and work that is left go in, the next rounds come out."""
+"""The interface of policies: from the ranks' speeds and the work that is left they plan the next rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is left to lease."""
+    """Work that is not leased yet."""
 
     epoch_batches: int
     """Batches of a whole epoch."""
@@ -45,9 +45,9 @@ class Work:
     granted: int = 0
     """Batches from the last committed round to the last announced one."""
     overlap_ms: float = 0.0
-    """How long an averaging lasts during which ranks train on; 0 when they wait for it."""
+    """Duration in ms of an averaging during which ranks train on; 0 if they wait for it."""
     round_trip_ms: float = 0.0
-    """How long a message takes to a rank and back."""
+    """Round trip of a message to a rank, in ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Plan:
     num_rounds: int = 1
     """Rounds to announce, one batch apart; more than one only under `sync`."""
     is_fixed: bool = False
-    """Whether its targets are never revised: they end the epoch, or keep ranks within `max_batch_diff`."""
+    """True if its targets are never revised: they end the epoch, or keep ranks within `max_batch_diff`."""
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str
@@ -73,9 +73,9 @@ class Policy(Protocol):
     """When ranks average, and how many batches each makes until then."""
 
     can_revise: bool
-    """Whether announced rounds may get other targets."""
+    """True if announced rounds may get other targets."""
     stops_ranks: bool
-    """Whether ranks may make no batch beyond the last granted round."""
+    """True if ranks may make no batch beyond the last announced round."""
 
     @property
     def anchor(self) -> int:
@@ -84,7 +84,7 @@ class Policy(Protocol):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the ranks' speeds have been measured."""
+        """True if the ranks' speeds have been measured."""
         ...
 
     def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
@@ -100,7 +100,7 @@ class Policy(Protocol):
         ...
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        """Whether a round that was planned and not announced is to be announced now."""
+        """True if a round that was planned and not announced should be announced now."""
         ...
 
     def learn(
@@ -116,7 +116,7 @@ class Policy(Protocol):
         ...
 
     def to_json(self) -> dict[str, object]:
-        """What it has learned, as plain values."""
+        """Its learned state, as plain values."""
         ...
 
     def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:

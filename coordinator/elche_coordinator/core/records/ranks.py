@@ -86,9 +86,9 @@ class RankRecord:
     """Time of the last report of `local_step`."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     num_fresh: int = 0
-    """How many of these are of after the last round without work."""
+    """Number of these that came after the last round in which the rank had no work."""
     is_first_kept: bool = False
-    """Whether the first of these is the process's first batch."""
+    """True if the first of these is the process's first batch."""
     gauges: Gauges = NO_GAUGES
     """Its device and loop, as last reported."""
     loss: float | None = None
@@ -122,9 +122,9 @@ class RankRecord:
     discarded_in_a_row: int = 0
     """Number of averages in a row, among those to which it brought samples, from which it was left out."""
     evaluation_ms: float = 0.0
-    """How long the last evaluation took here; 0 before the first."""
+    """Duration in ms of the last evaluation here; 0 before the first."""
     evaluated_ms: float = 0.0
-    """Time of all of them."""
+    """Total duration of its evaluations, in ms."""
 
     @property
     def tells_losses_at_rounds(self) -> bool:

@@ -17,7 +17,7 @@ STARVED_FRACTION = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """What a rank has had of some epochs, and what its speed would have made its share."""
+    """A rank's batches of some epochs, and the number that its speed entitles it to."""
 
     num_epochs: int = 0
     num_batches: int = 0
@@ -66,7 +66,7 @@ class FairShares:
 
 
 def starved_text(record: RankRecord, window: Window) -> str:
-    """What a rank had of its share, and where its time was."""
+    """The message about a rank that had too little work: its batches, its share, and how it spent its time."""
     evaluated_s = (record.evaluated_ms - window.evaluated_ms) / 1000
     waited_s = (record.waited_ms - window.waited_ms) / 1000
     if evaluated_s >= max(waited_s, window.duration_s / 4):

@@ -111,9 +111,9 @@ class Training:
         self.averaging_ms = 0.0
         """Duration in ms of the averaging itself in the last round."""
         self.longest_averaging_ms = 0.0
-        """How long averagings lately lasted, at most."""
+        """Longest recent averaging in ms."""
         self.round_trip_ms = 0.0
-        """From an announcement to the answer of the last rank, when none trained."""
+        """Round trip of a message in ms: from the first announcement to the last rank's entry, before any trains."""
         self._job_id = job_id
         self._outbox = outbox
         self._shares = FairShares()

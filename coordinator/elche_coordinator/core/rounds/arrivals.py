@@ -24,7 +24,7 @@ class Arrivals:
         """When all members were looked at last."""
 
     def forget(self) -> None:
-        """What is known of members is no more so."""
+        """Drops the known span: the members' targets have changed."""
         self._round = RoundId(0)
 
     def look(
@@ -37,7 +37,7 @@ class Arrivals:
         self._slowest_ms = members[self._slowest].ms_per_batch or 0.0
 
     def may_differ(self, record: RankRecord, round_id: RoundId, target: int, batches: float, now_s: float) -> bool:
-        """Whether members may come further apart than so many batches of the slowest, now that this one, which comes to
+        """True if members may come further apart than so many batches of the slowest, now that this one, which comes to
         the round after its `target` step, has reported.
         """
         ms_per_batch = record.ms_per_batch

@@ -1,4 +1,4 @@
-"""What ranks train, and which rounds they make, while the coordinator is away (protocol P16)."""
+"""Grants the work and rounds with which ranks go on while the coordinator is away (protocol P16)."""
 
 import math
 
@@ -61,7 +61,7 @@ class Reserve:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a member is yet to give its reserve back."""
+        """True if a member has yet to give its reserve back."""
         return any(rank in self._members for rank in self._training.ledger.recalled)
 
     def revoke(self) -> bool:
@@ -87,7 +87,7 @@ class Reserve:
         return math.ceil(ASYNC_FACTOR * count) if self._training.settings.policy == "async" else count
 
     def _num_rounds(self, every: dict[Rank, int]) -> int:
-        """How many rounds of so many batches may be granted."""
+        """Number of rounds of so many batches that may be granted."""
         training, ledger = self._training, self._training.ledger
         if not training.ride_out_s or not training.policy.is_calibrated or training.replay is not None:
             return 0

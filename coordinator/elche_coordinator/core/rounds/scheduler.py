@@ -26,10 +26,10 @@ REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
 FIRST_EVALUATION_MS = 150.0
-"""How long a rank's first evaluation is thought to take, or as long as an epoch if that is shorter."""
+"""Assumed duration of a rank's first evaluation, or that of an epoch if that is shorter."""
 OVERDUE_FRACTION, OVERDUE_MS = 0.5, 100.0
-"""What lasts longer than was thought will last this part of that time more, and at least so long, or `LATE_BATCHES` of
-the slowest: until a rank's next report has led to new targets."""
+"""Assumed rest of an evaluation that is overdue, as a part of the time by which it is, and at least so many ms, or
+`LATE_BATCHES` of the slowest rank. By then a report leads to new targets."""
 LATE_MS = 30.0
 """A rank whose last report is older than its work until its target takes, by so much, half a batch and what a message
 takes to a rank and back, is late."""
@@ -49,11 +49,11 @@ class RoundScheduler:
         self.rounds: list[Round] = []
         """Announced and not committed, in order."""
         self.reason = "no round yet"
-        """How the next round was decided, in words for people."""
+        """Reason for the next round's targets, for people."""
         self.has_committed = False
-        """Whether the generation's first round, which spreads the start state, is committed."""
+        """True once the generation's first round, which spreads the start state, is committed."""
         self._goes_on = False
-        """Whether its members go on with a training of other members."""
+        """True if its members continue the training of an earlier generation."""
         self._job_id = job_id
         self._generation = generation
         self._members = members
@@ -251,7 +251,7 @@ class RoundScheduler:
             self._send_sync_now(rank, first, step, count, checkpoint_round if rank == writer else None, newer)
 
     def _is_checkpoint(self, targets: dict[Rank, int], now_s: float) -> bool:
-        """Whether a round with these targets is to become a checkpoint, as far as that can be foreseen."""
+        """True if a round with these targets will become a checkpoint, as far as can be foreseen."""
         counts = {rank: target - self._members[rank].base_step for rank, target in targets.items()}
         ends_at_s = now_s + max(arrivals_ms(self._paces(now_s), counts)) / 1000
         return self._training.checkpoints.wants(ends_at_s, self._ledger.ended_by(counts))
@@ -339,7 +339,7 @@ class RoundScheduler:
         )
 
     def _first_evaluation_ms(self) -> float:
-        """How long a rank's first evaluation is thought to take: an epoch at most, so that none ends meanwhile."""
+        """Assumed duration of a first evaluation in ms: an epoch at most, so that no epoch ends during it."""
         speed = sum(1 / record.ms_per_batch for record in self._members.values() if record.ms_per_batch)
         epoch_batches = self._ledger.num_batches(self._ledger.extent.kept_size)
         return min(FIRST_EVALUATION_MS, epoch_batches / speed) if speed else FIRST_EVALUATION_MS
@@ -375,7 +375,7 @@ class RoundScheduler:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether ranks train on while an average is made."""
+        """True if ranks train on during an averaging."""
         return self._settings.averaging == "overlapped"
 
     def _lease_for_overlap(self, record: RankRecord, now_s: float) -> None:
@@ -430,7 +430,7 @@ class RoundScheduler:
                 self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
 
     def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
-        """How much longer a rank evaluates, or is late, about; 0 for one that trains as it was thought to."""
+        """Estimated time in ms until a rank has evaluated, or until one that is late reports; 0 for any other."""
         record, ms = self._members[pace.rank], pace.ms_per_batch or 0.0
         if self._is_evaluating(pace.rank):
             return pace.delay_ms
@@ -462,7 +462,7 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, spare=0)
 
     def _can_revise(self) -> bool:
-        """Whether the open round may get other targets, if the speeds of all are known."""
+        """True if the open round may get other targets once the speeds of all are known."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
             return False
         opened, has_begun = self.rounds[0], self._training.committed is not None
@@ -494,7 +494,7 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, self._policy.spare(pace, work))
 
     def _may_differ(self, opened: Round, record: RankRecord, now_s: float) -> bool:
-        """Whether members may come to the round at different times, now that this one has reported; False soon after
+        """True if members may come to the round at different times, now that this one has reported; False soon after
         all were looked at.
         """
         if not self._training.evaluations.is_idle:  # whoever evaluates comes later than its last report says
@@ -523,11 +523,11 @@ class RoundScheduler:
 
 
 def _are_timed(paces: Sequence[Pace]) -> bool:
-    """Whether the speeds of all are known."""
+    """True if the speeds of all are known."""
     return all(pace.ms_per_batch is not None for pace in paces)
 
 
 def _left_ms(expected_ms: float, since_ms: float, least_ms: float) -> float:
-    """How long an evaluation will go on that has begun so long ago; at least `least_ms` if it is overdue."""
+    """Estimated rest in ms of an evaluation that began `since_ms` ago; at least `least_ms` if it is overdue."""
     overdue_ms = since_ms - expected_ms
     return -overdue_ms if overdue_ms < 0 else max(OVERDUE_FRACTION * overdue_ms, least_ms)
