@@ -60,7 +60,7 @@ class Cadence:
 
     @property
     def _is_lockstep(self) -> bool:
-        """True if all ranks make equally many batches in a round, except in an epoch's last (`max_batch_diff` 0)."""
+        """True if all ranks make equally many batches in a round, an epoch's last one aside (`max_batch_diff` 0)."""
         return self._max_batch_diff == 0
 
     @property
