@@ -113,7 +113,7 @@ class Cadence:
         return within(counts_near(paces, horizon_ms, at_least=1), self._max_batch_diff)
 
     def _away_ms(self, paces: Sequence[Pace]) -> float:
-        """Milliseconds until the last evaluating rank trains again, if others can train meanwhile; else 0. A round lasts
+        """Milliseconds until the last evaluating rank trains again, if others can train meanwhile, else 0: a round lasts
         at least so long.
         """
         if self._max_batch_diff is not None or all(pace.delay_ms > 0 for pace in paces):
