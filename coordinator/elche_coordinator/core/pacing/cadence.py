@@ -113,9 +113,7 @@ class Cadence:
         return within(counts_near(paces, horizon_ms, at_least=1), self._max_batch_diff)
 
     def _away_ms(self, paces: Sequence[Pace]) -> float:
-        """Milliseconds until the last evaluating rank trains again, if others can train meanwhile, else 0: a round lasts
-        at least so long.
-        """
+        """Least length of a round in ms: until the last rank has evaluated, if others can train meanwhile; else 0."""
         if self._max_batch_diff is not None or all(pace.delay_ms > 0 for pace in paces):
             return 0.0
         return max(0.0, *(pace.delay_ms for pace in paces))
