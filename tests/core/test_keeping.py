@@ -60,6 +60,16 @@ def test_the_best_stays_beside_them(keep, stay):
     assert write(checkpoints(keep_checkpoints=keep), 1, 2, 3, 4, 5, best=2) == stay
 
 
+def test_the_last_one_is_the_newest_whoever_has_written_first():
+    """A job went on from the older one, when another rank was slower to write that."""
+    some = checkpoints(keep_checkpoints=2)
+    begin(some, 1, rank=0)
+    begin(some, 2, rank=1)
+    assert saved(some, 2, rank=1)
+    assert saved(some, 1, rank=0)
+    assert [one.version for one in some.kept] == [1, 2]
+
+
 def test_the_writer_is_told_to_keep_what_stays_once_its_own_is_whole():
     some = checkpoints(keep_checkpoints=2)
     write(some, 1, 2, 3)

@@ -211,7 +211,7 @@ def averaged(model, version):
 
 
 def test_a_schedule_is_replaced_and_a_scale_goes_with_it(cluster: Cluster, write: Callable[..., Path]) -> None:
-    path = write(REPLACING, replaced="epoch_fn=begins, after_round=averaged, schedule=lambda progress: 0.5, epochs=3")
+    path = write(REPLACING, replaced="epoch_fn=begins, after_round=averaged, schedule=lambda progress: 0.5, epochs=20")
     done = trained(cluster, path)
     rates = [rate for rank in (0, 1) for _, rate in done.noted("batch", rank)]
     assert set(rates) == {LR / 2, LR / 4, LR / 4 * 3}

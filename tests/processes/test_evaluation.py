@@ -52,7 +52,7 @@ def test_a_shared_evaluation_is_that_of_one_process(cluster: Cluster, write: Cal
     with torch.no_grad():
         predicted = model(held_out.x).double()
     errors = (predicted - held_out.y.double()).square().flatten()
-    assert done.result.metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-6)
+    assert done.result.metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-6, abs=1e-9)
     for name in ("positive", "of_sums"):
         assert done.result.metrics[name] == pytest.approx(float((predicted > 0.1).double().mean()), abs=1e-6)
     assert {report.metrics["counted"] for report in done.of(EvaluationReport)} == {101.0}

@@ -110,7 +110,8 @@ class Checkpoints:
         self.saved_at_s = now_s
         saved = replace(begun, path=event.path, size_bytes=event.size_bytes, duration_s=event.duration_s)
         stay = self.names_to_keep(best)
-        self.kept = [one for one in self.kept if one.name in stay] + [saved]
+        kept = [one for one in self.kept if one.name in stay] + [saved]
+        self.kept = sorted(kept, key=lambda one: one.version)  # two ranks may end in another order than they began
         return saved
 
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
