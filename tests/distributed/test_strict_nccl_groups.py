@@ -40,6 +40,7 @@ def a_device_in_init_connects_at_once(store: Path, rank: int) -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: CUDA
     joined(store, rank, CUDA)
     assert is_connected()
+    dist.all_reduce(torch.zeros(1))  # nobody leaves while the other connects
     dist.destroy_process_group()
 
 
