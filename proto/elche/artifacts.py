@@ -182,7 +182,7 @@ class _Remote:
     """At a URL, by fsspec."""
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = _filesystem(url)
+        self._fs, self._root = filesystem_of(url)
 
     def begin(self) -> None:
         if self._fs.exists(f"{self._root}/{MANIFEST}"):
@@ -202,7 +202,8 @@ class _Remote:
             yield file
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """The filesystem of a URL, as fsspec has it, and the path in it. Raises `InvalidJob` if it has none."""
     try:
         import fsspec
     except ImportError:

@@ -32,6 +32,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from elche.artifacts import filesystem_of
 from elche.errors import InvalidJob
 from elche.manifest import EMA, FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
 from elche_worker.model.frozen import completed, metadata_of, read_weights
@@ -90,7 +91,7 @@ class Target:
         self.place = place.rstrip("/")
         self._fs: Any = None
         if "://" in place:
-            self._fs, self._root = _filesystem(place)
+            self._fs, self._root = filesystem_of(place)
 
     def write(
         self,
@@ -356,7 +357,7 @@ def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
 def _fetched(url: str, scratch: Path) -> Path:
     """The checkpoint at a URL, copied here; or the newest in a folder of them."""
     try:
-        filesystem, root = _filesystem(url)
+        filesystem, root = filesystem_of(url)
         names = [root, *sorted(filesystem.ls(root, detail=False), reverse=True)]
         folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
         if folder is None:
@@ -373,18 +374,6 @@ def _fetched(url: str, scratch: Path) -> Path:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {url} cannot be read: {error}") from None
     return scratch
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise InvalidJob(f"{url} needs fsspec: pip install fsspec, and what it names for this kind of URL") from None
-    try:
-        filesystem, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise InvalidJob(f"{url} cannot be reached: {error}") from None
-    return filesystem, root.rstrip("/")
 
 
 def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
