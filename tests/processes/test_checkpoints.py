@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow(reason="commands are started, killed and started a
 JobFile = Callable[..., Path]
 NUM_SAMPLES, EPOCHS, BATCH_SIZE = 1003, 5, 16  # of jobs/counting.py
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
+FURTHER = 20
+"""Epochs by which a job goes on: checkpoints that a cancelled one was writing are not in its view, but resumed from."""
 LONG = pytest.mark.long(reason="each case starts PyTorch six times; the case without this mark goes the same way")
 
 
@@ -206,13 +208,13 @@ def test_a_job_is_resumed_by_its_id_at_another_world_size(cluster: Cluster, job_
         first.resume(epochs=0)
     (view,) = [one for one in cluster.client.jobs() if one.job_id == first.id]
     done = view.checkpoints[-1].epoch
-    second = first.resume(epochs=done + 3)
+    second = first.resume(epochs=done + FURTHER)
     events = list(second.watch())
     assert events[-1].state is JobState.SUCCEEDED, events[-1]
-    assert events[-1].epochs == done + 3
-    assert [event.epoch for event in events if isinstance(event, EpochReport)][-1] == done + 2
-    third = cluster.client.submit(path, num_ranks=3, epochs=done + 5, resume=events[-1].checkpoints[-1].path)
-    assert third.result().epochs == done + 5
+    assert events[-1].epochs == done + FURTHER
+    assert [event.epoch for event in events if isinstance(event, EpochReport)][-1] == done + FURTHER - 1
+    third = cluster.client.submit(path, num_ranks=3, epochs=done + FURTHER + 2, resume=events[-1].checkpoints[-1].path)
+    assert third.result().epochs == done + FURTHER + 2
 
 
 def test_a_checkpoint_on_request(cluster: Cluster, job_file: JobFile) -> None:

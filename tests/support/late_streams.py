@@ -6,6 +6,8 @@ that waits for the device, or reads a value of it, waits for all this.
 """
 
 import _thread
+import atexit
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -14,10 +16,32 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-start_thread = _thread.start_new_thread
-"""For what is the device, not the program: the device does not watch such a thread, which must not use what it does
-watch (`threading.Condition`, of which `threading.Event` consists).
-"""
+_calls: dict[int, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+_numbers = itertools.count()
+_letting_go = threading.Lock()
+atexit.register(_letting_go.acquire)
+
+
+def start_thread(run: Callable[..., None], given: tuple[Any, ...]) -> None:
+    """For what is the device, not the program: the device does not watch such a thread, which must not use what it does
+    watch (`threading.Condition`, of which `threading.Event` consists).
+    """
+    number = next(_numbers)
+    _calls[number] = run, given
+    _thread.start_new_thread(_run, (number,))
+
+
+def _run(number: int) -> None:
+    """Calls what the thread is for, and lets go of it, unless the interpreter ends: the last reference to a process
+    group that a thread drops then aborts the process, since PyTorch's destructor releases the interpreter's lock.
+    """
+    run, given = _calls[number]
+    try:
+        run(*given)
+    finally:
+        del run, given
+        with _letting_go:
+            del _calls[number]
 
 
 class Latch:
