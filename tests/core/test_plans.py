@@ -1,5 +1,8 @@
 """Plans of the policies by example: what each rank makes until the next round, and what it is leased for that."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
 from elche.settings import AgreedSettings
@@ -10,12 +13,14 @@ from elche_coordinator.core.pacing.counts import (
     counts_to_finish,
     dealt_free,
     elapsed_ms,
+    finish_ms,
     in_samples,
     with_ms_per_batch,
 )
 from elche_coordinator.core.pacing.policies import new_policy
 from elche_coordinator.core.pacing.policy import Pace, Plan, Policy, Work
 from elche_coordinator.core.pacing.sync import SYNC_LEASE, SYNC_WINDOW
+from support.effort import lines_run
 from support.rounds import numbered
 from support.watched import LONG_ROUNDS
 
@@ -84,6 +89,37 @@ def test_batches_of_another_size_take_so_much_of_what_is_free() -> None:
 def test_free_work_goes_first_to_who_would_run_out_first() -> None:
     some = [holding(0, 10, 9), holding(1, 10, 2), holding(2, 30, 1)]
     assert dealt_free(some, {Rank(rank): 12 for rank in range(3)}, 3) == {0: 0, 1: 2, 2: 1}
+
+
+def dealt_one_by_one(paces: list[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
+    lease = dict.fromkeys(wanted, 0)
+    while free > 1e-9 and (short := [one for one in paces if one.leased_total + lease[one.rank] < wanted[one.rank]]):
+        first = min(short, key=lambda one: (finish_ms(one, one.leased_total + lease[one.rank]), one.rank))
+        lease[first.rank] += 1
+        free -= first.ratio
+    return lease
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_free_work_is_dealt_as_if_one_by_one(seed: int) -> None:
+    random = Random(seed)
+    some = [
+        holding(rank, random.choice([1.5, 7, 10, 31]), random.randrange(9), delay_ms=random.choice([0, -3, 250.0]))
+        for rank in range(random.randrange(1, 6))
+    ]
+    if seed % 2:
+        some = [replace(one, ratio=random.choice([0.5, 1, 2])) for one in some]
+    wanted = {one.rank: random.randrange(80) for one in some}
+    for free in (0, 1, 7, 40, 150, 1000):
+        assert dealt_free(some, wanted, free) == dealt_one_by_one(some, wanted, free)
+
+
+def test_dealing_a_long_epoch_is_little_work() -> None:
+    """One by one it held the coordinator up for seconds, as each batch of it cost a step."""
+    some = [holding(rank, 10 + rank, 2) for rank in range(8)]
+    for free in (10**5, 10**12):
+        wanted = dict.fromkeys((one.rank for one in some), 10**5)
+        assert lines_run(lambda free=free, wanted=wanted: dealt_free(some, wanted, free)) < 5000
 
 
 def test_a_round_lasts_since_its_snapshot() -> None:

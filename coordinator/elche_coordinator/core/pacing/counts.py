@@ -127,20 +127,48 @@ def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
 
 def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
     """Free batches for ranks that have leased fewer than `wanted`, each for whoever would run out of work first."""
-    lease = dict.fromkeys(wanted, 0)
-    heap = [(finish_ms(pace, pace.leased_total), pace.rank) for pace in paces if wanted[pace.rank] > pace.leased_total]
+    most = {pace.rank: max(0, wanted[pace.rank] - pace.leased_total) for pace in paces}
+    if sum(pace.ratio * most[pace.rank] for pace in paces) <= free:
+        return most
+    lease = _surely_dealt(paces, most, free)
+    heap = [
+        (finish_ms(pace, pace.leased_total + lease[pace.rank]), pace.rank)
+        for pace in paces
+        if lease[pace.rank] < most[pace.rank]
+    ]
     heapq.heapify(heap)
     pace_of = {pace.rank: pace for pace in paces}
+    free -= sum(pace.ratio * lease[pace.rank] for pace in paces)
     while heap and free > 1e-9:
         _, rank = heap[0]
         pace = pace_of[rank]
         lease[rank] += 1
         free -= pace.ratio
-        if pace.leased_total + lease[rank] < wanted[rank]:
+        if lease[rank] < most[rank]:
             heapq.heapreplace(heap, (finish_ms(pace, pace.leased_total + lease[rank]), rank))
         else:
             heapq.heappop(heap)
     return lease
+
+
+def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> dict[Rank, int]:
+    """All but the last batch or two for each rank of what dealing one by one would come to: what keeps all of them busy
+    until one moment. One by one, a large epoch held the coordinator up for many seconds.
+    """
+
+    def needed(until_ms: float) -> dict[Rank, int]:
+        return {pace.rank: min(most[pace.rank], max(0, _fitting(pace, until_ms) - pace.leased_total)) for pace in paces}
+
+    low = min(finish_ms(pace, pace.leased_total) for pace in paces)
+    high = max(finish_ms(pace, pace.leased_total + most[pace.rank]) for pace in paces)
+    for _ in range(50):
+        middle = (low + high) / 2
+        lease = needed(middle)
+        is_free = sum(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
+        low, high = (middle, high) if is_free else (low, middle)
+    lease = needed(low)
+    is_free = sum(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
+    return lease if is_free else dict.fromkeys(most, 0)
 
 
 def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[Rank, int]:
