@@ -315,7 +315,7 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
             mean = safetensors.torch.load_file(folder / EMA) if EMA in manifest["files"] else {}
             mean = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in mean.items()}
             mapped = safetensors.torch.load_file(folder / STATE_TENSORS)
-            # copies, since an optimizer keeps what it is given: a mapped file's tensors are not aligned, with which sums
+            # copies, since an optimizer keeps what it is given: tensors of a mapped file are not aligned, so that sums
             # have another order, and a file that is replaced on another host ends the process that has it mapped
             tensors = {name: one.clone() for name, one in mapped.items()}
             state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
