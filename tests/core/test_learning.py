@@ -178,6 +178,49 @@ def test_whose_step_is_far_too_long_is_named(outliers, num_told):
     assert all("its step is far longer than its steps before" in event.text for event in events)
 
 
+def skipping(is_skipped, **settings):
+    """A job in which ranks skip those batches whose number in the job, from 0, is so."""
+    seen = []
+
+    def skips(event):
+        if not isinstance(event, ResultReceived):
+            return event
+        told = []
+        for work in event.work:
+            numbers = range(len(seen), len(seen) + work.num_batches)
+            seen.extend(numbers)
+            num = sum(map(is_skipped, numbers))
+            told.append(replace(work, num_batches=work.num_batches - num, num_skipped=num))
+        return replace(event, work=tuple(told))
+
+    simulation = told(5, 5, **settings)
+    simulation.changed = skips
+    return simulation, simulation.run()
+
+
+def test_batches_that_were_skipped_are_told_once_with_their_epoch_and_their_samples_count():
+    simulation, result = skipping(lambda number: number in (7, 8, 9), epochs=2)
+    assert result.outcome is Outcome.SUCCEEDED
+    assert result.committed_samples == (4_000, 4_000)
+    (event,) = [report for report in simulation.reports if isinstance(report, UserEvent)]
+    assert event.text == "skipped 3 batches in epoch 1: collate_fn or the data set gave None for them"
+
+
+def test_an_epoch_of_which_nothing_was_trained_fails_the_job():
+    """A filter that keeps nothing is a mistake: the model would be the initial one, and the job a success."""
+    _, result = skipping(lambda number: True, epochs=2)
+    assert result.outcome is Outcome.FAILED
+    assert result.error == "nothing was trained in epoch 1: collate_fn or the data set gave None for every batch"
+
+
+def test_what_was_skipped_of_an_epoch_is_known_after_a_checkpoint():
+    tally = EpochTally()
+    tally.add(Rank(1), EpochWork(epoch=0, num_batches=0, num_samples=8, loss_sum=0.0, num_skipped=2))
+    again = EpochTally.from_json(json.loads(json.dumps(tally.to_json())))
+    assert again.notice_of_skipped(0) == tally.notice_of_skipped(0)
+    assert again.is_all_skipped
+
+
 def left_out_of(*rounds, **settings):
     """A job of which rank 1's parts of these rounds are left out: they are far too long, or not finite."""
 

@@ -1,6 +1,7 @@
 """What user code wants to be seen, and what a rank measures, on their way to whoever looks."""
 
 import json
+import re
 import urllib.request
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,6 +29,33 @@ def telling_step(model, batch):
 
 job = replace(job, train_step=telling_step)
 """
+
+
+SKIPPING = """
+from dataclasses import replace
+
+from torch.utils.data import default_collate
+
+
+def sometimes_none(samples):
+    good = [one for one in samples if one[2] >= NUM_SAMPLES // 2]
+    return default_collate(good) if len(good) == len(samples) else None
+
+
+job = replace(job, collate_fn=sometimes_none, batch_size=2, epochs=1, evaluate=None)
+"""
+
+
+def test_batches_of_none_are_skipped_and_told_in_one_line(cluster: Cluster, job_file: Callable[..., Path]) -> None:
+    """Three of four batches are None: the step is never called with it, and every sample counts."""
+    job = cluster.client.submit(job_file("linear.py", SKIPPING), num_ranks=2, verify_rounds=True)
+    said = [event.text for event in job.watch() if isinstance(event, UserEvent)]
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"skipped \d+ batches \(\d+ on all ranks\) in epoch 1: collate_fn or the data set gave None for them", said[0]
+    )
+    result = job.result()
+    assert (result.state, result.committed_samples) == (JobState.SUCCEEDED, (500,))
 
 
 def test_an_event_of_the_users_own_is_seen_by_watchers_page_and_timeline(

@@ -53,6 +53,12 @@ MISTAKES = {
         said=("OSError: sample 0", "linear.py, line", "rank 0 at batch 0"),
         shown="raise OSError(f'sample {i // 1000}')",
     ),
+    "collate_fn gives nothing": Mistake(
+        lines="def broken(samples):\n    return None",
+        replaced="collate_fn=broken",
+        said=("nothing was trained in epoch 1: collate_fn or the data set gave None for every batch",),
+        invalid=True,
+    ),
     "evaluate raises": Mistake(
         lines="def broken(model):\n    return {'accuracy': 1 / 0}",
         replaced="evaluate=broken, epochs=1",

@@ -502,6 +502,7 @@ class EpochWork(_message.Message):
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     SCALARS_FIELD_NUMBER: _builtins.int
     HAS_NO_LOSS_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch."""
     num_batches: _builtins.int
@@ -512,6 +513,8 @@ class EpochWork(_message.Message):
     """Sum of the batch losses."""
     has_no_loss: _builtins.bool
     """True when the losses are not known, as in a script with its own loop."""
+    num_skipped: _builtins.int
+    """Further batches, whose samples count too, for which the data gave None: they were not trained."""
     @_builtins.property
     def scalars(self) -> _containers.MessageMap[_builtins.str, Global___ScalarSum]:
         """Recorded scalars by name."""
@@ -525,10 +528,11 @@ class EpochWork(_message.Message):
         loss_sum: _builtins.float = ...,
         scalars: _abc.Mapping[_builtins.str, Global___ScalarSum] | None = ...,
         has_no_loss: _builtins.bool = ...,
+        num_skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_no_loss", b"has_no_loss", "loss_sum", b"loss_sum", "num_batches", b"num_batches", "num_samples", b"num_samples", "scalars", b"scalars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_no_loss", b"has_no_loss", "loss_sum", b"loss_sum", "num_batches", b"num_batches", "num_samples", b"num_samples", "num_skipped", b"num_skipped", "scalars", b"scalars"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
+from elche.errors import InvalidJob
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
@@ -106,7 +107,9 @@ class Fetch:
         np.random.seed(key)
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
-        """Collates samples into a batch; None for no samples."""
+        """Collates samples into a batch; None for no samples, and for a batch that the job gives as None. Parts that
+        it gives as None are left out.
+        """
         if isinstance(samples, Together):
             return list(samples)
         if isinstance(samples, FetchError) or not samples:
@@ -114,10 +117,24 @@ class Fetch:
         try:
             if isinstance(samples, Samples) and samples.num_parts > 1:
                 bounds = bounds_of(len(samples), samples.num_parts)
-                return InParts((self._collate_fn(samples[start:end]), end - start) for start, end in bounds)
+                parts = ((self._collate_fn(samples[start:end]), end - start) for start, end in bounds)
+                return InParts(part for part in parts if part[0] is not None) or None
+            if self._collate_fn is default_collate and any(sample is None for sample in samples):
+                return self._without_none(samples)
             return self._collate_fn(samples)
         except Exception as error:
             return self._broken(error, "in collating a batch")
+
+    def _without_none(self, samples: list[Any]) -> FetchError | None:
+        """None if all samples are. Otherwise an error: batches of the default collation have a size that is known."""
+        num_none = sum(sample is None for sample in samples)
+        if num_none == len(samples):
+            return None
+        why = (
+            f"{self._file_name}: the data set gives None for {num_none} of the {len(samples)} samples of a batch: give "
+            "collate_fn, which leaves them out and returns None where no sample is left"
+        )
+        return FetchError(why, "", InvalidJob(why))
 
     def _broken(self, error: Exception, where: str) -> FetchError:
         if where:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from elche.errors import ElcheError
+from elche.errors import ElcheError, InvalidJob
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
 from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
 from elche_worker.data.prefetch import DeviceTransfer, HostTransfer
-from elche_worker.device.transfer import num_bytes
+from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import Timeline
 
@@ -28,6 +28,10 @@ MAX_READY_BYTES = 256 << 20
 """Most bytes of waiting batches; a single one may be larger."""
 BLOCK_BATCHES = 64
 """Batches whose indices are computed in one call."""
+NONE_IN_GROUP = (
+    "collate_fn gave None for a batch, and the processes of a replica group train each batch together: leave samples "
+    "that cannot be trained out of the data set, or let collate_fn put others in their place"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Batch:
     size: int
     """Samples of the whole batch, over all processes of a replica group."""
     data: Any
+    """None if the job gave None for it: it is to be skipped."""
     own_size: int
     """Samples of `data` that count; 0 if `data` only stands in for an empty part."""
     size_bytes: int = 0
@@ -245,6 +250,8 @@ class LeaseLoader:
     def _put(self, wanted: BatchRequest, data: Any) -> None:
         if isinstance(data, FetchError):
             self._ready.append(data.to_error())
+        elif self._group_size > 1 and _lacks_parts(data, wanted):
+            self._ready.append(InvalidJob(NONE_IN_GROUP))
         else:
             size_bytes = num_bytes(data)
             with self._room:
@@ -288,6 +295,12 @@ class LeaseLoader:
         start, end = part_of(len(indices), self._member, self._group_size)
         own = Indices(indices[start:end] or indices[:1], epoch, max(1, len(indices) // self._group_size))
         return BatchRequest(epoch, len(indices), own, end - start)
+
+
+def _lacks_parts(data: Any, wanted: BatchRequest) -> bool:
+    """True if the job gave None for a batch, or for a part of it."""
+    num_samples = sum(size for _, size in data) if isinstance(data, InParts) else len(wanted.indices)
+    return data is None or num_samples < len(wanted.indices)
 
 
 class _Sampler:

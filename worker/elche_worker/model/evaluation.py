@@ -60,6 +60,11 @@ def evaluate_part(
     with evaluating(model, optimizers):
         own = torch.Generator().manual_seed(0)  # the DataLoader would draw a seed from training's generator
         for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn, generator=own):
+            if batch is None:
+                raise InvalidJob(
+                    f"{file_name}: collate_fn gave None for a batch of eval_dataset(): leave what cannot be evaluated "
+                    "out of that data set"
+                )
             num_samples = min(batch_size, size)
             size -= num_samples
             returned = _named(job.eval_step(model, to_device(batch, device)), "eval_step", file_name)

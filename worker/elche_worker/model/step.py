@@ -219,6 +219,7 @@ class TrainStep:
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
         num_parts = self.num_parts if max_parts is None else min(self.num_parts, max_parts)
         parts = self._parts_of(data, size, num_parts)
+        size = sum(part_size for _, part_size in parts)  # less where collate_fn has left parts out
         total: torch.Tensor | None = None
         scalars: dict[str, Sum] = {}
         for part, part_size in parts:

@@ -359,6 +359,8 @@ def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, 
 
     def train(num_samples: int) -> None:
         data = fetch.collate(fetch.__getitems__(list(range(num_samples))))
+        if data is None:
+            return
         step.make_gradients(to_device(data, torch.device(launch.device)), num_samples)
 
     return largest_that_fits(size, train, built.model, is_out_of_memory), True

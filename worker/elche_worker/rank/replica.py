@@ -327,13 +327,14 @@ class Replica:
         state = capture_rng_state()  # first: the data set may draw random numbers too
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
-        with _peers_told_apart():
-            self.replica_group.train(self.step.warm_up, data, batch)
+        if data is not None:
+            with _peers_told_apart():
+                self.replica_group.train(self.step.warm_up, data, batch)
         self._streams.finish_compute()
         restore_rng_state(state)
 
     def train(self, act: TrainBatch) -> None:
-        """Trains the batch that is ready, or this process's part of it."""
+        """Trains the batch that is ready, or this process's part of it. One that is None is only counted."""
         batch = self.loader.take()
         data = self.loader.transfer.receive(batch.data, batch.event)
         if not self.replica_group.is_leader:
@@ -342,6 +343,10 @@ class Replica:
             self._begin_epoch(batch.epoch)
         if not self.rates.is_constant:
             self.rates.set(self._progress(act.samples))
+        self._leased[batch.epoch] -= batch.size
+        if data is None:
+            self.meter.skip_batch(batch.epoch, batch.size)
+            return
         self.timer.start()
         started_s = time.perf_counter()
         with _peers_told_apart():
@@ -350,9 +355,8 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
-        self._leased[batch.epoch] -= batch.size
         self._norm.note_batch(self.local_step - self.entered.local_step)
-        if self.local_step == 1:  # the first step has made the optimizers' state
+        if self.local_step - self.meter.num_skipped == 1:  # the first step has made the optimizers' state
             check_state(self.optimizers)
         times_ms = self.timer.take()
         if self.replica_group.is_leader:  # the others report to nobody

@@ -122,13 +122,18 @@ def _train(
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
                 num_trained += batch.size
-                loss, scalars = step.run(loader.transfer.receive(batch.data, batch.event), batch.size)
+                data = loader.transfer.receive(batch.data, batch.event)
+                if data is None:
+                    sums.add(EpochSums(0, batch.size, num_skipped=1))
+                    continue
+                loss, scalars = step.run(data, batch.size)
                 mean.move(batch.size)
                 rank.local_step += 1
                 if rank.local_step == MEASURED_BATCHES:
                     loader.plan()
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
+            _tell_skipped(epoch, sums)
             with mean.in_model():
                 metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
             epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
@@ -170,6 +175,18 @@ class _Rank(RateSetters):
     @property
     def lr(self) -> float:
         return float(self._built.all_optimizers[0].param_groups[0]["lr"])
+
+
+def _tell_skipped(epoch: int, sums: EpochSums) -> None:
+    """Says how many batches were skipped. Raises `InvalidJob` if none was trained."""
+    if not sums.num_skipped:
+        return
+    if not sums.num_batches:
+        raise InvalidJob(
+            f"{FILE}: nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch"
+        )
+    why = "collate_fn or the data set gave None for them"
+    print(f"elche: skipped {sums.num_skipped} batches in epoch {epoch + 1}: {why}", file=sys.stderr)
 
 
 def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], duration_s: float) -> EpochMetrics:

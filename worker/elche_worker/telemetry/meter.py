@@ -17,12 +17,16 @@ class EpochSums:
 
     num_batches: int = 0
     num_samples: int = 0
+    """Samples, those of skipped batches too."""
     loss_sum: float | torch.Tensor = 0.0
     scalars: dict[str, Sum] = field(default_factory=dict)
+    num_skipped: int = 0
+    """Further batches, which were not trained."""
 
     def add(self, other: "EpochSums") -> None:
         """Adds another's batches."""
         self.num_batches += other.num_batches
+        self.num_skipped += other.num_skipped
         self.num_samples += other.num_samples
         self.loss_sum = self.loss_sum + other.loss_sum
         for name, (total, count) in other.scalars.items():
@@ -42,6 +46,7 @@ class EpochSums:
             num_samples=self.num_samples,
             loss_sum=float(self.loss_sum),
             scalars=scalars,
+            num_skipped=self.num_skipped,
         )
 
 
@@ -77,7 +82,9 @@ class Meter:
 
     def __init__(self, *, reads_losses: bool) -> None:
         self.local_step = 0
-        """Batches trained."""
+        """Batches trained or skipped."""
+        self.num_skipped = 0
+        """Batches skipped."""
         self.num_processed = 0
         """Samples trained, counted in the order of the leases."""
         self.work = RoundWork()
@@ -91,6 +98,8 @@ class Meter:
         self._batch_ms: list[float] = []
         self._loss_sum = 0.0
         self._loss_count = 0
+        self._has_skipped = False
+        """True if a batch was skipped since the last report."""
 
     def add_batch(
         self, epoch: int, num_samples: int, loss: torch.Tensor, scalars: dict[str, Sum], fraction: float = 1.0
@@ -106,6 +115,15 @@ class Meter:
         if self._reads_losses:
             self._loss_sum += float(value)
             self._loss_count += 1
+
+    def skip_batch(self, epoch: int, num_samples: int) -> None:
+        """Counts a batch that was not trained: its samples are done, without a loss."""
+        self.local_step += 1
+        self.num_skipped += 1
+        self.num_processed += num_samples
+        self.work.weight += num_samples
+        self.work.epochs.setdefault(epoch, EpochSums()).add(EpochSums(0, num_samples, num_skipped=1))
+        self._has_skipped = True
 
     def add_times(self, batch_ms: list[float]) -> None:
         """Adds device times of batches, in ms. The reported time per batch includes the wait for its data."""
@@ -123,7 +141,7 @@ class Meter:
     @property
     def has_unreported(self) -> bool:
         """True if batches have ended since the last report."""
-        return bool(self._batch_ms)
+        return bool(self._batch_ms) or self._has_skipped
 
     def take_report(self) -> rank_pb2.BatchesTrained:
         """Progress since the last report."""
@@ -136,6 +154,7 @@ class Meter:
             loss_count=self._loss_count,
         )
         self._batch_ms, self._loss_sum, self._loss_count = [], 0.0, 0
+        self._has_skipped = False
         return report
 
     def take_work(self) -> RoundWork:

@@ -109,7 +109,9 @@ class JobDefinition(Settings):
     metrics are summed over all batches of all ranks, in int64 or float64 on the CPU, up to 1 MiB. Called with the sums
     by name, on one rank after each evaluation, and before training on each with those of two batches."""
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of samples; by default torch's `default_collate`."""
+    """Makes a batch of a list of samples; by default torch's `default_collate`. A batch for which it returns None is
+    skipped, and its samples count as seen.
+    """
     manual_optimization: bool = False
     """`train_step(model, batch, optimizers)` calls backward and steps itself, as a GAN needs. `optimizers` is the
     result of `optimizer(model)`: one, or a list, tuple or dict of several.

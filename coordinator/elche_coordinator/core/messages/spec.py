@@ -243,6 +243,8 @@ class EpochWork:
     """True if the losses are known; they may not be in a user-owned loop."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Name to (sum, count)."""
+    num_skipped: int = 0
+    """Further batches, whose samples count too, for which the data gave None: they were not trained."""
 
 
 def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:

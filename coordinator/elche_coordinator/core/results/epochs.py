@@ -6,8 +6,9 @@ from typing import Any
 
 from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
 from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank
-from elche_coordinator.core.messages.reports import EpochReport
+from elche_coordinator.core.messages.reports import EpochReport, UserEvent
 from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart, whole_number
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecords
 from elche_coordinator.core.results.tally import EpochTally
@@ -33,6 +34,8 @@ class Epochs:
         """Finished epochs that were sent to a rank, the lowest one, and whose callback has not returned."""
         self._due: dict[int, EpochReport] = {}
         """Finished epochs that were not sent yet, because their evaluation is missing."""
+        self.untrained: Failure | None = None
+        """Set when an epoch has ended of which no batch was trained."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's work in a committed round."""
@@ -69,6 +72,14 @@ class Epochs:
         tally = self._tallies.pop(epoch, EpochTally())
         report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped, attempt=self._attempt)
         self._outbox.add(Publish(job_id=self._job_id, report=report))
+        if notice := tally.notice_of_skipped(epoch):
+            rank, text = notice
+            self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
+        if tally.is_all_skipped:
+            self.untrained = self.untrained or Failure(
+                f"nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch",
+                invalid=True,
+            )
         if self._tells_a_rank:
             self._due[epoch] = report
         return report

@@ -26,6 +26,8 @@ class EpochTally:
     """Duration in seconds of the rounds that trained it, in proportion to their samples."""
     rank_batches: dict[Rank, int] = field(default_factory=dict)
     rank_samples: dict[Rank, int] = field(default_factory=dict)
+    rank_skipped: dict[Rank, int] = field(default_factory=dict)
+    """Batches that were not trained, since the data gave None for them."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's part of a committed round."""
@@ -35,6 +37,8 @@ class EpochTally:
             self.num_losses += work.num_batches
         self.rank_batches[rank] = self.rank_batches.get(rank, 0) + work.num_batches
         self.rank_samples[rank] = self.rank_samples.get(rank, 0) + work.num_samples
+        if work.num_skipped:
+            self.rank_skipped[rank] = self.rank_skipped.get(rank, 0) + work.num_skipped
         for name, (total, count) in work.scalars.items():
             old_total, old_count = self.scalars.get(name, (0.0, 0))
             self.scalars[name] = (old_total + total, old_count + count)
@@ -55,6 +59,23 @@ class EpochTally:
             rank_samples_per_s=tuple(self.rank_samples.get(rank, 0) / max(self.duration_s, 1e-9) for rank in ranks),
         )
 
+    @property
+    def is_all_skipped(self) -> bool:
+        """True if no batch was trained, since the data gave None for each."""
+        return bool(self.rank_skipped) and not self.num_batches
+
+    def notice_of_skipped(self, epoch: int) -> tuple[Rank, str] | None:
+        """The rank that has skipped the most batches, and what is to be said of all; None if there were none."""
+        if not self.rank_skipped:
+            return None
+        rank, most = max(self.rank_skipped.items(), key=lambda item: (item[1], -item[0]))
+        num = sum(self.rank_skipped.values())
+        others = f" ({num} on all ranks)" if num > most else ""
+        return (
+            rank,
+            f"skipped {most} batches{others} in epoch {epoch + 1}: collate_fn or the data set gave None for them",
+        )
+
     def to_json(self) -> dict[str, object]:
         """As plain values."""
         return {
@@ -65,6 +86,7 @@ class EpochTally:
             "scalars": {name: [total, count] for name, (total, count) in self.scalars.items()},
             "rank_batches": {str(rank): num for rank, num in self.rank_batches.items()},
             "rank_samples": {str(rank): num for rank, num in self.rank_samples.items()},
+            "rank_skipped": {str(rank): num for rank, num in self.rank_skipped.items()},
         }
 
     @classmethod
@@ -78,6 +100,7 @@ class EpochTally:
             scalars={name: (total, count) for name, (total, count) in state["scalars"].items()},
             rank_batches={Rank(int(rank)): num for rank, num in state["rank_batches"].items()},
             rank_samples={Rank(int(rank)): num for rank, num in state["rank_samples"].items()},
+            rank_skipped={Rank(int(rank)): num for rank, num in state.get("rank_skipped", {}).items()},
         )
 
 

@@ -220,7 +220,9 @@ class Generation:
             opened.told_header = opened.told_header or event.header
 
     def _commit(self, received: Round, now_s: float) -> Failure | None:
-        """Commits the first open round and plans the next one. Returns a failure if it must not be committed."""
+        """Commits the first open round and plans the next one. Returns a failure if it must not be committed,
+        or if nothing was trained in an epoch that it ends.
+        """
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
         failure = received.failure(allows_nonfinite=allows_nonfinite)
@@ -229,6 +231,8 @@ class Generation:
         del self.rounds[0]
         self._given_up_in_a_row = 0
         training.commit(received, now_s)
+        if training.epochs.untrained is not None:
+            return training.epochs.untrained
         self.scheduler.has_committed = True
         if not training.is_complete and not self.is_closing and self.abandoned is None:
             self.scheduler.plan_next(now_s)
