@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from elche.errors import ElcheError, InvalidJob
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
+from elche.samples import MAX_FIGURES, MAX_VALUES, NUM_POSITIONS
 from elche.settings import SETTINGS
 from elche.status import answering
 
@@ -86,10 +87,13 @@ ENTRIES = {
     "JobSpec.replay": 1 << 20,
     "JobSpec.settings": 200,
     "RankPart.slices": 1 << 20,
+    "Ready.samples": NUM_POSITIONS,
     "Ready.shard_sizes": 1 << 20,
     "Ready.tensors": MAX_TENSORS,
     "ResumeJobRequest.settings": 200,
+    "SampleRead.values": MAX_VALUES,
     "TensorSum.shape": 64,
+    "ValueFigures.figures": MAX_FIGURES,
 }
 """Most entries of lists and maps, by field, if not `MAX_ENTRIES`."""
 ALL_CHARACTERS = {"Ready.tensors": MAX_TENSORS_CHARS}

@@ -25,6 +25,8 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (spec.HeaderRow, rank_pb2.HeaderRow): (set(), set()),
     (spec.EpochWork, rank_pb2.EpochWork): ({"has_loss"}, {"has_no_loss"}),
     (spec.Build, rank_pb2.Build): (set(), set()),
+    (spec.SampleRead, rank_pb2.SampleRead): (set(), set()),
+    (spec.ValueFigures, rank_pb2.ValueFigures): (set(), set()),
     (events.RankReady, rank_pb2.Ready): (
         {*OF_A_RANK, "settings"},
         {one.name for one in rank_pb2.Ready.DESCRIPTOR.fields}
@@ -35,6 +37,8 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
             "batch_size",
             "resumed",
             "links_address",
+            "samples",
+            "are_samples_random",
         },  # its batch size is `rank_batch_size`
     ),
     (AgreedSettings, rank_pb2.Ready): (
@@ -48,6 +52,8 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
             "resumed",
             "timeline",
             "links_address",
+            "samples",
+            "are_samples_random",
         },  # what the rank itself is
     ),
     # From and to agents.

@@ -17,7 +17,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import SampleRead, Slot, ValueFigures
 from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
 from support.watched import WatchedSimulation, ranks
@@ -51,6 +51,79 @@ def test_ranks_that_disagree_on_the_file_fail_the_job_as_invalid(simulate, chang
     simulation.handle = tell_another
     fails(simulation, "ranks 0 and 2", *words)
     assert simulation.job.result.invalid
+
+
+def sample(index, *figures):
+    return SampleRead(index=index, values=tuple(ValueFigures(figures=one) for one in figures))
+
+
+IMAGE, SAME_IMAGE, OTHER_IMAGE = (
+    (0.05, 1.0, 3.0, 9.0, 1.0, 2.0),
+    (0.05, 1.0, 3.0, 9.1, 1.1, 2.0),
+    (0.05, 1.0, 3.0, 9.0, 7.0, 2.0),
+)
+READ = (sample(3, IMAGE), sample(30, IMAGE))
+
+
+def reading(simulation: WatchedSimulation, read, *, random_on=-1, restarted=None) -> None:
+    """Ranks have read these samples, each its own, and one that is `restarted` others."""
+    tell, seen = simulation.handle, set()
+
+    def tell_another(event):
+        if isinstance(event, RankReady):
+            samples = restarted if event.rank in seen and restarted is not None else read[event.rank]
+            seen.add(event.rank)
+            event = replace(event, samples=samples, are_samples_random=event.rank == random_on)
+        tell(event)
+
+    simulation.handle = tell_another
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (sample(3, IMAGE), sample(30, OTHER_IMAGE)),
+        (sample(30, OTHER_IMAGE),),
+        (sample(30, IMAGE, IMAGE),),
+        (sample(30),),
+        (sample(30, (0.0, *IMAGE[1:])),),
+        (sample(30, (0.05, 2.0, 3.0, 1.0, 9.0, 1.0)),),
+    ],
+)
+def test_ranks_whose_data_differ_fail_the_job_before_it_trains(simulate, other):
+    """Two hosts have listed their files in another order: the same positions would be other samples."""
+    simulation = simulate(ranks(5, 5, 5))
+    reading(simulation, (READ, READ, other))
+    fails(
+        simulation, "ranks have different data: sample 30 of rank 2 on ", " is not that of rank 0 on ", "os.listdir()"
+    )
+    assert simulation.job.result.invalid
+    assert not simulation.rounds
+
+
+@pytest.mark.parametrize(
+    ("read", "random_on"),
+    [
+        ((READ, (sample(3, SAME_IMAGE), sample(30, IMAGE))), -1),
+        ((READ, (sample(4, OTHER_IMAGE),)), -1),
+        ((READ, ()), -1),
+        ((READ, (sample(3, OTHER_IMAGE),)), 0),
+        ((READ, (sample(3, OTHER_IMAGE),)), 1),
+    ],
+)
+def test_data_that_differ_by_their_decoder_or_by_chance_or_that_were_not_read_are_taken(simulate, read, random_on):
+    simulation = simulate(ranks(5, 5))
+    reading(simulation, read, random_on=random_on)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+
+
+def test_a_rank_that_is_started_again_with_other_data_does_not_train_on_them(simulate):
+    """On another host, say, whose copy is older."""
+    simulation = simulate(ranks(5, 5, 5))
+    reading(simulation, (READ, READ, READ), restarted=(sample(3, OTHER_IMAGE),))
+    in_mid_training(simulation)
+    simulation.kill(1)
+    fails(simulation, "ranks have different data: sample 3 of rank 1 on ", " is not that of rank 0 on ")
 
 
 def test_an_unknown_policy_fails_the_job_as_invalid(simulate):

@@ -169,7 +169,7 @@ class Handle(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self.file is None:
             self.file = self.path.open("rb")
-        return torch.zeros(4), os.getpid()
+        return torch.zeros(4), 0
 
 
 def attach_file(path: Path) -> bool:

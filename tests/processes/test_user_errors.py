@@ -228,6 +228,17 @@ def test_ranks_that_disagree(cluster: Cluster, job_file: JobFile) -> None:
     assert raised.value.invalid
 
 
+def test_ranks_that_have_other_data_train_nothing(cluster: Cluster, job_file: JobFile) -> None:
+    """As two hosts with two versions of the files: as many samples, of the same shapes."""
+    replaced = REPLACE.format("dataset=lambda: Points(seed=1 + int(os.environ['ELCHE_RANK']))")
+    path = job_file("linear.py", replaced)
+    with pytest.raises(
+        JobFailed, match=r"ranks have different data: sample \d+ of rank 1 on \S+ is not that of rank 0"
+    ):
+        cluster.client.submit(path, num_ranks=2).result()
+    assert not list(path.parent.glob("linear.rank-*")), "a rank has trained"
+
+
 def test_processes_of_user_code_end_with_their_rank(cluster: Cluster, job_file: JobFile) -> None:
     """A pool of workers for the data, say: daemons that Python would end at exit."""
     lines = """

@@ -193,6 +193,8 @@ class Ready(_message.Message):
     LINKS_ADDRESS_FIELD_NUMBER: _builtins.int
     OUTLIERS_FIELD_NUMBER: _builtins.int
     KEEPS_STATE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    ARE_SAMPLES_RANDOM_FIELD_NUMBER: _builtins.int
     dataset_size: _builtins.int
     """Samples per epoch."""
     batch_size: _builtins.int
@@ -267,6 +269,8 @@ class Ready(_message.Message):
     """What is done with a step that is far longer than the rank's steps before: "skip" or "keep"."""
     keeps_state: _builtins.bool
     """Whether the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its checkpoints."""
+    are_samples_random: _builtins.bool
+    """Whether samples come out different each time they are read, so that they are not compared."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -284,6 +288,10 @@ class Ready(_message.Message):
     @_builtins.property
     def shard_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sizes of the data set's shards, in samples; empty when it has none."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRead]:
+        """Some samples of the data set, as the rank has read them: those that no other rank may have otherwise."""
 
     def __init__(
         self,
@@ -329,10 +337,12 @@ class Ready(_message.Message):
         links_address: _builtins.str = ...,
         outliers: _builtins.str = ...,
         keeps_state: _builtins.bool = ...,
+        samples: _abc.Iterable[Global___SampleRead] | None = ...,
+        are_samples_random: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "build", b"build", "max_batch_diff", b"max_batch_diff", "speed_hint", b"speed_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "keeps_state", b"keeps_state", "layout_hash", b"layout_hash", "links_address", b"links_address", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "outliers", b"outliers", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff", "_speed_hint", b"_speed_hint", "anchor", b"anchor", "are_samples_random", b"are_samples_random", "averaging", b"averaging", "averaging_options", b"averaging_options", "backend", b"backend", "batch_size", b"batch_size", "build", b"build", "checkpoint_every_epochs", b"checkpoint_every_epochs", "checkpoint_every_s", b"checkpoint_every_s", "dataset_size", b"dataset_size", "device", b"device", "divergence_threshold", b"divergence_threshold", "drop_last", b"drop_last", "epochs", b"epochs", "eval_size", b"eval_size", "has_evaluation", b"has_evaluation", "is_drawn", b"is_drawn", "keep_checkpoints", b"keep_checkpoints", "keeps_state", b"keeps_state", "layout_hash", b"layout_hash", "links_address", b"links_address", "max_anchor", b"max_anchor", "max_batch_diff", b"max_batch_diff", "max_steps", b"max_steps", "monitor", b"monitor", "more_is_better", b"more_is_better", "nonfinite", b"nonfinite", "on_rank_loss", b"on_rank_loss", "outliers", b"outliers", "overhead_target", b"overhead_target", "patience", b"patience", "policy", b"policy", "rank_batch_size", b"rank_batch_size", "restore", b"restore", "resumed", b"resumed", "ride_out_s", b"ride_out_s", "samples", b"samples", "seed", b"seed", "shard_sizes", b"shard_sizes", "speed_hint", b"speed_hint", "tensors", b"tensors", "timeline", b"timeline", "wants_metrics", b"wants_metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_batch_diff: _TypeAlias = _typing.Literal["max_batch_diff"]  # noqa: Y015
     _WhichOneofArgType__max_batch_diff: _TypeAlias = _typing.Literal["_max_batch_diff", b"_max_batch_diff"]  # noqa: Y015
@@ -344,6 +354,60 @@ class Ready(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speed_hint) -> _WhichOneofReturnType__speed_hint | None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class SampleRead(_message.Message):
+    """A sample of the data set, as a rank has read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its position in the data set."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueFigures]:
+        """Its values, such as tensors and texts."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        values: _abc.Iterable[Global___ValueFigures] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleRead: _TypeAlias = SampleRead  # noqa: Y015
+
+@_typing.final
+class ValueFigures(_message.Message):
+    """Figures of one value of a sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIGURES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def figures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The tolerance with which they are compared, the number of dimensions, the shape, the greatest entry, and some entries;
+        of a value without tolerance, instead of its entries, bytes of their hash.
+        """
+
+    def __init__(
+        self,
+        *,
+        figures: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["figures", b"figures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueFigures: _TypeAlias = ValueFigures  # noqa: Y015
 
 @_typing.final
 class Build(_message.Message):

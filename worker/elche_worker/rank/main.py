@@ -27,6 +27,7 @@ from elche_worker.data.dataset import Shards
 from elche_worker.data.fetching import Fetch
 from elche_worker.data.lease_loader import LeaseLoader, WorkerLost
 from elche_worker.data.prefetch import new_transfer
+from elche_worker.data.sample_figures import look_at
 from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
 from elche_worker.device.kinds import kind_of
@@ -254,6 +255,9 @@ def _prepare(
     ready.rank_batch_size = parts.batch_size
     ready.links_address = links_address
     ready.timeline = timeline is not None
+    looked = look_at(dataset, job.seed)  # worker processes of the loader run: they have no file open that is opened now
+    ready.samples.extend(looked.samples)
+    ready.are_samples_random = looked.are_random
     ready.resumed = loaded.training if loaded else ""
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators

@@ -6,7 +6,6 @@ without a seed, a list of files in another order, a vocabulary made of a set) wo
 """
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +13,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from elche.errors import Misuse
+from elche.samples import are_alike
 from elche_worker.collectives.world import World
 from elche_worker.data.fetching import Fetch, FetchError, Indices
+from elche_worker.data.sample_figures import figures_of
 from elche_worker.device.rng import seeded
-from elche_worker.device.transfer import tensors_in
 
-NUM_VALUES = 8
-"""Values of each tensor that ranks compare."""
-TOLERANCE = 0.05
-"""By how much they may differ, as a part of the tensor's greatest: images are not decoded alike on all hosts."""
 Figures = list[list[float]] | None
-"""Of each tensor of a sample: its shape, its greatest value, and some others. None of a sample that cannot be read."""
+"""None of a sample that cannot be read."""
 
 
 def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
@@ -57,7 +53,7 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     Not where a data set gives something else each time, as with random numbers of its own.
     """
     indices = sorted({0, len(loader.dataset) // 2, len(loader.dataset) - 1})  # type: ignore[arg-type]  # map-style
-    told = world.gather_texts(json.dumps([figures_of(one) for one in looked_at(loader, indices)]))
+    told = world.gather_texts(json.dumps([_figures_of(one) for one in looked_at(loader, indices)]))
     first, *others = [json.loads(text) for text in told]
     found = [
         (rank, at)
@@ -67,7 +63,7 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     ]
     if not found:
         return
-    twice = [figures_of(one) for one in looked_at(loader, indices * 2)]
+    twice = [_figures_of(one) for one in looked_at(loader, indices * 2)]
     is_random = any(not _alike(*pair) for pair in zip(twice, twice[len(indices) :], strict=False))
     if any(says for (says,) in world.gather_numbers([float(is_random)])):
         return
@@ -80,33 +76,12 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     )
 
 
-def figures_of(batch: Any) -> Figures:
-    """The figures of a batch that ranks compare, one list for each of its tensors."""
-    if isinstance(batch, FetchError):
-        return None
-    return [_figures(one) for one in tensors_in(batch) if one.layout is torch.strided and not one.is_quantized]
-
-
-def _figures(tensor: torch.Tensor) -> list[float]:
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    values = values.detach().flatten().double().cpu()
-    some = values[:: math.ceil(len(values) / NUM_VALUES)][:NUM_VALUES] if len(values) else values
-    greatest = float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(values) else 0.0
-    return [float(tensor.dim()), *map(float, tensor.shape), greatest, *some.tolist()]
+def _figures_of(batch: Any) -> Figures:
+    """The figures of a batch that ranks compare."""
+    return None if isinstance(batch, FetchError) else figures_of(batch)
 
 
 def _alike(one: Figures, other: Figures) -> bool:
     if one is None or other is None:  # an error of its own, once it is trained
         return True
-    return len(one) == len(other) and all(map(_are_near, one, other))
-
-
-def _are_near(one: list[float], other: list[float]) -> bool:
-    if len(one) != len(other) or one[0] != other[0]:
-        return False
-    shape_end = 1 + int(one[0])
-    if one[1:shape_end] != other[1:shape_end]:
-        return False
-    limit = TOLERANCE * max(one[shape_end], other[shape_end]) + 1e-12
-    pairs = zip(one[shape_end:], other[shape_end:], strict=True)
-    return all(abs(a - b) <= limit for a, b in pairs if math.isfinite(a) or math.isfinite(b))
+    return are_alike(one, other)

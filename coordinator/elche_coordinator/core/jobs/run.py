@@ -104,6 +104,8 @@ class Run:
         if difference is not None:
             error = f"rank {record.rank} was restarted with other settings than the job trains with: {difference}"
             return Failure(error, invalid=True)
+        if other := self._startup.other_data(self._roster.ranks, record.rank, event):
+            return Failure(other, invalid=True)
         self.membership.change_members()
         return None
 

@@ -26,6 +26,8 @@ class Startup:
         """The training's state in the checkpoint from which the job resumes."""
         self._architecture: Architecture | None = None
         """The training's state as text, of the first rank that was ready."""
+        self._read: dict[Rank, RankReady] = {}
+        """Per rank, its report, with the samples that it has read."""
         self._difference: str | None = None
         """The first difference found between ranks' models or checkpoints."""
 
@@ -35,6 +37,7 @@ class Startup:
         if self._architecture is None:
             self._architecture = architecture
         self._difference = self._difference or self._architecture.difference(architecture)
+        self._read[rank] = event
         if event.resumed:
             self._add_resumed(event.resumed)
 
@@ -54,6 +57,38 @@ class Startup:
         """Returns why the ranks cannot train together; None when they can. Call it once every rank was added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
         why = (
-            self._difference or first_disagreement(settings) or first_invalid_setting(next(reversed(settings.values())))
+            self._difference
+            or first_disagreement(settings)
+            or first_invalid_setting(next(reversed(settings.values())))
+            or self._other_data(ranks)
         )
         return Failure(why, invalid=True) if why is not None else None
+
+    def other_data(self, ranks: RankRecords, rank: Rank, event: RankReady) -> str | None:
+        """Describes a sample that a rank which joins has read otherwise; None when it has the same data."""
+        self._read[rank] = event
+        return self._other_data(ranks)
+
+    def _other_data(self, ranks: RankRecords) -> str | None:
+        """Describes the first sample that a rank has read otherwise than the lowest; None when all have the same, and
+        when a rank reads its samples otherwise each time.
+        """
+        read = {rank: event for rank, event in sorted(self._read.items()) if rank in ranks}
+        if any(event.are_samples_random for event in read.values()):
+            return None
+        (lowest, first), *others = read.items()
+        for rank, event in others:
+            samples = {sample.index: sample for sample in event.samples}
+            for sample in first.samples:
+                if sample.index in samples and not sample.is_like(samples[sample.index]):
+                    where = f"rank {rank} on {ranks[rank].host}", f"rank {lowest} on {ranks[lowest].host}"
+                    return _told(sample.index, *where)
+        return None
+
+
+def _told(index: int, one: str, other: str) -> str:
+    return (
+        f"ranks have different data: sample {index} of {one} is not that of {other}. All need the same data set, in "
+        "the same order: copy the same files to each host, sort what has no order, such as os.listdir(), and seed what "
+        "is drawn at random"
+    )

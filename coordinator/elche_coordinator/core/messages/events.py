@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, Slot, TensorSum
+from elche_coordinator.core.messages.spec import Build, EpochWork, HeaderRow, JobSpec, SampleRead, Slot, TensorSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,10 @@ class RankReady(RankEvent):
     """The training's state in the checkpoint that the rank has loaded, as JSON; empty without one."""
     links_address: str = ""
     """HOST:PORT at which others can test if they reach it."""
+    samples: tuple[SampleRead, ...] = ()
+    """Some samples of its data set; others may have read fewer."""
+    are_samples_random: bool = False
+    """True if samples come out different each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from math import prod
 from operator import add
 from typing import Any
 
+from elche.samples import are_alike
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 
@@ -245,6 +246,25 @@ class EpochWork:
     """Name to (sum, count)."""
     num_skipped: int = 0
     """Further batches, whose samples count too, for which the data gave None: they were not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFigures:
+    """Figures of one value of a sample, as in `elche.samples`."""
+
+    figures: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRead:
+    """A sample of the data set, as a rank has read it."""
+
+    index: int
+    values: tuple[ValueFigures, ...]
+
+    def is_like(self, other: "SampleRead") -> bool:
+        """True if the other rank has read the same."""
+        return are_alike([one.figures for one in self.values], [one.figures for one in other.values])
 
 
 def first_disagreement(settings: dict[Rank, AgreedSettings]) -> str | None:

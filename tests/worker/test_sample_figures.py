@@ -1,0 +1,153 @@
+"""Samples that ranks compare: what is taken for the same, and what for other data."""
+
+import random
+import time
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from elche.samples import NUM_POSITIONS, are_alike, positions_to_compare
+from elche_coordinator.core.messages.spec import SampleRead, ValueFigures
+from elche_coordinator.validation import first_problem
+from elche_worker.data.dataset import Shards
+from elche_worker.data.sample_figures import figures_of, look_at
+
+IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclass
+class Graph:
+    """A sample of a class of the user's own."""
+
+    nodes: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((IMAGE, 20), (IMAGE, 21)),
+        ((IMAGE, 3), (255 - IMAGE, 3)),
+        ((IMAGE, 3), (IMAGE.T, 3)),
+        (Pair(IMAGE, 20), Pair(IMAGE, 21)),
+        ({"x": torch.ones(3), "y": 1.0}, {"x": torch.zeros(3), "y": 1.0}),
+        (torch.arange(100), torch.arange(100).flip(0)),
+        (torch.tensor(20), torch.tensor(21)),
+        ("a text", "another"),
+        ("a text", "A text"),
+        (Graph(torch.ones(3)), Graph(torch.ones(4))),
+        ([1, 2], [1]),
+        (torch.ones(2, dtype=torch.bfloat16), -torch.ones(2, dtype=torch.bfloat16)),
+        (True, False),
+    ],
+)
+def test_other_data_are_told_apart(one: Any, other: Any) -> None:
+    """Labels that differ by one, too: classes are numbered by an order of folders that hosts may list otherwise."""
+    assert are_alike(figures_of(one), figures_of(one))
+    assert not are_alike(figures_of(one), figures_of(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGE, IMAGE + 1),
+        (torch.ones(3), torch.ones(3) + 1e-3),
+        ({"file": "/data/a/1.png"}, {"file": "/mnt/b/1.png"}),
+        ({"file": r"C:\data"}, {"file": "/mnt/b/1.png"}),
+        (object(), object()),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0])),
+    ],
+)
+def test_what_hosts_make_differently_of_the_same_data_is_no_difference(one: Any, other: Any) -> None:
+    """Another decoder of images, a folder elsewhere."""
+    assert are_alike(figures_of(one), figures_of(other))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 1000, 10**12])
+def test_positions_are_spread_and_those_of_the_seed(size: int) -> None:
+    positions = positions_to_compare(size, 3)
+    assert positions == sorted(set(positions)) == positions_to_compare(size, 3)
+    assert len(positions) == min(size, NUM_POSITIONS)
+    assert all(0 <= position < size for position in positions)
+    if size >= 1000:
+        assert positions != positions_to_compare(size, 4)
+        assert [position * NUM_POSITIONS // size for position in positions] == [0, 1, 2, 3]
+
+
+def test_what_is_drawn_at_random_is_alike_on_every_rank_and_the_generators_stay_as_they_are() -> None:
+    class Augmented:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(3) + random.random() + np.random.rand()
+
+    before = torch.get_rng_state()
+    one = look_at(Augmented(), 0, budget_s=100)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    other = look_at(Augmented(), 0, budget_s=100)
+    assert one == other
+    assert (len(one.samples), one.are_random) == (NUM_POSITIONS, False)
+
+
+def test_samples_that_come_out_different_each_time_are_not_compared() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.own = np.random.default_rng(3)
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            return self.own.random(3)
+
+    looked = look_at(Own(), 0, budget_s=100)
+    assert looked.are_random
+    assert not looked.samples
+
+
+def test_a_sample_that_cannot_be_read_fails_when_it_is_trained_and_not_here() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return {0: 1, 1: 2}[index]
+
+    assert [one.index for one in look_at(Broken(), 0, budget_s=100).samples] == [0, 1]
+
+
+def test_data_that_are_dear_to_read_are_not_read_for_long_and_streams_not_at_all() -> None:
+    reads: list[int] = []
+
+    class Slow:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            reads.append(index)
+            time.sleep(0.01)
+            return index
+
+    assert not look_at(Slow(), 0, budget_s=0).samples
+    assert len(reads) == 1
+    assert not look_at(Shards([5], lambda index: pytest.fail("opened")), 0).samples
+
+
+def test_the_message_is_one_that_the_coordinator_takes() -> None:
+    """However many values a sample has, and whatever they are."""
+    odd = [torch.full((1,) * 70, float("inf")), *([float("nan")] * 200), 10**30, "x" * 10**5]
+    looked = look_at([odd] * 9, 0, budget_s=100)
+    for sample in looked.samples:
+        assert not first_problem(sample)
+        values = tuple(ValueFigures(figures=tuple(one.figures)) for one in sample.values)
+        read = SampleRead(index=sample.index, values=values)
+        assert read.is_like(read)
+    dataset = TensorDataset(torch.randn(50, 3), torch.arange(50))
+    assert [len(sample.values) for sample in look_at(dataset, 0, budget_s=100).samples] == [2] * NUM_POSITIONS

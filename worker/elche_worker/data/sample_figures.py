@@ -1,0 +1,130 @@
+"""Looks at some samples of a job's data set, for the coordinator to compare those of all ranks."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elche.samples import MAX_VALUES, TOLERANCE, are_alike, positions_to_compare
+from elche.v1 import rank_pb2
+from elche_worker.data.dataset import Shards
+from elche_worker.data.fetching import Fetch, FetchError
+from elche_worker.device.rng import seeded
+from elche_worker.device.transfer import tensors_in
+
+BUDGET_S = 0.2
+"""Seconds after which no further sample is read."""
+NUM_READS = 3
+"""How often each is read: one that comes out different is drawn at random."""
+NUM_ENTRIES = 8
+"""Entries of each value that are compared."""
+MAX_DIMS = 32
+"""Most dimensions of a value that is compared."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Looked:
+    """What was seen of a data set."""
+
+    samples: tuple[rank_pb2.SampleRead, ...] = ()
+    are_random: bool = False
+    """True if a sample comes out different each time, from equal random generators."""
+
+
+def look_at(dataset: Any, seed: int, *, budget_s: float = BUDGET_S) -> Looked:
+    """Reads some samples, each with the random generators seeded alike on every rank. Leaves out those that raise, and
+    those for which there is no time. Reads none of a stream, since it would be read from its beginning.
+    """
+    if isinstance(dataset, Shards):
+        return Looked()
+    fetch, until_s = Fetch(dataset, None, ""), time.monotonic() + budget_s
+    found: list[rank_pb2.SampleRead] = []
+    for index in positions_to_compare(len(dataset), seed):
+        reads = []
+        for _ in range(NUM_READS):
+            with seeded(seed):
+                samples = fetch.__getitems__([index])
+            if isinstance(samples, FetchError):
+                break
+            reads.append(figures_of(samples))
+            if time.monotonic() > until_s:
+                return Looked(tuple(found))
+        if not all(are_alike(reads[0], one) for one in reads[1:]):
+            return Looked(are_random=True)
+        if len(reads) == NUM_READS:
+            values = [rank_pb2.ValueFigures(figures=one) for one in reads[0]]
+            found.append(rank_pb2.SampleRead(index=index, values=values))
+    return Looked(tuple(found))
+
+
+def figures_of(sample: Any) -> list[list[float]]:
+    """The figures of a sample's first values: tensors, arrays, images, numbers and texts, of any nested structure."""
+    figures: list[list[float]] = []
+    for value in _values_in(sample):
+        if len(figures) == MAX_VALUES:
+            break
+        figures.append(_of_text(value) if isinstance(value, bytes) else _of_array(value))
+    return figures
+
+
+def _values_in(sample: Any) -> Iterator[npt.NDArray[Any] | bytes]:
+    """The values as arrays, texts as bytes. Leaves out texts that may be paths, which are others on each host, and
+    what has no order or is unknown.
+    """
+    if isinstance(sample, str):
+        if "/" not in sample and "\\" not in sample:
+            yield sample.encode("utf-8", "replace")
+    elif isinstance(sample, bytes):
+        yield sample
+    elif isinstance(sample, Mapping):
+        for value in sample.values():
+            yield from _values_in(value)
+    elif isinstance(sample, list | tuple):
+        for value in sample:
+            yield from _values_in(value)
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        for one in dataclasses.fields(sample):
+            yield from _values_in(getattr(sample, one.name, None))
+    elif (array := _as_array(sample)) is not None:
+        yield array
+    elif not isinstance(sample, torch.Tensor):  # an object that moves itself to a device
+        yield from filter(lambda one: one is not None, map(_as_array, tensors_in(sample)))
+
+
+def _as_array(value: Any) -> npt.NDArray[Any] | None:
+    """The array of a tensor, array, image or number, of numbers; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.dim() > MAX_DIMS:
+            return None
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        value = (value.float() if value.dtype.is_floating_point and value.element_size() < 4 else value).numpy()
+    elif not isinstance(value, bool | int | float | complex | np.generic) and not hasattr(value, "__array_interface__"):
+        return None
+    array = np.asarray(value)
+    return array if array.dtype.kind in "biufc" and array.ndim <= MAX_DIMS else None
+
+
+def _of_array(array: npt.NDArray[Any]) -> list[float]:
+    """Numbers such as labels and tokens are compared exactly, images and what was computed with a tolerance."""
+    if array.dtype.kind in "biu" and (array.size == 1 or array.dtype.itemsize > 1):
+        return [0.0, float(array.ndim), *map(float, array.shape), *_hash(array.astype(np.int64).tobytes())]
+    values = array.reshape(-1)
+    values = np.concatenate([values.real, values.imag]) if array.dtype.kind == "c" else values
+    values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
+    some = values[:: math.ceil(values.size / NUM_ENTRIES) or 1][:NUM_ENTRIES]
+    greatest = np.abs(values).max() if values.size else 0.0
+    return [TOLERANCE, float(array.ndim), *map(float, array.shape), float(greatest), *some.tolist()]
+
+
+def _of_text(text: bytes) -> list[float]:
+    return [0.0, 1.0, float(len(text)), *_hash(text)]
+
+
+def _hash(data: bytes) -> list[float]:
+    return [float(one) for one in blake2b(data, digest_size=NUM_ENTRIES).digest()]
