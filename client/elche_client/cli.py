@@ -239,6 +239,34 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
     return list_checkpoints(job, address, as_json=as_json)
 
 
+@cli.command()
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@json_option
+def audit(folder: Path, as_json: bool) -> int:
+    """Prove, by what its ranks wrote, that the run in folder RUN trained every sample of every epoch once.
+
+    The run needs --audit true. Compares the ranks' files with the record of rounds, the result and the checkpoints, by
+    a program that shares no code with what has written them. Exit codes: 0 proven, 1 refuted, with a line per
+    violation, 2 not to be judged, as files are missing or damaged.
+
+    \b
+    Examples:
+      elche run train.py --audit true
+      elche audit runs/train-20260101-120000
+      elche audit runs/train-20260101-120000 --json
+    """
+    import elche_audit
+    from elche_client.formatting import printable
+    from elche_client.record import to_json
+
+    verdict = elche_audit.judge(folder)
+    if as_json:
+        click.echo(to_json(elche_audit.document(verdict), indent=1))
+    else:
+        click.echo("\n".join(map(printable, elche_audit.lines(verdict))))
+    return elche_audit.exit_code(verdict)
+
+
 for command in (
     fetch,
     logs,

@@ -143,7 +143,7 @@ class CommandGroup(click.Group):
             *("checkpoint", "checkpoints", "pause", "scale", "cancel"),
         ),
         "Cluster": ("hosts", "drain", "up", "agents", "down"),
-        "Debug": ("doctor", "timeline", "journal"),
+        "Debug": ("doctor", "timeline", "journal", "audit"),
         "Access": ("context", "token", "certs"),
     }
 

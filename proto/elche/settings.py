@@ -339,6 +339,9 @@ class Settings(SharedSettings):
     timeline: Annotated[bool, Setting("Record what every rank does when, for `elche timeline`.")] = False
     """True if ranks record times of batches, waits, copies and rounds. `elche timeline` shows them, with the
     coordinator's decisions."""
+    audit: Annotated[bool, Setting("Write down which samples went into which round, for `elche audit`.")] = False
+    """True if ranks write a file of what they have trained and of the rounds into which it went. `elche audit` proves
+    by these that every sample of every epoch is in the final parameters once."""
     precision: Annotated[
         str,
         Setting(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from elche_audit.rank_file import read as audited
 from elche_worker import outer, this_rank
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.data.lease_loader import Lease
@@ -425,3 +426,36 @@ def test_what_after_round_changes_stays_in_the_result_and_beside_newer_steps(wor
     assert torch.equal(weight(second), results[id(second.replica.model)] + 0.5)
     assert bool(newer_steps.any()) == bool(newer)
     assert torch.allclose(weight(first) - weight(second), newer_steps, rtol=0, atol=1e-6)
+
+
+# The audit
+
+
+def test_a_replica_writes_what_its_loader_has_fetched(world: Make) -> None:
+    ranks = world(2, averaging="blocking", audit=True)
+    ranks.round(1)
+    ranks.ranks[0].train(2)
+    ranks.ranks[1].train(1)
+    ranks.round(2)
+    ranks.ranks[0].train(1)
+    (first, second) = (rank.replica.audit for rank in ranks.ranks)
+    assert first is not None
+    assert second is not None
+    first.end(3)
+    files = [audited(log._path) for log in (first, second)]
+    assert [[(one.offset, one.size, one.step) for one in file.batches] for file in files] == [
+        [(0, 4, 1), (4, 4, 2), (8, 4, 3)],
+        [(0, 4, 1)],
+    ]
+    assert [[(one.round, one.cut, one.weight) for one in file.rounds] for file in files] == [
+        [(1, 0, 0), (2, 8, 8)],
+        [(1, 0, 0), (2, 4, 4)],
+    ]
+    contents = [file.results[1, 2].content for file in files]
+    assert contents[0] == contents[1]
+    assert (contents[0]["the version"], contents[0]["the number of samples"]) == (2, 12)
+    assert not any(file.problems for file in files)
+
+
+def test_a_job_that_does_not_ask_has_no_file(world: Make) -> None:
+    assert [rank.replica.audit for rank in world(1).ranks] == [None]

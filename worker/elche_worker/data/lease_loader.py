@@ -42,6 +42,8 @@ class Lease:
     epoch: int
     offset: int
     size: int
+    granted: int = 0
+    """The coordinator's id; `id` numbers the parts in which its leases are begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Batch:
     size_bytes: int = 0
     event: Any = None
     """Event after which the data is on the device; None if it needs no copy."""
+    lease: int = 0
+    """The coordinator's id of its lease."""
+    offset: int = 0
+    """Position of its first sample in the epoch's permutation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,9 @@ class BatchRequest:
     indices: list[int]
     """Samples to fetch in this process."""
     own_size: int
+    lease: int = 0
+    offset: int = 0
+    """Position of the whole batch's first sample in the epoch's permutation."""
 
 
 class WorkerLost(ElcheError, RuntimeError):
@@ -263,7 +272,8 @@ class LeaseLoader:
             data, event = self.transfer.move(data)
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
-            self._ready.append(Batch(wanted.epoch, wanted.size, data, wanted.own_size, size_bytes, event))
+            sizes = (wanted.size, data, wanted.own_size, size_bytes)
+            self._ready.append(Batch(wanted.epoch, *sizes, event, wanted.lease, wanted.offset))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -288,7 +298,8 @@ class LeaseLoader:
         for start in range(0, lease.size, block):
             indices = self._order.indices(lease.epoch, lease.offset + start, min(block, lease.size - start))
             for at in range(0, len(indices), self._batch_size):
-                yield self._part(lease.epoch, indices[at : at + self._batch_size])
+                part = self._part(lease.epoch, indices[at : at + self._batch_size])
+                yield replace(part, lease=lease.granted, offset=lease.offset + start + at)
 
     def _part(self, epoch: int, indices: list[int]) -> BatchRequest:
         """This process's part of a batch; a process without a part fetches one sample that stands in for it."""

@@ -187,7 +187,11 @@ class RankLoop:
 
     def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
         lease = Lease(
-            id=message.lease, epoch=message.epoch, offset=message.partition_offset, size=message.partition_size
+            id=message.lease,
+            epoch=message.epoch,
+            offset=message.partition_offset,
+            size=message.partition_size,
+            granted=message.lease,
         )
         self._reserve.add(lease, is_reserve=message.is_reserve)
 
@@ -228,10 +232,14 @@ class RankLoop:
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
+        if self._replica.audit is not None:
+            self._replica.audit.end(self.local_step)
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """Handles a committed round: writes or discards its checkpoint, evaluates or saves its result."""
         self._headers.forget(outcome.round)
+        if (audit := self._replica.audit) is not None:
+            audit.committed(round_id=outcome.round, version=outcome.version, global_step=outcome.global_step)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))

@@ -18,11 +18,12 @@ import grpc
 import torch
 
 from elche.extent import Extent
+from elche.header import header_digest
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Average, Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
-from elche_worker.data.lease_loader import Lease, LeaseLoader
+from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
 from elche_worker.device.streams import Streams
@@ -48,6 +49,7 @@ from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.round_memory import RoundMemory
 from elche_worker.rank.view import View
 from elche_worker.session.launch import Launch
+from elche_worker.telemetry.audit import AuditLog
 from elche_worker.telemetry.meter import Meter, RoundWork
 from elche_worker.telemetry.timeline import Timeline
 from elche_worker.telemetry.timing import new_timer
@@ -169,6 +171,7 @@ class Replica:
             outer=outer,
             decay=decay_of(job.ema, parts.extent.batch_size),
         )
+        self._averaging_options = options
         self.averaging = Averaging(
             parts.layout,
             options,
@@ -225,6 +228,26 @@ class Replica:
         )
         if parts.loaded is not None:
             self._resume(parts.loaded)
+        self.audit = self._new_audit() if job.audit and parts.group.is_leader else None
+
+    def _new_audit(self) -> AuditLog:
+        """The file of what this rank trains, beside its other files."""
+        launch, extent = self._launch, self._parts.extent
+        about = {
+            "job": launch.job_id,
+            "rank": launch.rank,
+            "incarnation": launch.incarnation,
+            "resume": launch.resume,
+            "version": self.version,
+            "samples": self._result.samples,
+            "dataset_size": extent.dataset_size,
+            "batch_size": extent.batch_size,
+            "epochs": extent.epochs,
+            "drop_last": extent.drop_last,
+            "max_steps": extent.max_steps,
+        }
+        folder = Path(launch.output_dir) / "audit" / launch.job_id
+        return AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", about)
 
     def _resume(self, loaded: Loaded) -> None:
         training = loaded.manifest["training"]
@@ -346,6 +369,7 @@ class Replica:
         self._leased[batch.epoch] -= batch.size
         if data is None:
             self.meter.skip_batch(batch.epoch, batch.size)
+            self._note_trained(batch)
             return
         self.timer.start()
         started_s = time.perf_counter()
@@ -355,12 +379,19 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
+        self._note_trained(batch)
         self._norm.note_batch(self.local_step - self.entered.local_step)
         if self.local_step - self.meter.num_skipped == 1:  # the first step has made the optimizers' state
             check_state(self.optimizers)
         times_ms = self.timer.take()
         if self.replica_group.is_leader:  # the others report to nobody
             self.meter.add_times(times_ms)
+
+    def _note_trained(self, batch: Batch) -> None:
+        if self.audit is not None:
+            self.audit.batch(
+                lease=batch.lease, epoch=batch.epoch, offset=batch.offset, size=batch.size, step=self.local_step
+            )
 
     def _begin_epoch(self, epoch: int) -> None:
         """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for those of which
@@ -402,6 +433,8 @@ class Replica:
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
+        if self.audit is not None:
+            self._note_entry(row)
         group = self.generations.standing(row.generation)
         self.averaging.place = self._round_memory.place(group, self.local_step)
         self.averaging.start(
@@ -415,6 +448,18 @@ class Replica:
             row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
         )
         return self.entered
+
+    def _note_entry(self, row: Row) -> None:
+        assert self.audit is not None
+        self.audit.entered(
+            attempt=row.attempt,
+            generation=row.generation,
+            round_id=row.round,
+            version=row.version,
+            cut=row.cut,
+            step=row.local_step,
+            weight=row.weight,
+        )
 
     def _use_generation(self, generation: int) -> bool:
         """Uses a generation's group; returns True if it was not in use before."""
@@ -451,6 +496,8 @@ class Replica:
             averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
         except (RoundAborted, CollectiveFailed):
             self.meter.put_back(self.entered.work)
+            if self.audit is not None and (group := self.generations.in_use) is not None:
+                self.audit.lost(generation=group.generation, round_id=self.entered.round)
             raise
         self.version = averaged.version
         self._handing.take(averaged.state)
@@ -461,10 +508,28 @@ class Replica:
         self._left_out.check(row.frozen for row in averaged.rows)
         digest = self._digest() if self._launch.verify_rounds else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
+        if self.audit is not None:
+            self._note_result(averaged, digest)
         self._show_result(has_work=any(row.weight for row in averaged.rows))
         if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
+
+    def _note_result(self, averaged: Average, digest: int | None) -> None:
+        assert self.audit is not None
+        are_out = self._averaging_options.discarded(averaged.rows)
+        self.audit.received(
+            generation=averaged.rows[0].generation,
+            round_id=self.entered.round,
+            version=averaged.version,
+            samples=averaged.samples,
+            left_out=sum(row.weight for row, is_out in zip(averaged.rows, are_out, strict=True) if is_out),
+            num_rows=len(averaged.rows),
+            is_left_out=averaged.is_discarded,
+            is_finite=averaged.is_finite,
+            header=header_digest(averaged.rows),
+            digest=digest,
+        )
 
     def _show_result(self, *, has_work: bool) -> None:
         """Captures the result for a checkpoint, and calls the job's `after_round` if it contains work of any rank: the

@@ -1,0 +1,203 @@
+"""Puts the ranks' files together: which rounds made which versions, and of what samples."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elche_audit.coverage import Piece, Ranges, joined, ranges_of
+from elche_audit.rank_file import Batch, Entered, RankFile, Received
+from elche_audit.run_folder import RunFolder
+
+
+@dataclass(slots=True)
+class Part:
+    """What one rank process brought to a committed round."""
+
+    file: RankFile
+    batches: list[Batch]
+    is_left_out: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Samples of its batches."""
+        return sum(batch.size for batch in self.batches)
+
+    def pieces(self, version: int) -> list[Piece]:
+        """The positions of its batches."""
+        return [_piece(batch, f"{self.file.who} in version {version}") for batch in self.batches]
+
+
+@dataclass(slots=True)
+class Round:
+    """One averaging, as far as files tell of it."""
+
+    attempt: int
+    generation: int
+    number: int
+    entries: dict[str, Entered] = field(default_factory=dict)
+    """By file name."""
+    results: dict[str, Received] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    """What it consists of, if it is committed, in rank order."""
+
+    @property
+    def words(self) -> str:
+        """The round for people."""
+        return f"round {self.number} of generation {self.generation}"
+
+    @property
+    def result(self) -> Received:
+        """The result, as one of the ranks has received it."""
+        return next(iter(self.results.values()))
+
+    @property
+    def version(self) -> int:
+        """The version that it made."""
+        return self.result.version
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the files of all its ranks are there."""
+        return len(self.entries) >= self.result.num_rows
+
+    def pieces(self) -> list[Piece]:
+        """All positions that it has booked."""
+        return [piece for part in self.parts for piece in part.pieces(self.version)]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A training from its beginning, or from a checkpoint, until it ends or goes back."""
+
+    number: int
+    base: int
+    """The version with which it began."""
+    base_samples: int
+    files: list[RankFile]
+    rounds: dict[int, Round] = field(default_factory=dict)
+    """The committed rounds, by version."""
+    booked: dict[str, int] = field(default_factory=dict)
+    """By file: its batches that are in committed rounds."""
+    rivals: list[Round] = field(default_factory=list)
+    """Further rounds that were committed with the same version as another one."""
+    undecided: list[Round] = field(default_factory=list)
+    """Rounds with a result of which nobody has heard whether they are committed."""
+
+    @property
+    def last(self) -> int:
+        """The last committed version."""
+        return max(self.rounds, default=self.base)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """By what a round is known to be committed."""
+
+    told: set[tuple[str, int, int]]
+    """File, round and version of each round that the coordinator has said to be committed."""
+    gone_on: set[tuple[str, int]]
+    """File and version of each model with which a rank has entered a later round."""
+    used: set[int]
+    """Versions with which any rank has gone on, and those of checkpoints."""
+    recorded: set[object]
+    """Generation and parts of each round in the coordinator's record."""
+
+    @classmethod
+    def of(cls, run: RunFolder, attempt: int, files: Sequence[RankFile]) -> "Evidence":
+        """The evidence for the rounds of one attempt."""
+        gone_on = {(file.name, entry.version) for file in files for entry in file.rounds}
+        return cls(
+            told={(file.name, commit.round, commit.version) for file in files for commit in file.commits},
+            gone_on=gone_on,
+            used={version for _, version in gone_on}
+            | {books.version for books in run.checkpoints if books.attempt == attempt},
+            recorded={(one.generation, one.parts) for one in run.rounds or ()},
+        )
+
+    def shows(self, one: Round) -> bool:
+        """True if a rank with the round's result was told that it is committed, or has gone on from it."""
+        return any(
+            (name, one.number, result.version) in self.told or (name, result.version) in self.gone_on
+            for name, result in one.results.items()
+        )
+
+
+def attempts_of(run: RunFolder) -> list[Attempt]:
+    """The attempts in the folder, oldest first, with their committed rounds."""
+    numbers = sorted({file.attempt for file in run.files if file.attempt})
+    return [_attempt(run, number) for number in numbers]
+
+
+def _attempt(run: RunFolder, number: int) -> Attempt:
+    files = [file for file in run.files if file.attempt == number]
+    first = min(files, key=lambda file: (file.start.version, file.start.incarnation)).start
+    attempt = Attempt(number, first.version, first.samples, files)
+    candidates: dict[int, list[Round]] = {}
+    for one in _rounds(files):
+        if one.results:
+            candidates.setdefault(one.version, []).append(one)
+    evidence = Evidence.of(run, number, files)
+    for version in sorted(candidates):
+        _choose(attempt, version, candidates[version], evidence)
+    return attempt
+
+
+def _rounds(files: Iterable[RankFile]) -> list[Round]:
+    found: dict[tuple[int, int], Round] = {}
+    for file in sorted(files, key=lambda file: (file.start.rank, file.start.incarnation)):
+        for entry in file.rounds:
+            key = (entry.generation, entry.round)
+            one = found.setdefault(key, Round(entry.attempt, *key))
+            one.entries[file.name] = entry
+            if key in file.results:
+                one.results[file.name] = file.results[key]
+    return list(found.values())
+
+
+def _choose(attempt: Attempt, version: int, candidates: list[Round], evidence: Evidence) -> None:
+    """Decides which of the rounds with this version are committed, and books their parts."""
+    said = [one for one in candidates if evidence.shows(one)]
+    if not said and len(candidates) == 1 and version in evidence.used:
+        said = candidates
+    if not said:
+        said = [one for one in candidates if (one.generation, contents(_parts(one, attempt))) in evidence.recorded]
+    attempt.undecided += [one for one in candidates if one not in said]
+    if said:
+        attempt.rounds[version] = said[0]
+        attempt.rivals += said[1:]
+        said[0].parts = _parts(said[0], attempt)
+        attempt.booked |= {name: entry.step for name, entry in said[0].entries.items()}
+
+
+def contents(parts: Sequence[Part]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """The parts as the coordinator's record has them: of ranks with samples, in rank order."""
+    return tuple(tuple(joined(map(_piece, part.batches))) for part in parts if part.batches)
+
+
+def _parts(one: Round, attempt: Attempt) -> list[Part]:
+    """The batches of each rank since the last committed round that it was in."""
+    files = {file.name: file for file in attempt.files}
+    parts = []
+    for name, entry in one.entries.items():
+        batches = files[name].batches[attempt.booked.get(name, 0) : entry.step]
+        parts.append(Part(files[name], batches, name in one.results and one.results[name].is_left_out))
+    _mark_silent(one, parts)
+    return parts
+
+
+def _mark_silent(one: Round, parts: list[Part]) -> None:
+    """Ranks that died before they had the result: they were left out if all samples left out are explained by that."""
+    rest = one.result.left_out - sum(part.samples for part in parts if part.is_left_out)
+    silent = [part for part in parts if part.file.name not in one.results]
+    chosen = silent if rest == sum(part.samples for part in silent) else [p for p in silent if p.samples == rest][:1]
+    if rest > 0:
+        for part in chosen:
+            part.is_left_out = True
+
+
+def _piece(batch: Batch, source: str = "") -> Piece:
+    return Piece(batch.epoch, batch.offset, batch.offset + batch.size, source)
+
+
+def positions(rounds: Iterable[Round], before: Iterable[Piece] = ()) -> Ranges:
+    """All positions that the rounds have booked, and those of `before`, by epoch."""
+    return ranges_of([*before, *(piece for one in rounds for piece in one.pieces())])

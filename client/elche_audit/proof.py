@@ -1,0 +1,340 @@
+"""Judges a run by the files of its ranks, and compares them with the coordinator's record and the checkpoints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from elche_audit.coverage import Piece, Ranges, difference, gaps, overlaps, words
+from elche_audit.history import Attempt, Round, attempts_of, contents, positions
+from elche_audit.rank_file import Damaged, RankFile
+from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, RecordedRound, RunFolder, read_books, read_run
+from elche_audit.verdict import Thrown, Verdict
+
+MAX_LINES = 20
+"""Most lines about one kind of violation."""
+
+
+def judge(folder: Path) -> Verdict:
+    """Reads a run's folder and judges it."""
+    run = read_run(folder)
+    verdict = Verdict(run.job, missing=list(run.missing), notes=list(run.notes), num_files=len(run.files))
+    verdict.num_checkpoints = len(run.checkpoints)
+    verdict.num_batches = sum(len(file.batches) for file in run.files)
+    if run.files:
+        _Judge(run, verdict).judge()
+    return verdict
+
+
+class _Judge:
+    """The checks, in the order in which later ones build upon earlier ones."""
+
+    def __init__(self, run: RunFolder, verdict: Verdict) -> None:
+        self._run = run
+        self._verdict = verdict
+        self._attempts = attempts_of(run)
+        starts = [file.start for file in run.files]
+        self._sizes = starts[0].epoch_sizes()
+        self._full_size = starts[0].full_size
+        self._is_whole = run.has_all_files
+        """True if all rounds are known, so that what is in none of them was not trained."""
+        self._base: CheckpointBooks | None = None
+        """The checkpoint from which the run has resumed."""
+        self._chains: dict[int, list[Round]] = {}
+        """By attempt: the rounds of this folder that its model consists of."""
+        self._thrown_rounds: list[tuple[Round, int]] = []
+        """Committed rounds before whose version the job went back, with the version to which it went."""
+
+    def judge(self) -> None:
+        """Makes all checks."""
+        self._check_files()
+        self._check_leases()
+        self._link_attempts()
+        for attempt in self._attempts:
+            self._check_attempt(attempt)
+        self._check_ends()
+        if self._is_whole:
+            self._check_checkpoints()
+        self._check_record()
+        self._check_coverage()
+        self._name_thrown()
+
+    def _refute(self, lines: Sequence[str]) -> None:
+        self._verdict.violations += lines[:MAX_LINES]
+        if len(lines) > MAX_LINES:
+            self._verdict.violations.append(f"and {len(lines) - MAX_LINES} more of this kind")
+
+    def _lack(self, line: str) -> None:
+        """Names something missing without which the rounds are not all known."""
+        self._is_whole = False
+        self._verdict.missing.append(line)
+
+    # The files by themselves
+
+    def _check_files(self) -> None:
+        for file in self._run.files:
+            self._refute(file.problems)
+            self._refute([_outside(file, one) for one in _pieces(file) if not self._is_inside(one)])
+            if file.start.epoch_sizes() != self._sizes:
+                self._refute([f"{file.who}: it was to train other epochs than the other ranks"])
+
+    def _is_inside(self, piece: Piece) -> bool:
+        return piece.epoch < len(self._sizes) and piece.size > 0 and piece.end <= self._sizes[piece.epoch]
+
+    def _check_leases(self) -> None:
+        owners: dict[tuple[int, int], RankFile] = {}
+        found = []
+        for file in self._run.files:
+            for lease in dict.fromkeys(batch.lease for batch in file.batches):
+                owner = owners.setdefault((file.attempt, lease), file)
+                if owner is not file and file.attempt:
+                    found.append(f"lease {lease} was given twice: to {owner.who}, and to {file.who}")
+        self._refute(found)
+
+    # Attempts
+
+    def _link_attempts(self) -> None:
+        chain: list[Round] = []
+        for attempt in self._attempts:
+            is_first = attempt is self._attempts[0]
+            if is_first and attempt.base:
+                self._read_base(attempt)
+            elif not is_first:
+                chain = self._go_back(chain, attempt)
+            chain = [*chain, *(attempt.rounds[version] for version in sorted(attempt.rounds))]
+            self._chains[attempt.number] = chain
+
+    def _read_base(self, attempt: Attempt) -> None:
+        resume = next((file.start.resume for file in attempt.files if file.start.version == attempt.base), "")
+        try:
+            self._base = read_books(Path(resume) / "manifest.json")
+        except Damaged as error:
+            self._lack(f"the run has resumed {resume}: {error}")
+            return
+        told = (self._base.version, self._base.samples)
+        if told != (attempt.base, attempt.base_samples):
+            self._refute(
+                [
+                    f"checkpoint {self._base.name} has version {told[0]} with {told[1]} samples, and ranks have "
+                    f"resumed version {attempt.base} with {attempt.base_samples}"
+                ]
+            )
+
+    def _go_back(self, chain: list[Round], attempt: Attempt) -> list[Round]:
+        """The rounds that stay when the job goes back."""
+        first = self._base.version if self._base is not None else 0
+        last = chain[-1].version if chain else first
+        if attempt.base and not first <= attempt.base <= last and self._is_whole:
+            self._refute(
+                [f"attempt {attempt.number} goes on from version {attempt.base}, and version {last} was the last one"]
+            )
+        self._thrown_rounds += [(one, attempt.base) for one in chain if one.version > attempt.base]
+        return [one for one in chain if one.version <= attempt.base]
+
+    def _check_attempt(self, attempt: Attempt) -> None:
+        samples = attempt.base_samples
+        for rival in attempt.rivals:
+            other = attempt.rounds[rival.version]
+            self._refute([f"version {rival.version} has two contents: {other.words}, and {rival.words}"])
+        for version in range(attempt.base + 1, attempt.last + 1):
+            one = attempt.rounds.get(version)
+            if one is None:
+                self._lack(f"no file has the round that made version {version} of attempt {attempt.number}")
+                return
+            self._check_round(one, samples)
+            samples = one.result.samples
+
+    def _check_round(self, one: Round, samples: int) -> None:
+        contents_ = {name: result.content for name, result in one.results.items()}
+        first, *others = contents_.items()
+        found = [
+            f"version {one.version} ({one.words}) has two contents: {what} differs between {first[0]} and {name}"
+            for name, content in others
+            for what, value in content.items()
+            if value != first[1][what]
+        ]
+        num_rows = one.result.num_rows
+        if one.version != (newest := max(entry.version for entry in one.entries.values())) + 1:
+            found.append(f"{one.words} made version {one.version} of version {newest}")
+        if len(one.entries) > num_rows:
+            found.append(f"{one.words} was entered by {len(one.entries)} ranks, and its result is of {num_rows}")
+        if not one.is_whole:
+            self._lack(
+                f"{one.words} (version {one.version}) had {num_rows} ranks, and the files of {len(one.entries)} tell "
+                "of it: the file of a rank is missing, or not whole"
+            )
+        brought, counted = sum(part.samples for part in one.parts), one.result.samples - samples
+        if one.is_whole and brought != counted:
+            found.append(
+                f"{one.words} (version {one.version}) has lost samples, or has too many: its ranks brought {brought}, "
+                f"and its result counts {counted}"
+            )
+        self._refute(found)
+
+    def _check_ends(self) -> None:
+        """Files that end before the job did, as on a full disk, do not show that samples were not trained."""
+        last = self._attempts[-1] if self._attempts else None
+        has_end = last is not None and any(file.has_ended for file in last.files)
+        if self._run.result is None or self._run.result["state"] != "succeeded" or has_end:
+            return
+        if last is None or gaps(self._with_base(self._chains[last.number]), self._sizes):
+            self._lack("all files of ranks end before the job did: could they be written? (see the ranks' logs)")
+
+    # Checkpoints
+
+    def _check_checkpoints(self) -> None:
+        for books in self._run.checkpoints:
+            self._check_checkpoint(books)
+
+    def _check_checkpoint(self, books: CheckpointBooks) -> None:
+        chain = self._chains.get(books.attempt)
+        if chain is None:
+            self._lack(f"checkpoint {books.name}: no file is of attempt {books.attempt}")
+            return
+        rounds = [one for one in chain if one.version <= books.version]
+        if not rounds or rounds[-1].version != books.version:
+            last = chain[-1].version if chain else 0
+            self._refute([f"checkpoint {books.name}: no round made its version {books.version}; the last is {last}"])
+            return
+        base = self._base
+        steps = sum(len(part.batches) for one in rounds for part in one.parts)
+        expected = {
+            "samples": (books.samples, rounds[-1].result.samples),
+            "batches": (books.global_step, steps + (base.global_step if base is not None else 0)),
+        }
+        where = f"checkpoint {books.name} (version {books.version})"
+        self._refute(
+            [
+                f"{where}: it says {told} {what}, and the ranks {made}"
+                for what, (told, made) in expected.items()
+                if told != made
+            ]
+        )
+        trained = self._with_base(rounds)
+        if (differs := difference(books.ranges(self._full_size), trained)) is not None:
+            has = "the ranks' rounds have them" if self._has(trained, differs) else "no round of the ranks has them"
+            self._refute([f"{where}: its books differ at {words(*differs)}: {has}"])
+
+    def _has(self, ranges: Ranges, one: tuple[int, int, int]) -> bool:
+        return any(start <= one[1] < end for start, end in ranges.get(one[0], []))
+
+    def _with_base(self, rounds: Sequence[Round]) -> Ranges:
+        """All positions of the rounds, and of the checkpoint from which the run has resumed."""
+        return positions(rounds, self._base_pieces())
+
+    def _base_pieces(self) -> list[Piece]:
+        if self._base is None:
+            return []
+        source = f"checkpoint {self._base.name}"
+        ranges = self._base.ranges(self._full_size)
+        return [Piece(epoch, start, end, source) for epoch in ranges for start, end in ranges[epoch]]
+
+    # The coordinator's record
+
+    def _check_record(self) -> None:
+        recorded = self._run.rounds
+        if recorded is None or not self._is_whole:
+            return
+        made = [attempt.rounds[version] for attempt in self._attempts for version in sorted(attempt.rounds)]
+        if len(recorded) == len(made):
+            self._refute([_differs(*pair) for pair in zip(recorded, made, strict=True) if not _is_same(*pair)])
+            return
+        rest = iter(made)  # a watcher that is away hears nothing of some rounds; it may invent none
+        for number, entry in enumerate(recorded, 1):
+            if not any(_is_same(entry, one) for one in rest):
+                self._refute([f"no rank made {_told(entry)}, number {number} of {len(recorded)} in {CADENCE}"])
+                return
+        self._verdict.notes.append(f"{CADENCE} has {len(recorded)} rounds, and the ranks' files have {len(made)}")
+
+    # Epochs
+
+    def _check_coverage(self) -> None:
+        verdict = self._verdict
+        rounds = self._chains[self._attempts[-1].number] if self._attempts else []
+        pieces = [*self._base_pieces(), *(piece for one in rounds for piece in one.pieces())]
+        self._refute(overlaps(pieces))
+        trained = self._with_base(rounds)
+        verdict.version = rounds[-1].version if rounds else 0
+        verdict.num_rounds = len(rounds)
+        verdict.epoch_sizes = self._sizes
+        verdict.epoch_samples = [
+            sum(end - start for start, end in trained.get(epoch, [])) for epoch in range(len(self._sizes))
+        ]
+        verdict.left_out = sum(part.samples for one in rounds for part in one.parts if part.is_left_out)
+        self._check_result(gaps(trained, self._sizes))
+
+    def _check_result(self, absent: list[tuple[int, int, int]]) -> None:
+        verdict, result = self._verdict, self._run.result
+        verdict.is_complete = not absent
+        if result is None:
+            if absent:
+                self._lack(f"{RECORD} is missing, and not all epochs are complete: has the job ended?")
+                samples, total = sum(verdict.epoch_samples), sum(verdict.epoch_sizes)
+                verdict.notes.append(f"{samples} of {total} samples are in version {verdict.version} so far")
+            return
+        verdict.state = result["state"]
+        told = [*result["committed_samples"], *[0] * len(self._sizes)]
+        if self._is_whole:
+            self._refute(
+                [
+                    f"epoch {epoch}: {RECORD} says {told[epoch]} samples, and the ranks' rounds have {samples}"
+                    for epoch, samples in enumerate(verdict.epoch_samples)
+                    if told[epoch] != samples
+                ]
+            )
+        if verdict.state == "succeeded" and not result["ended_early"] and self._is_whole:
+            self._refute([f"{words(*one)} are in no round of the final parameters" for one in absent])
+
+    # What is not in the final parameters
+
+    def _name_thrown(self) -> None:
+        found: dict[tuple[int, int, str], Thrown] = {}
+
+        def add(file: RankFile, samples: int, batches: int, reason: str) -> None:
+            key = (file.start.rank, file.start.incarnation, reason)
+            thrown = found.setdefault(key, Thrown(*key[:2], 0, 0, reason))
+            thrown.samples += samples
+            thrown.batches += batches
+
+        for one, version in self._thrown_rounds:
+            for part in one.parts:
+                add(part.file, part.samples, len(part.batches), f"the job went back to version {version}")
+        for attempt in self._attempts:
+            for one in attempt.rounds.values():
+                for part in one.parts:
+                    if part.is_left_out:
+                        add(part.file, part.samples, len(part.batches), "left out of the average (nonfinite, outliers)")
+        booked = {name: count for attempt in self._attempts for name, count in attempt.booked.items()}
+        for file in self._run.files:
+            rest = file.batches[booked.get(file.name, 0) :]
+            if rest:
+                add(file, sum(batch.size for batch in rest), len(rest), _reason(file))
+        self._verdict.thrown = [one for one in found.values() if one.samples]
+
+
+def _pieces(file: RankFile) -> list[Piece]:
+    return [Piece(one.epoch, one.offset, one.offset + one.size) for one in file.batches]
+
+
+def _outside(file: RankFile, piece: Piece) -> str:
+    return f"{words(piece.epoch, piece.start, piece.end)} of {file.who} are outside the epochs of the job"
+
+
+def _reason(file: RankFile) -> str:
+    if file.has_ended:
+        return "its process has left before a round took them"
+    return "its process was killed, or has crashed, before a round took them"
+
+
+def _is_same(entry: RecordedRound, one: Round) -> bool:
+    return (entry.generation, entry.parts) == (one.generation, contents(one.parts))
+
+
+def _differs(entry: RecordedRound, one: Round) -> str:
+    made = RecordedRound(one.generation, contents(one.parts))
+    return f"version {one.version} has two contents: {CADENCE} says {_told(entry)}, and the ranks made {_told(made)}"
+
+
+def _told(entry: RecordedRound) -> str:
+    parts = "; ".join(
+        ", ".join(f"epoch {epoch} [{start}, {end})" for epoch, start, end in part) for part in entry.parts
+    )
+    return f"a round of generation {entry.generation} with {parts or 'no samples'}"

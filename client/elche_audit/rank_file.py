@@ -1,0 +1,272 @@
+"""Reads the file of one rank process. The format is in docs/audit.md."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct, calcsize, unpack_from
+from typing import Any
+from zlib import crc32
+
+MAGIC, FORMAT = b"ELCHEAUD", 1
+HEAD = Struct("<8sHHI")
+CRC = Struct("<I")
+MAX_START_BYTES = 1 << 20
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED = range(1, 7)
+LAYOUTS = {
+    BATCH: "<QIQIQ",
+    ENTERED: "<QQQQQQQ",
+    RECEIVED: "<QQQQQIBQQ",
+    LOST: "<QQ",
+    COMMITTED: "<QQQ",
+    ENDED: "<Q",
+}
+"""The numbers of each record, between its type and its checksum."""
+LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
+
+
+class Damaged(Exception):
+    """A file cannot be read. The text names it and says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The data with which a rank process began."""
+
+    job: str
+    rank: int
+    incarnation: int
+    resume: str
+    """The checkpoint from which it began; empty if it began without one."""
+    version: int
+    samples: int
+    """Version of that checkpoint, and the job's samples in it; 0 without one."""
+    dataset_size: int
+    batch_size: int
+    epochs: int
+    drop_last: bool
+    max_steps: int | None
+
+    def epoch_sizes(self) -> list[int]:
+        """Samples that are trained in each epoch."""
+        kept = self.dataset_size - self.dataset_size % self.batch_size * self.drop_last
+        total = kept * self.epochs
+        if self.max_steps is not None:
+            total = min(total, self.max_steps * self.batch_size)
+        return [min(kept, total - start) for start in range(0, total, kept or 1)]
+
+    @property
+    def full_size(self) -> int:
+        """Samples that are trained in an epoch that nothing ends early."""
+        return self.dataset_size - self.dataset_size % self.batch_size * self.drop_last
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A trained batch."""
+
+    lease: int
+    epoch: int
+    offset: int
+    size: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A round that the rank has entered, and what it brings."""
+
+    attempt: int
+    generation: int
+    round: int
+    version: int
+    """Version of its model before the round."""
+    cut: int
+    step: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The result of a round, as the rank has received it."""
+
+    generation: int
+    round: int
+    version: int
+    samples: int
+    left_out: int
+    """Samples of the round whose values were left out of the average."""
+    num_rows: int
+    flags: int
+    header: int
+    digest: int
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the rank's values were left out of the average."""
+        return bool(self.flags & LEFT_OUT)
+
+    @property
+    def content(self) -> dict[str, object]:
+        """The values that must be equal on all ranks, by name."""
+        digest = self.digest if self.flags & HAS_DIGEST else None
+        return {
+            "the version": self.version,
+            "the number of samples": self.samples,
+            "the samples that were left out": self.left_out,
+            "the number of ranks": self.num_rows,
+            "the header": self.header,
+            "the digest of the parameters": digest,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A round that the coordinator has said to be committed."""
+
+    round: int
+    version: int
+    global_step: int
+
+
+@dataclass(slots=True)
+class RankFile:
+    """The records of one rank process, in order."""
+
+    name: str
+    start: Start
+    batches: list[Batch] = field(default_factory=list)
+    rounds: list[Entered] = field(default_factory=list)
+    results: dict[tuple[int, int], Received] = field(default_factory=dict)
+    """Results by generation and round."""
+    commits: list[Committed] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Records that contradict those before them."""
+    has_ended: bool = False
+    """True if the process has ended in order."""
+    torn_bytes: int = 0
+    """Bytes of a last record that was not written to its end."""
+
+    @property
+    def who(self) -> str:
+        """The rank and its file, for people."""
+        return f"rank {self.start.rank} ({self.name})"
+
+    @property
+    def attempt(self) -> int:
+        """The attempt in which it has trained; 0 if it was in no round."""
+        return self.rounds[0].attempt if self.rounds else 0
+
+
+def read(path: Path) -> RankFile:
+    """Reads and checks a file. Raises `Damaged`."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+    file, at, crc = _read_start(path.name, data)
+    reader = _Reader(file)
+    while at < len(data):
+        kind = data[at]
+        layout = LAYOUTS.get(kind)
+        if layout is None or file.has_ended:
+            raise Damaged(f"{path.name} is damaged at byte {at}: there is no record of type {kind}")
+        end = at + 1 + calcsize(layout)
+        if end + CRC.size > len(data):
+            file.torn_bytes = len(data) - at
+            return file
+        crc = crc32(data[at:end], crc)
+        if CRC.unpack_from(data, end)[0] != crc:
+            raise Damaged(f"{path.name} is damaged at byte {at}: the checksum of a record does not match")
+        reader.take(kind, unpack_from(layout, data, at + 1))
+        at = end + CRC.size
+    return file
+
+
+def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
+    if len(data) < HEAD.size:
+        raise Damaged(f"{name} is damaged: it has {len(data)} bytes, less than its head")
+    magic, version, _, length = HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise Damaged(f"{name} is no audit file of a rank")
+    if version != FORMAT:
+        raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMAT}")
+    end = HEAD.size + length
+    if length > MAX_START_BYTES or end + CRC.size > len(data):
+        raise Damaged(f"{name} is damaged: its head is not whole")
+    crc = crc32(data[:end])
+    if CRC.unpack_from(data, end)[0] != crc:
+        raise Damaged(f"{name} is damaged: the checksum of its head does not match")
+    try:
+        start = Start(**json.loads(data[HEAD.size : end]))
+        if min(start.dataset_size, start.batch_size) < 1:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise Damaged(f"{name} is damaged: its head has other fields than those of format {FORMAT}") from None
+    return RankFile(name, start), end + CRC.size, crc
+
+
+class _Reader:
+    """Adds records to a file, and notes those that contradict earlier ones."""
+
+    def __init__(self, file: RankFile) -> None:
+        self._file = file
+        self._cut, self._step = 0, 0
+        self._in_result = 0
+        """Samples that the last result contains."""
+        self._version = file.start.version
+        self._open: Entered | None = None
+
+    def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
+        """Adds a record."""
+        if kind == BATCH:
+            self._take_batch(Batch(*numbers))
+        elif kind == ENTERED:
+            self._take_entry(Entered(*numbers))
+        elif kind == RECEIVED:
+            self._take_result(Received(*numbers))
+        elif kind == LOST:
+            self._open = None
+        elif kind == COMMITTED:
+            self._take_commit(Committed(*numbers))
+        else:
+            self._file.has_ended = True
+
+    def _take_batch(self, batch: Batch) -> None:
+        self._step += 1
+        self._cut += batch.size
+        if batch.step != self._step:
+            self._say(f"batch {batch.step} follows batch {self._step - 1}")
+            self._step = batch.step
+        self._file.batches.append(batch)
+
+    def _take_entry(self, entry: Entered) -> None:
+        expected = {
+            "samples": (entry.cut, self._cut),
+            "batches": (entry.step, self._step),
+            "new samples": (entry.weight, self._cut - self._in_result),
+        }
+        for what, (told, trained) in expected.items():
+            if told != trained:
+                self._say(f"it brought {told} {what} to round {entry.round}, and has trained {trained}")
+        if entry.version != self._version:
+            self._say(f"it entered round {entry.round} with version {entry.version}, and has received {self._version}")
+        self._file.rounds.append(entry)
+        self._open = entry
+
+    def _take_result(self, result: Received) -> None:
+        entry = self._open
+        if entry is None or (entry.generation, entry.round) != (result.generation, result.round):
+            self._say(f"it received a result of round {result.round}, which it had not entered")
+            return
+        self._open, self._in_result, self._version = None, entry.cut, result.version
+        self._file.results[result.generation, result.round] = result
+
+    def _take_commit(self, commit: Committed) -> None:
+        known = [result for result in self._file.results.values() if result.round == commit.round]
+        if known and known[-1].version != commit.version:
+            has = known[-1].version
+            self._say(f"round {commit.round} was committed as version {commit.version}, and its result is {has}")
+        self._file.commits.append(commit)
+
+    def _say(self, text: str) -> None:
+        self._file.problems.append(f"{self._file.who}: {text}")

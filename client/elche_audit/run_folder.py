@@ -1,0 +1,201 @@
+"""Reads a run's folder: the files of its ranks, the record of its rounds, its result and its checkpoints."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from elche.v1 import job_pb2
+from elche_audit.coverage import Piece, Ranges, joined, ranges_of
+from elche_audit.rank_file import Damaged, RankFile, read
+
+AUDIT, CADENCE, RECORD, RUN = "audit", "cadence.binpb", "record.json", "run.json"
+REPLAY_TAG = 14 << 3 | 2
+"""The tag of `JobSpec.replay`, of which the record of rounds consists."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRound:
+    """A committed round, as the coordinator has reported it."""
+
+    generation: int
+    parts: tuple[tuple[tuple[int, int, int], ...], ...]
+    """What each rank that had any samples contributed, in rank order, as (epoch, start, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBooks:
+    """The data of a checkpoint that must agree with the ranks' files."""
+
+    name: str
+    attempt: int
+    version: int
+    samples: int
+    global_step: int
+    epoch: int
+    """The first epoch that is not complete in it."""
+    books: Ranges
+    """The committed positions of later epochs."""
+
+    def ranges(self, full_size: int) -> Ranges:
+        """All committed positions."""
+        whole = {epoch: [(0, full_size)] for epoch in range(self.epoch)}
+        return {**self.books, **whole}
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """The content of a run's folder."""
+
+    job: str = ""
+    files: list[RankFile] = field(default_factory=list)
+    has_all_files: bool = True
+    """False if a file of a rank is damaged."""
+    rounds: list[RecordedRound] | None = None
+    """The coordinator's record; None if there is none."""
+    result: dict[str, Any] | None = None
+    """The job's result; None if it has not ended, or was not run by `elche run`."""
+    checkpoints: list[CheckpointBooks] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Reads what is there; `missing` says what is not, or is damaged."""
+    run = RunFolder()
+    if not folder.is_dir():
+        run.missing.append(f"there is no folder {folder}")
+        return run
+    jobs = sorted(path for path in (folder / AUDIT).glob("*") if path.is_dir())
+    if len(jobs) != 1:
+        has = f"audit files of {len(jobs)} jobs" if jobs else "no audit files; run the job with --audit true"
+        run.missing.append(f"{folder / AUDIT}: it has {has}")
+        return run
+    run.job = jobs[0].name
+    for path in sorted(jobs[0].glob("rank-*.bin")):
+        try:
+            run.files.append(read(path))
+        except Damaged as error:
+            run.missing.append(str(error))
+            run.has_all_files = False
+    _check_same_job(run)
+    _read_record(folder, run)
+    _read_rounds(folder, run)
+    for path in sorted((folder / "checkpoints" / run.job).glob("*/manifest.json")):
+        if not path.parent.name.startswith("."):
+            _read_checkpoint(path, run)
+    return run
+
+
+def _check_same_job(run: RunFolder) -> None:
+    if not run.files and not run.missing:
+        run.missing.append(f"there is no file of any rank in {AUDIT}/{run.job}")
+    for file in run.files:
+        if file.start.job != run.job:
+            run.missing.append(f"{file.name} is a file of job {file.start.job}, not of {run.job}")
+            run.has_all_files = False
+        if file.torn_bytes:
+            run.notes.append(
+                f"{file.who} ends within a record, of which {file.torn_bytes} bytes are there: its process was killed"
+            )
+
+
+def _read_record(folder: Path, run: RunFolder) -> None:
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record.get("job_id", run.job) != run.job:
+            run.missing.append(f"{RECORD} is that of job {record['job_id']}, not of {run.job}")
+            return
+        run.result = {"state": str(record["state"]), "committed_samples": list(record["committed_samples"])}
+        run.result["ended_early"] = str(record.get("ended_early", ""))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        run.missing.append(f"{RECORD} is damaged, or cannot be read")
+
+
+def _read_rounds(folder: Path, run: RunFolder) -> None:
+    try:
+        data = (folder / CADENCE).read_bytes()
+    except OSError:
+        if (folder / RUN).exists():
+            run.missing.append(f"{CADENCE}, the record of rounds, is missing")
+        return
+    run.rounds, at = [], 0
+    try:
+        while at < len(data):
+            tag, body = _varint(data, at)
+            size, body = _varint(data, body)
+            if tag != REPLAY_TAG:
+                raise ValueError
+            if body + size > len(data):
+                run.notes.append(f"{CADENCE} ends within a round: `elche run` was killed")
+                return
+            run.rounds.append(_recorded(job_pb2.RecordedRound.FromString(data[body : body + size])))
+            at = body + size
+    except (DecodeError, ValueError):
+        run.missing.append(f"{CADENCE} is damaged at byte {at}")
+    except IndexError:
+        run.notes.append(f"{CADENCE} ends within a round: `elche run` was killed")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of protobuf's wire format, and the position after it. Raises `IndexError` at the end of the data."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+
+
+def _recorded(message: job_pb2.RecordedRound) -> RecordedRound:
+    parts = [
+        joined(Piece(one.epoch, one.offset, one.offset + one.size) for one in part.slices) for part in message.parts
+    ]
+    return RecordedRound(message.generation, tuple(tuple(part) for part in parts if part))
+
+
+def _read_checkpoint(path: Path, run: RunFolder) -> None:
+    try:
+        run.checkpoints.append(read_books(path))
+    except Damaged as error:
+        run.missing.append(str(error))
+
+
+def read_books(path: Path) -> CheckpointBooks:
+    """Reads a manifest. Raises `Damaged`."""
+    name = path.parent.name
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if "checksum" in manifest and manifest["checksum"] != _checksum(manifest):
+            raise Damaged(f"checkpoint {name}: its manifest is damaged: the checksum does not match")
+        training = manifest["training"]
+        ledger = training["ledger"]
+        books = ranges_of(
+            Piece(int(epoch), int(start), int(end))
+            for epoch, book in ledger["books"].items()
+            for start, end in book["committed"]
+        )
+        return CheckpointBooks(
+            name=name,
+            attempt=int(training["attempt"]),
+            version=int(training["version"]),
+            samples=int(training["samples"]),
+            global_step=int(training["global_step"]),
+            epoch=int(ledger["epoch"]),
+            books=books,
+        )
+    except OSError as error:
+        raise Damaged(f"checkpoint {name}: its manifest cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"checkpoint {name}: its manifest is damaged, or that of a loop of the user's own") from None
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    said = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,725 @@
+"""The auditor finds and names each fault that is planted into a run's files, and proves runs in which ranks die.
+
+The files are written here byte by byte, by the format in docs/audit.md, not by the program that writes them in a run.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+import elche_audit
+from elche.v1 import job_pb2
+from elche_client.cli import main
+
+JOB = "digits-1"
+SIZE, BATCH, EPOCHS = 32, 4, 2
+LAYOUTS = {
+    "batch": (1, "<QIQIQ"),
+    "entered": (2, "<QQQQQQQ"),
+    "received": (3, "<QQQQQIBQQ"),
+    "lost": (4, "<QQ"),
+    "committed": (5, "<QQQ"),
+    "ended": (6, "<Q"),
+}
+LEFT_OUT, HAS_DIGEST = 1, 4
+VERSION, SAMPLES, OUT, ROWS, FLAGS, HEADER, DIGEST = range(3, 10)
+"""Places in a record of a result, after its kind, generation and round."""
+
+
+@dataclass
+class Log:
+    """One rank process, and what it has written."""
+
+    start: dict[str, Any]
+    records: list[list[Any]] = field(default_factory=list)
+    cut: int = 0
+    step: int = 0
+    version: int = 0
+    in_result: int = 0
+    booked: int = 0
+    """Batches that are in committed rounds."""
+
+    def batches(self) -> list[list[Any]]:
+        return [record for record in self.records if record[0] == "batch"]
+
+    def find(self, kind: str, number: int = -1) -> list[Any]:
+        return [record for record in self.records if record[0] == kind][number]
+
+    def to_bytes(self) -> bytes:
+        text = json.dumps(self.start).encode()
+        data = b"ELCHEAUD" + struct.pack("<HHI", 1, 0, len(text)) + text
+        crc = crc32(data)
+        data += struct.pack("<I", crc)
+        for kind, *numbers in self.records:
+            number, layout = LAYOUTS[kind]
+            record = bytes([number]) + struct.pack(layout, *numbers)
+            crc = crc32(record, crc)
+            data += record + struct.pack("<I", crc)
+        return data
+
+
+@dataclass
+class Run:
+    """A run of two ranks, as its files tell of it."""
+
+    folder: Path
+    logs: dict[str, Log] = field(default_factory=dict)
+    cadence: list[job_pb2.RecordedRound] = field(default_factory=list)
+    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    attempt: int = 1
+    generation: int = 1
+    round: int = 0
+    version: int = 0
+    samples: int = 0
+    steps: int = 0
+    lease: int = 0
+    covered: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def begin(self, rank: int, incarnation: int, *, resume: str = "", version: int = 0, samples: int = 0) -> str:
+        start = {"job": JOB, "rank": rank, "incarnation": incarnation, "resume": resume, "version": version}
+        start |= {"samples": samples, "dataset_size": SIZE, "batch_size": BATCH, "epochs": EPOCHS}
+        start |= {"drop_last": False, "max_steps": None, **self.options}
+        name = f"rank-{rank}-{incarnation}.bin"
+        self.logs[name] = Log(start, version=version)
+        return name
+
+    def train(self, name: str, epoch: int, offset: int, size: int, lease: int = 0) -> None:
+        log = self.logs[name]
+        self.lease += not lease
+        for at in range(offset, offset + size, BATCH):
+            log.step += 1
+            part = min(BATCH, offset + size - at)
+            log.cut += part
+            log.records.append(["batch", lease or self.lease, epoch, at, part, log.step])
+
+    def enter(self, *names: str) -> None:
+        self.round += 1
+        for name in names:
+            log = self.logs[name]
+            numbers = [self.version, log.cut, log.step, log.cut - log.in_result]
+            log.records.append(["entered", self.attempt, self.generation, self.round, *numbers])
+
+    def average(self, *names: str, without: str = "", left_out: str = "") -> None:
+        """A committed round of these ranks. `without` dies before it has the result."""
+        self.enter(*names)
+        logs = {name: self.logs[name] for name in names}
+        self.samples += sum(log.cut - log.in_result for log in logs.values())
+        out = logs[left_out].cut - logs[left_out].in_result if left_out else 0
+        self.version += 1
+        parts = []
+        for name, log in logs.items():
+            batches = log.batches()[log.booked :]
+            slices = [job_pb2.Slice(epoch=one[2], offset=one[3], size=one[4]) for one in batches]
+            parts.append(job_pb2.RankPart(slices=slices, num_batches=len(slices)))
+            self.steps += len(batches)
+            for one in batches:
+                self.covered.setdefault(one[2], []).append([one[3], one[3] + one[4]])
+            log.booked, log.in_result, log.version = log.step, log.cut, self.version
+            if name != without:
+                flags = LEFT_OUT * (name == left_out)
+                result = [self.version, self.samples, out, len(names), flags, 7000 + self.round, 0]
+                log.records.append(["received", self.generation, self.round, *result])
+        for name, log in logs.items():
+            if name != without:
+                log.records.append(["committed", self.round, self.version, self.steps])
+        self.cadence.append(job_pb2.RecordedRound(parts=parts, generation=self.generation))
+
+    def checkpoint(self) -> str:
+        name = f"epoch-version-{self.version}"
+        complete = [epoch for epoch, ranges in self.covered.items() if sum(b - a for a, b in ranges) == SIZE]
+        epoch = len(complete)
+        books = {str(one): {"free": [], "committed": ranges} for one, ranges in self.covered.items() if one >= epoch}
+        training = {"attempt": self.attempt, "version": self.version, "samples": self.samples}
+        training |= {"global_step": self.steps, "ledger": {"epoch": epoch, "books": json.loads(json.dumps(books))}}
+        self.manifests[name] = {"format": 2, "job": JOB, "training": training}
+        return name
+
+    def end(self, state: str = "succeeded", **more: Any) -> None:
+        for log in self.logs.values():
+            log.records.append(["ended", log.step])
+        sizes = [sum(end - start for start, end in self.covered.get(epoch, [])) for epoch in range(EPOCHS)]
+        self.record = {"job_id": JOB, "state": state, "committed_samples": sizes, **more}
+
+    def write(self) -> None:
+        audit = self.folder / "audit" / JOB
+        audit.mkdir(parents=True, exist_ok=True)
+        for name, log in self.logs.items():
+            (audit / name).write_bytes(log.to_bytes())
+        (self.folder / "run.json").write_text("{}")
+        rounds = b"".join(job_pb2.JobSpec(replay=[one]).SerializeToString() for one in self.cadence)
+        (self.folder / "cadence.binpb").write_bytes(rounds)
+        if self.record is not None:
+            (self.folder / "record.json").write_text(json.dumps(self.record))
+        for name, manifest in self.manifests.items():
+            text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+            folder = self.folder / "checkpoints" / JOB / name
+            folder.mkdir(parents=True, exist_ok=True)
+            whole = {**manifest, "checksum": hashlib.sha256(text.encode()).hexdigest()}
+            (folder / "manifest.json").write_text(json.dumps(whole))
+
+
+A, B = "rank-0-1.bin", "rank-1-2.bin"
+
+
+def begun(folder: Path, **options: Any) -> Run:
+    """Two ranks have the initial model, and have trained the first epoch in two rounds."""
+    run = Run(folder, options=options)
+    run.begin(0, 1)
+    run.begin(1, 2)
+    run.average(A, B)
+    for start in (0, 16):
+        run.train(A, 0, start, 8)
+        run.train(B, 0, start + 8, 8)
+        run.average(A, B)
+    run.checkpoint()
+    return run
+
+
+def whole(folder: Path) -> Run:
+    """The second epoch too, with a checkpoint in its middle."""
+    run = begun(folder)
+    for start in (0, 16):
+        run.train(A, 1, start, 8)
+        run.train(B, 1, start + 8, 8)
+        run.average(A, B)
+        run.checkpoint()
+    run.end()
+    return run
+
+
+def judged(run: Run) -> tuple[int, str]:
+    run.write()
+    verdict = elche_audit.judge(run.folder)
+    return elche_audit.exit_code(verdict), "\n".join(elche_audit.lines(verdict))
+
+
+# Faults
+
+Fault = Callable[[Run], None]
+
+
+def lease_given_twice(run: Run) -> None:
+    run.logs[B].batches()[0][1] = 1
+
+
+def positions_twice(run: Run) -> None:
+    for one in run.logs[B].batches()[-2:]:
+        one[3] -= 8
+
+
+def slice_beyond_its_epoch(run: Run) -> None:
+    run.logs[A].batches()[-1][3] = SIZE
+
+
+def batch_of_no_epoch(run: Run) -> None:
+    run.logs[A].batches()[-1][2] = EPOCHS
+
+
+def round_that_lost_a_cut(run: Run) -> None:
+    for log in run.logs.values():
+        for record in log.records:
+            if record[0] == "received" and record[VERSION] >= 3:
+                record[SAMPLES] -= 8
+
+
+def record_that_lost_a_cut(run: Run) -> None:
+    del run.cadence[2].parts[1].slices[:]
+
+
+def record_with_another_slice(run: Run) -> None:
+    run.cadence[3].parts[0].slices[0].offset += 4
+
+
+def record_with_another_generation(run: Run) -> None:
+    run.cadence[-1].generation += 1
+
+
+def record_with_one_round_more(run: Run) -> None:
+    run.cadence.append(run.cadence[-1])
+
+
+def header_that_differs(run: Run) -> None:
+    run.logs[B].find("received")[HEADER] += 1
+
+
+def parameters_that_differ(run: Run) -> None:
+    for number, log in enumerate(run.logs.values()):
+        log.find("received", 2)[FLAGS] |= HAS_DIGEST
+        log.find("received", 2)[DIGEST] = 99 + number
+
+
+def two_leaders(run: Run) -> None:
+    """The last round was made twice: each rank alone, each told that it is committed."""
+    for name, generation in ((A, 2), (B, 3)):
+        for kind, place in (("entered", 2), ("received", 1)):
+            run.logs[name].find(kind)[place] = generation
+        run.logs[name].find("received")[ROWS] = 1
+
+
+def committed_as_another_version(run: Run) -> None:
+    run.logs[B].find("committed", 3)[2] += 1
+
+
+def entered_with_another_version(run: Run) -> None:
+    run.logs[B].find("entered", 3)[4] -= 1
+
+
+def cut_that_was_not_trained(run: Run) -> None:
+    run.logs[A].find("entered", 3)[5] += 4
+
+
+def batch_left_out_of_a_file(run: Run) -> None:
+    run.logs[A].records.remove(run.logs[A].batches()[2])
+
+
+def one_entry_too_many(run: Run) -> None:
+    for log in run.logs.values():
+        log.find("received", 2)[ROWS] = 1
+
+
+def skipped_tail(run: Run) -> None:
+    """Rank 1 does not train its last lease, and the coordinator ends the job in spite of it."""
+    log = run.logs[B]
+    for one in log.batches()[-2:]:
+        log.records.remove(one)
+    entered = log.find("entered")
+    entered[5:] = [entered[5] - 8, entered[6] - 2, 0]
+    log.find("ended")[1] -= 2
+    for one in run.logs.values():
+        one.find("received")[SAMPLES] -= 8
+    del run.cadence[-1].parts[1].slices[:]
+    assert run.record is not None
+    run.record["committed_samples"][-1] -= 8
+    run.manifests.popitem()
+
+
+def result_with_other_samples(run: Run) -> None:
+    assert run.record is not None
+    run.record["committed_samples"][1] -= 4
+
+
+def checkpoint_of_a_version_that_nobody_made(run: Run) -> None:
+    run.manifests["epoch-version-5"]["training"]["version"] = 9
+
+
+def checkpoint_of_another_version(run: Run) -> None:
+    run.manifests["epoch-version-3"]["training"]["version"] = 4
+
+
+def checkpoint_without_a_slice(run: Run) -> None:
+    run.manifests["epoch-version-4"]["training"]["ledger"]["books"]["1"]["committed"] = [[0, 4], [8, 16]]
+
+
+def checkpoint_with_a_slice_too_many(run: Run) -> None:
+    run.manifests["epoch-version-4"]["training"]["ledger"]["books"]["1"]["committed"].append([20, 24])
+
+
+def checkpoint_of_another_epoch(run: Run) -> None:
+    run.manifests["epoch-version-4"]["training"]["ledger"]["epoch"] = 2
+
+
+def checkpoint_with_other_samples(run: Run) -> None:
+    run.manifests["epoch-version-3"]["training"]["samples"] += 1
+
+
+def checkpoint_with_other_steps(run: Run) -> None:
+    run.manifests["epoch-version-3"]["training"]["global_step"] += 1
+
+
+def another_extent(run: Run) -> None:
+    run.logs[B].start["epochs"] = EPOCHS + 1
+
+
+def went_back_to_a_version_of_nobody(run: Run) -> None:
+    run.attempt, run.version, run.samples, run.generation = 2, 9, 64, 5
+    name = run.begin(0, 3, resume="checkpoint", version=9, samples=64)
+    run.average(name)
+
+
+FAULTS: dict[Fault, str] = {
+    lease_given_twice: r"lease 1 was given twice: to rank 0 \(rank-0-1.bin\), and to rank 1 \(rank-1-2.bin\)",
+    positions_twice: r"epoch 1: positions 16 to 19 \(4 samples\) twice: by rank 0 .* in version 5, and by rank 1",
+    slice_beyond_its_epoch: r"epoch 1: positions 32 to 35 .* of rank 0 .* are outside the epochs",
+    batch_of_no_epoch: r"epoch 2: positions .* of rank 0 .* are outside the epochs",
+    round_that_lost_a_cut: r"round 3 .* has lost samples.*: its ranks brought 16, and its result counts 8",
+    record_that_lost_a_cut: r"version 3 has two contents: cadence.binpb says .*epoch 0 \[16, 24\), and .*\[24, 32\)",
+    record_with_another_slice: r"version 4 has two contents: cadence.binpb says",
+    record_with_another_generation: r"version 5 has two contents: cadence.binpb says a round of generation 2",
+    record_with_one_round_more: r"no rank made a round of generation 1 .*, number 6 of 6 in cadence.binpb",
+    header_that_differs: r"version 5 .*two contents: the header differs between rank-0-1.bin and rank-1-2.bin",
+    parameters_that_differ: r"version 3 .*two contents: the digest of the parameters differs",
+    two_leaders: r"version 5 has two contents: round 5 of generation 2, and round 5 of generation 3",
+    committed_as_another_version: r"rank 1 .*: round 4 was committed as version 5, and its result is 4",
+    entered_with_another_version: r"rank 1 .*: it entered round 4 with version 2, and has received 3",
+    cut_that_was_not_trained: r"rank 0 .*: it brought 28 samples to round 4, and has trained 24",
+    batch_left_out_of_a_file: r"rank 0 .*: batch 4 follows batch 2",
+    one_entry_too_many: r"round 3 .* was entered by 2 ranks, and its result is of 1",
+    skipped_tail: r"epoch 1: positions 24 to 31 \(8 samples\) are in no round of the final parameters",
+    result_with_other_samples: r"epoch 1: record.json says 28 samples, and the ranks' rounds have 32",
+    checkpoint_of_a_version_that_nobody_made: r"checkpoint epoch-version-5: no round made its version 9",
+    checkpoint_of_another_version: r"checkpoint epoch-version-3 .*: it says 32 samples, and the ranks 48",
+    checkpoint_without_a_slice: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 4 to 7",
+    checkpoint_with_a_slice_too_many: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 20 to 23",
+    checkpoint_of_another_epoch: r"checkpoint epoch-version-4 .* differ at epoch 1",
+    checkpoint_with_other_samples: r"checkpoint epoch-version-3 .*: it says 33 samples, and the ranks 32",
+    checkpoint_with_other_steps: r"checkpoint epoch-version-3 .*: it says 9 batches, and the ranks 8",
+    another_extent: r"rank 1 .*: it was to train other epochs than the other ranks",
+    went_back_to_a_version_of_nobody: r"attempt 2 goes on from version 9, and version 5 was the last one",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found_and_named(tmp_path: Path, fault: Fault) -> None:
+    run = whole(tmp_path)
+    fault(run)
+    code, text = judged(run)
+    assert code == 1, text
+    assert re.search(f"refuted: {FAULTS[fault]}", text), text
+
+
+# What cannot be judged
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def shortened(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:-size])
+
+
+def damaged_record(run: Run) -> None:
+    flipped(run.folder / "audit" / JOB / A, 400)
+
+
+def damaged_last_record(run: Run) -> None:
+    flipped(run.folder / "audit" / JOB / A, -1)
+
+
+def damaged_head(run: Run) -> None:
+    flipped(run.folder / "audit" / JOB / A, 30)
+
+
+def another_format(run: Run) -> None:
+    flipped(run.folder / "audit" / JOB / A, 8)
+
+
+def missing_file(run: Run) -> None:
+    (run.folder / "audit" / JOB / B).unlink()
+
+
+def file_that_was_cut(run: Run) -> None:
+    shortened(run.folder / "audit" / JOB / B, 300)
+
+
+def missing_rounds(run: Run) -> None:
+    (run.folder / "cadence.binpb").unlink()
+
+
+def damaged_rounds(run: Run) -> None:
+    flipped(run.folder / "cadence.binpb", 0)
+
+
+def damaged_manifest(run: Run) -> None:
+    path = run.folder / "checkpoints" / JOB / "epoch-version-4" / "manifest.json"
+    path.write_text(path.read_text().replace('"samples": 48', '"samples": 47'))
+
+
+def another_jobs_file(run: Run) -> None:
+    run.logs[A].start["job"] = "letters-2"
+    run.write()
+
+
+def another_jobs_record(run: Run) -> None:
+    (run.folder / "record.json").write_text('{"job_id": "letters-2"}')
+
+
+def damaged_result(run: Run) -> None:
+    (run.folder / "record.json").write_text("{")
+
+
+def full_disk(run: Run) -> None:
+    for log in run.logs.values():
+        log.records = log.records[: log.records.index(log.find("entered", 3))]
+    run.write()
+
+
+def no_files(run: Run) -> None:
+    for path in (run.folder / "audit" / JOB).iterdir():
+        path.unlink()
+
+
+def two_jobs(run: Run) -> None:
+    (run.folder / "audit" / "letters-2").mkdir()
+
+
+LACKS: dict[Fault, str] = {
+    damaged_record: r"rank-0-1.bin is damaged at byte \d+: ",
+    damaged_last_record: r"rank-0-1.bin is damaged at byte \d+: the checksum of a record does not match",
+    damaged_head: r"rank-0-1.bin is damaged: the checksum of its head",
+    another_format: r"rank-0-1.bin has format 17, and this version of elche reads 1",
+    missing_file: r"round 1 of generation 1 .* had 2 ranks, and the files of 1 tell of it",
+    file_that_was_cut: r"round \d of generation 1 .* had 2 ranks, and the files of 1 tell of it",
+    missing_rounds: r"cadence.binpb, the record of rounds, is missing",
+    damaged_rounds: r"cadence.binpb is damaged at byte 0",
+    damaged_manifest: r"checkpoint epoch-version-4: its manifest is damaged",
+    another_jobs_file: r"rank-0-1.bin is a file of job letters-2",
+    another_jobs_record: r"record.json is that of job letters-2",
+    damaged_result: r"record.json is damaged",
+    full_disk: r"all files of ranks end before the job did",
+    no_files: r"there is no file of any rank",
+    two_jobs: r".*audit files of 2 jobs",
+}
+
+
+@pytest.mark.parametrize("fault", LACKS, ids=lambda fault: fault.__name__)
+def test_what_is_missing_or_damaged_is_named_and_nothing_is_judged(tmp_path: Path, fault: Fault) -> None:
+    run = whole(tmp_path)
+    run.write()
+    fault(run)
+    verdict = elche_audit.judge(tmp_path)
+    text = "\n".join(elche_audit.lines(verdict))
+    assert elche_audit.exit_code(verdict) == 2, text
+    assert re.search(f"cannot be judged: {LACKS[fault]}", text), text
+
+
+def test_a_job_that_goes_on_is_not_judged(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    code, text = judged(run)
+    assert code == 2
+    assert "record.json is missing, and not all epochs are complete" in text
+    assert "32 of 64 samples are in version 3 so far" in text
+
+
+# What is proven
+
+
+def test_a_whole_run_is_proven(tmp_path: Path) -> None:
+    code, text = judged(whole(tmp_path))
+    assert code == 0, text
+    assert "digits-1 is proven: each of 64 samples of 2 epochs is in version 5 once" in text
+    assert "2 files of ranks, 16 batches, 5 rounds, 3 checkpoints" in text
+
+
+def test_a_rank_is_killed_and_its_work_is_trained_by_another(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.logs[B].records.append(["torn", b""])
+    run.generation = 2
+    run.train(A, 1, 8, 24)
+    run.average(A)
+    dead = run.logs[B].records
+    dead.pop()
+    run.end()
+    dead.pop()
+    run.write()
+    with (tmp_path / "audit" / JOB / B).open("ab") as file:
+        file.write(bytes([1]) * 11)
+    verdict = elche_audit.judge(tmp_path)
+    text = "\n".join(elche_audit.lines(verdict))
+    assert elche_audit.exit_code(verdict) == 0, text
+    assert "not in the model: 8 samples (2 batches) of rank 1, incarnation 2: its process was killed" in text
+    assert "rank 1 (rank-1-2.bin) ends within a record, of which 11 bytes are there" in text
+
+
+def test_a_rank_dies_after_it_has_brought_its_part(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.average(A, B, without=B)
+    run.generation = 2
+    run.train(A, 1, 16, 16)
+    run.average(A)
+    run.end()
+    run.logs[B].records.pop()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model" not in text
+
+
+def test_a_round_is_given_up_and_its_work_goes_into_the_next_one(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.enter(A, B)
+    for log in run.logs.values():
+        log.records.append(["lost", 1, run.round])
+    run.generation = 2
+    run.average(A, B)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+
+
+def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    samples, steps = run.samples, run.steps
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.average(A, B)
+    run.attempt, run.generation, run.version, run.samples, run.steps = 2, 7, 3, samples, steps
+    run.round, run.lease, run.covered[1] = 0, 0, []
+    names = [run.begin(rank, 3 + rank, resume="checkpoint", version=3, samples=samples) for rank in (0, 1)]
+    run.train(names[0], 1, 0, 20)
+    run.train(names[1], 1, 20, 12)
+    run.average(*names)
+    run.checkpoint()
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model: 8 samples (2 batches) of rank 0, incarnation 1: the job went back to version 3" in text
+
+
+def test_samples_that_were_left_out_of_an_average_are_named(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.average(A, B, left_out=B)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model: 16 samples (4 batches) of rank 1, incarnation 2: left out of the average" in text
+    assert "but for 16 that were left out of averages" in text
+
+
+def test_a_dead_rank_that_was_left_out_is_known_by_the_others(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 16)
+    run.train(B, 1, 16, 16)
+    run.average(A, B, left_out=B, without=B)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "but for 16 that were left out of averages" in text
+
+
+def test_a_watcher_that_was_away_lacks_a_round(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    del run.cadence[2]
+    code, text = judged(run)
+    assert code == 0, text
+    assert "note: cadence.binpb has 4 rounds, and the ranks' files have 5" in text
+
+
+def test_a_last_round_of_which_no_rank_has_heard_is_known_by_the_record(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    run.manifests.popitem()
+    for log in run.logs.values():
+        log.records.remove(log.find("committed"))
+    code, text = judged(run)
+    assert code == 0, text
+    run.cadence.pop()
+    code, text = judged(run)
+    assert code == 1
+    assert "epoch 1: positions 16 to 31 (16 samples) are in no round of the final parameters" in text
+
+
+@pytest.mark.parametrize(("options", "size"), [({"drop_last": True, "batch_size": 12}, 24), ({"max_steps": 14}, 24)])
+def test_a_last_epoch_that_is_shorter(tmp_path: Path, options: dict[str, Any], size: int) -> None:
+    run = Run(tmp_path, options=options)
+    run.begin(0, 1)
+    run.average(A)
+    for epoch in range(EPOCHS):
+        run.train(A, epoch, 0, size if epoch or "max_steps" not in options else SIZE)
+        run.average(A)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    run.logs[A].batches()[-1][3] += 4
+    assert judged(run)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "words"),
+    [
+        ("cancelled", {}, "the job was cancelled"),
+        ("failed", {}, "the job was failed"),
+        ("succeeded", {"ended_early": "no patience"}, "the job has ended early"),
+    ],
+)
+def test_a_job_that_did_not_train_all(tmp_path: Path, state: str, more: dict[str, Any], words: str) -> None:
+    run = begun(tmp_path)
+    run.end(state, **more)
+    code, text = judged(run)
+    assert code == 0, text
+    assert f"32 of 64 samples are in version 3, each once; {words}" in text
+
+
+def resumed(tmp_path: Path) -> Run:
+    before = begun(tmp_path / "before")
+    before.train(A, 1, 0, 8)
+    before.average(A, B)
+    name = before.checkpoint()
+    before.write()
+    run = Run(tmp_path / "after", attempt=2, version=before.version, samples=before.samples, steps=before.steps)
+    run.covered = {epoch: [list(pair) for pair in ranges] for epoch, ranges in before.covered.items()}
+    place = str(tmp_path / "before" / "checkpoints" / JOB / name)
+    run.begin(0, 1, resume=place, version=run.version, samples=run.samples)
+    run.train(A, 1, 8, 24)
+    run.average(A)
+    run.checkpoint()
+    run.end()
+    return run
+
+
+def test_a_resumed_run_is_judged_together_with_its_checkpoint(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    code, text = judged(run)
+    assert code == 0, text
+    assert "each of 64 samples of 2 epochs is in version 5 once" in text
+
+
+def test_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    run.logs[A].start["resume"] = str(tmp_path / "gone")
+    code, text = judged(run)
+    assert code == 2, text
+    assert f"the run has resumed {tmp_path}/gone: checkpoint gone: its manifest cannot be read" in text
+
+
+def test_a_resumed_run_began_with_another_number_of_samples(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    run.logs[A].start["samples"] += 8
+    code, text = judged(run)
+    assert code == 1, text
+    assert "has version 4 with 40 samples, and ranks have resumed version 4 with 48" in text
+
+
+def test_a_resumed_run_trains_again_what_its_checkpoint_has(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    run.logs[A].batches()[0][3] = 0
+    code, text = judged(run)
+    assert code == 1, text
+    assert re.search(r"epoch 1: positions 0 to 3 \(4 samples\) twice: by .*checkpoint", text), text
+
+
+# The command
+
+
+def test_the_command_prints_a_summary_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = whole(tmp_path)
+    run.write()
+    assert main(["audit", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("digits-1 is proven: each of 64 samples")
+    lease_given_twice(run)
+    run.write()
+    assert main(["audit", str(tmp_path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "refuted"
+    assert len(told["violations"]) == 1
+    assert told["epoch_samples"] == [SIZE, SIZE]
+    assert main(["audit", str(tmp_path / "gone")]) == 2
+    assert f"cannot be judged: there is no folder {tmp_path / 'gone'}" in capsys.readouterr().out

@@ -1,0 +1,110 @@
+"""Writes what a rank has trained, and into which rounds it went, for `elche audit`. The format is in docs/audit.md.
+
+Records are collected in memory and written to the system when a round is entered and when its result has arrived, so
+that the records of every committed round outlive the process.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from struct import pack
+from typing import Any
+from zlib import crc32
+
+MAGIC, FORMAT = b"ELCHEAUD", 1
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED = range(1, 7)
+LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
+MAX_BUFFERED_BYTES = 4096
+
+
+class AuditLog:
+    """The audit file of one rank process. Training goes on if it cannot be written, and the rank's log says so."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Creates the file and writes `about`, the rank's own data, as JSON."""
+        self._path = path
+        self._file: Any = None
+        text = json.dumps(about, sort_keys=True).encode()
+        self._buffer = bytearray(MAGIC + pack("<HHI", FORMAT, 0, len(text)) + text)
+        self._crc = crc32(self._buffer)
+        self._buffer += pack("<I", self._crc)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("xb", buffering=0)
+        except OSError as error:
+            self._give_up(error)
+        self.flush()
+
+    def batch(self, *, lease: int, epoch: int, offset: int, size: int, step: int) -> None:
+        """Adds a trained batch: positions of the epoch from `offset`, the rank's batch number `step`, from 1."""
+        self._add(pack("<BQIQIQ", BATCH, lease, epoch, offset, size, step))
+        if len(self._buffer) > MAX_BUFFERED_BYTES:
+            self.flush()
+
+    def entered(
+        self, *, attempt: int, generation: int, round_id: int, version: int, cut: int, step: int, weight: int
+    ) -> None:
+        """Adds a round and what the rank brings: `cut` samples and `step` batches in all, `weight` new samples."""
+        self._add(pack("<BQQQQQQQ", ENTERED, attempt, generation, round_id, version, cut, step, weight))
+        self.flush()
+
+    def received(
+        self,
+        *,
+        generation: int,
+        round_id: int,
+        version: int,
+        samples: int,
+        left_out: int,
+        num_rows: int,
+        is_left_out: bool,
+        is_finite: bool,
+        header: int,
+        digest: int | None,
+    ) -> None:
+        """Adds a round's result: its version, the job's samples in it, those of them whose values were left out of the
+        average, and digests of header and parameters.
+        """
+        flags = LEFT_OUT * is_left_out | NOT_FINITE * (not is_finite) | HAS_DIGEST * (digest is not None)
+        result = pack("<QQQQQI", generation, round_id, version, samples, left_out, num_rows)
+        self._add(pack("<B", RECEIVED) + result + pack("<BQQ", flags, header, digest or 0))
+        self.flush()
+
+    def lost(self, *, generation: int, round_id: int) -> None:
+        """Adds that the rank has received no result of a round: what it brought goes into the next one."""
+        self._add(pack("<BQQ", LOST, generation, round_id))
+
+    def committed(self, *, round_id: int, version: int, global_step: int) -> None:
+        """Adds that the coordinator has said that a round is committed."""
+        self._add(pack("<BQQQ", COMMITTED, round_id, version, global_step))
+
+    def end(self, step: int) -> None:
+        """Adds that the process ends in order, and closes the file."""
+        self._add(pack("<BQ", ENDED, step))
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def flush(self) -> None:
+        """Writes what was collected to the operating system, not to the disk."""
+        if self._file is None:
+            self._buffer.clear()
+            return
+        try:
+            if self._file.write(self._buffer) != len(self._buffer):
+                raise OSError("no space is left")
+        except OSError as error:
+            self._file.close()
+            self._give_up(error)
+        self._buffer.clear()
+
+    def _add(self, record: bytes) -> None:
+        self._crc = crc32(record, self._crc)
+        self._buffer += record + pack("<I", self._crc)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        text = f"elche: the audit file {self._path} cannot be written ({error.strerror or error}): this rank trains on"
+        print(f"{text}, and `elche audit` cannot judge the run", file=sys.stderr, flush=True)
