@@ -251,9 +251,13 @@ def submit(
     It is uploaded if it has changed. Packages that FILE imports must be installed on the workers, or be required by
     --requirements or FILE's own metadata. Without --ranks the job takes every slot that is free when it starts.
 
+    FILE may be a script with its own loop (Trainer of elche_worker): all of its ranks are started on one host, as
+    torchrun would, once it has free slots for them. Its settings are those in the script.
+
     \b
     Examples:
       elche submit train.py
+      elche submit loop.py --ranks 2 --watch
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
       elche submit jobs/train.py --folder . --priority 10 --project vision
       elche submit --module train.digits:job --secret WANDB_API_KEY

@@ -37,7 +37,7 @@ from elche_client.events import (
     LinkView,
     LogLine,
 )
-from elche_client.options import JobOptions, read_source
+from elche_client.options import JobOptions, check_loop, read_source
 from elche_client.rank_output import RankLines
 from elche_client.upload import entry_of, file_of_module, folder_of, upload
 
@@ -186,6 +186,8 @@ class Client:
         job before, it is that job.
         """
         spec = encode_spec(path, read_source(path), options)
+        if spec.is_loop:
+            check_loop(path, options)
         spec.requirements.extend(() if options.requirements else inline_requirements(spec.source))
         if folder is not None:
             self._upload(spec, path, folder, on_progress)

@@ -26,7 +26,7 @@ from elche_client.events import (
     StallReport,
     UserEvent,
 )
-from elche_client.options import MAX_NAME_CHARS, JobOptions
+from elche_client.options import MAX_NAME_CHARS, JobOptions, has_own_loop
 
 STATES: dict[int, JobState] = {
     pb.JOB_STATE_QUEUED: JobState.QUEUED,
@@ -54,6 +54,7 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
         environment={name: _utf8(value) for name, value in options.environment.items()},
         submitted_by=user_at_host(),
         replay=(),
+        is_loop=not options.module and has_own_loop(path),
     )
     spec.MergeFromString(options.replay)
     return spec

@@ -29,7 +29,7 @@ from elche_client.notifications import (
     start_watch,
     wait_for_result,
 )
-from elche_client.options import JobOptions, has_own_loop, read_source
+from elche_client.options import JobOptions, check_loop, has_own_loop, read_source
 from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
@@ -55,11 +55,9 @@ def submit(
         folder = str(root)
     elif path is None:
         raise InvalidJob("name the file of the job, or the job of a module: --module PACKAGE.MODULE:NAME")
-    elif has_own_loop(path):  # the check below would run the loop here
-        raise InvalidJob(
-            f"{path} has its own training loop, which no agent starts: start it with torchrun where it is to train, "
-            f"with ELCHE_COORDINATOR={address or 'HOST:PORT'} set, and it is a job there; or here with `elche run`"
-        )
+    is_job = bool(options.module) or not has_own_loop(path)
+    if not is_job:
+        check_loop(path, options)
     requires = options.requirements or inline_requirements(read_source(path))
     sent = folder_of(path, folder)
     with Client(address) as client:
@@ -69,7 +67,7 @@ def submit(
             print_notice(f"job {handle.id} was submitted with this key before")
         else:
             try:
-                if checks and not requires and not options.module and not missing_of(NEEDED_BY_WORKER):
+                if checks and is_job and not requires and not options.module and not missing_of(NEEDED_BY_WORKER):
                     _check(path, options, sent)
             except Interrupted as interrupted:
                 return interrupted.exit_code

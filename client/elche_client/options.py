@@ -115,6 +115,14 @@ def has_own_loop(path: Path) -> bool:
     return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
 
 
+def check_loop(path: Path, options: JobOptions) -> None:
+    """Raises `InvalidJob` for options that a script with its own loop does not take."""
+    names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
+    _require(not names, f"{path} has its own training loop, which takes no {names}: set them in the script")
+    _require(not options.min_ranks, f"{path} has its own training loop, which trains with all of its ranks: --ranks N")
+    _require(not options.verify_rounds, f"{path} has its own training loop, which has no rounds: leave out --verify")
+
+
 def _check_slow(rank: int, factor: float, num_ranks: int) -> None:
     _require_whole("a slow rank", rank, least=0, below=2**16)
     _require(

@@ -2,10 +2,7 @@
 
 import math
 import os
-import random
-import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +11,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.processors import environment_of_ranks
 from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
+from elche.torchrun import environment_of_rank, free_port
 from elche_client.check import check_devices
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobResult, JobState
@@ -26,7 +24,6 @@ from elche_client.processes import ChildProcess, ProcessError, exit_error, signa
 from elche_client.progress import Progress, make_progress
 
 RUNNER = "elche_worker.trainer"
-STORE_PORTS = range(20_000, 32_000)
 POLL_S = 0.2
 PEERS_GRACE_S = 5.0
 """Seconds for the other processes to exit after one has failed."""
@@ -75,17 +72,11 @@ class ScriptRun(LocalRun):
             raise self._explain_ranks(error) from error
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
-        port = _free_port()
-        for rank, device in enumerate(devices):
+        port = free_port()
+        for rank in range(len(devices)):
             environment = {
                 **self.options.environment,
-                "PYTHONUNBUFFERED": "1",  # shows output as it is written
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(len(devices)),
-                "LOCAL_WORLD_SIZE": str(len(devices)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                **environment_of_rank(rank, devices, port, os.environ),
                 "ELCHE_COORDINATOR": address,
                 VARIABLE: self.token,
                 TLS_VARIABLE: "",
@@ -94,8 +85,6 @@ class ScriptRun(LocalRun):
                 **environment_of_ranks(len(devices), os.environ | self.options.environment),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
-            if not device.startswith("mps"):
-                environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
             self.processes.add(
@@ -192,22 +181,3 @@ class ScriptRun(LocalRun):
         """The error to show: the exit of the first rank process that failed, if one has."""
         ended = self._failed or self._lost
         return error if isinstance(error, ProcessError) or ended is None else exit_error(ended)
-
-
-def _visible(devices: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES with these devices only, so that each rank takes its own by LOCAL_RANK; empty for CPUs."""
-    known = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    of_cuda = (int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda"))
-    indices = list(dict.fromkeys(of_cuda))  # several ranks may share one
-    return ",".join(known[index].strip() if index < len(known) and known[index] else str(index) for index in indices)
-
-
-def _free_port() -> int:
-    """A free port for rank 0's store, which listens seconds later: below Linux's ephemeral ports, which other
-    connections take meanwhile.
-    """
-    for port in random.sample(STORE_PORTS, 100):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
-    raise ElcheError(f"none of a hundred ports from {STORE_PORTS[0]} to {STORE_PORTS[-1]} is free for rank 0")

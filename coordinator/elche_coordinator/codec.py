@@ -63,6 +63,7 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "best_kept": events.BestKept,
     "loop_progress": events.LoopProgressed,
     "loop_epoch_ended": events.LoopEpochEnded,
+    "loop_began": events.LoopBegan,
     "loop_left": events.LoopLeft,
     "failed": events.RankFailed,
 }

@@ -76,9 +76,11 @@ async def resume(
     if result is None:
         raise InvalidJob(f"job {view.job_id} has not ended; cancel it first, or let it go on")
     spec, checkpoints = catalogue.submission(view.job_id), result.checkpoints
-    if spec.is_loop:
+    if spec.is_attached:
         where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
         raise InvalidJob(f"job {view.job_id} is a script with its own loop: start the script again, {where}to resume")
+    if spec.is_loop and settings:
+        raise InvalidJob(f"job {view.job_id} has its own training loop: set {', '.join(settings)} in the script")
     if not checkpoints:
         raise InvalidJob(f"job {view.job_id} has no checkpoint to resume from; submit it again")
     _refuse_complete(result, view.job_id, settings)

@@ -82,9 +82,11 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
 @contextmanager
 def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
     """Context in which core and streams contain only the common part."""
-    jobs, keys, ranks = (core.jobs, core.trainings, core.loops), core.keys, streams.ranks
-    (core.jobs, core.trainings, core.loops), core.keys, streams.ranks = ({}, {}, {}), core.living_keys(), {}
+    tables, keys, ranks = core.tables(), core.keys, streams.ranks
+    core.keys, streams.ranks = core.living_keys(), {}
+    core.__dict__ |= {name: {} for name in tables}
     try:
         yield
     finally:
-        (core.jobs, core.trainings, core.loops), core.keys, streams.ranks = jobs, keys, ranks
+        core.keys, streams.ranks = keys, ranks
+        core.__dict__ |= tables

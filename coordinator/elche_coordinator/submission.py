@@ -40,6 +40,8 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
         if spec.num_ranks and rank >= spec.num_ranks:
             raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
     check_settings(spec.settings)
+    if spec.is_loop and (spec.settings or spec.min_ranks or spec.verify_rounds or spec.replay or spec.module):
+        raise InvalidJob("a script with its own loop takes no settings, least number of ranks, check, replay or module")
     check_arguments(spec.arguments)
     check_environment(spec.environment)
     check_secrets(spec.secrets, spec.environment)

@@ -153,18 +153,27 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
     assert (second.num_ranks, dict(second.settings), second.verify_rounds) == (0, {}, False)
 
 
-def test_a_script_with_its_own_loop_is_not_submitted_and_does_not_run_here(
+def test_a_script_with_its_own_loop_is_submitted_as_such_and_does_not_run_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "loop.py"
     script.write_text("from pathlib import Path\nfrom elche_worker import Trainer\nPath('ran').touch()\n")
     jobs = ScriptedJobs()
     with serving(jobs) as address:
-        assert main(["submit", str(script), "--coordinator", address]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "has its own training loop, which no agent starts" in line
-    assert f"with torchrun where it is to train, with ELCHE_COORDINATOR={address} set" in line
-    assert jobs.specs == []
+        assert main(["submit", str(script), "--ranks", "2", "--coordinator", address]) == 0
+        assert capsys.readouterr().out == "j-1\n"
+        for refused, said in (
+            (["--epochs", "3"], "takes no --epochs: set them in the script"),
+            (["--ranks", "1..2"], "trains with all of its ranks: --ranks N"),
+            (["--verify"], "has no rounds: leave out --verify"),
+        ):
+            assert main(["submit", str(script), *refused, "--coordinator", address]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.endswith(said)
+    (spec,) = jobs.specs
+    assert (spec.is_loop, spec.num_ranks) == (True, 2)
+    assert not (tmp_path / "ran").exists()
+    assert not Path("ran").exists()
 
 
 def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What `elche run` gives the processes of a loop."""
 
+import os
 import random
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from elche import torchrun
 from elche.errors import ElcheError
 from elche_client import script_run
 from elche_client.events import JobResult, JobState
@@ -16,7 +18,7 @@ from elche_client.notifications import ProcessExited
 from elche_client.options import JobOptions
 from elche_client.processes import ProcessError
 from elche_client.progress import Progress
-from elche_client.script_run import ScriptRun, _visible
+from elche_client.script_run import ScriptRun
 
 
 class Jobs:
@@ -56,7 +58,7 @@ def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("devices", "known", "visible"),
+    ("devices", "known", "shown"),
     [
         (("cpu", "cpu"), None, ""),
         (("cuda:0", "cuda:1"), None, "0,1"),
@@ -66,12 +68,12 @@ def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytes
     ],
 )
 def test_a_rank_finds_its_own_device_also_where_one_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], known: str | None, visible: str
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], known: str | None, shown: str
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if known is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
-    assert _visible(devices) == visible
+    assert torchrun.visible(devices, os.environ) == shown
 
 
 def test_the_port_of_rank_0_is_none_that_a_connection_may_take_until_it_listens(
@@ -80,7 +82,7 @@ def test_the_port_of_rank_0_is_none_that_a_connection_may_take_until_it_listens(
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = server.getsockname()[1]
         monkeypatch.setattr(random, "sample", lambda ports, num: [held, 20_001, 20_002])
-        assert script_run._free_port() in (20_001, 20_002)
+        assert torchrun.free_port() in (20_001, 20_002)
         monkeypatch.setattr(random, "sample", lambda ports, num: [held])
         with pytest.raises(ElcheError, match="is free for rank 0"):
-            script_run._free_port()
+            torchrun.free_port()

@@ -68,11 +68,11 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
     (reports.EpochReport, rank_pb2.EpochMetrics): ({"committed", "dropped"}, {"metrics", "samples"}),
     # From and to clients.
-    (spec.JobSpec, job_pb2.JobSpec): ({"is_loop", "source_hash"}, {"source"}),
+    (spec.JobSpec, job_pb2.JobSpec): ({"source_hash"}, {"source"}),
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
     (spec.RankPart, job_pb2.RankPart): (set(), set()),
     (spec.Slice, job_pb2.Slice): (set(), set()),
-    (JobOptions, job_pb2.JobSpec): (set(), {"source", "file_name", "submitted_by", "bundle"}),
+    (JobOptions, job_pb2.JobSpec): (set(), {"source", "file_name", "submitted_by", "bundle", "is_loop"}),
     (reports.RoundReport, job_pb2.RoundReport): (set(), set()),
     (reports.EpochReport, job_pb2.EpochReport): (set(), set()),
     (reports.EvaluationReport, job_pb2.EvaluationReport): (set(), set()),

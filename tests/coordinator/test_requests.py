@@ -44,9 +44,9 @@ def resumed(folder: Path, result: JobResult | None, settings: Mapping[str, str],
             source_hash=driver.sources.add("job = 1"),
             settings={"epochs": "3", "seed": "7"},
             submitted_by="anna",
-            **more,
         )
         driver.sources.hold(JobId("another"), spec.source_hash)
+        spec = replace(spec, **more)
         old: Any = SimpleNamespace(result=lambda job_id: result, submission=lambda job_id: spec)
         view: Any = SimpleNamespace(job_id="old")
         artifacts: Any = SimpleNamespace(checkpoints_place=lambda job_id, path: "")
@@ -91,7 +91,13 @@ def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mappin
         (COMPLETE, {"seed": "8"}, {}, IS_COMPLETE),
         (None, {}, {}, "job old has not ended"),
         (replace(COMPLETE, checkpoints=()), {"epochs": "9"}, {}, "job old has no checkpoint"),
-        (COMPLETE, {}, {"is_loop": True}, "start the script again, ELCHE_RESUME=/runs/old/checkpoints/1-2 to resume"),
+        (COMPLETE, {"seed": "8"}, {"is_loop": True}, "has its own training loop: set seed in the script"),
+        (
+            COMPLETE,
+            {},
+            {"is_loop": True, "source_hash": ""},
+            "start the script again, ELCHE_RESUME=/runs/old/checkpoints/1-2 to resume",
+        ),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_with_what_to_do(

@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import (
     JobCancelled,
     JobSubmitted,
     LoopAttached,
+    LoopBegan,
     LoopEpochEnded,
     LoopLeft,
     PauseRequested,
@@ -166,6 +167,28 @@ def test_a_loop_of_the_users_own_is_replayed():
         core.handle(event, now_s=now_s)
     assert core.jobs[JOB].result is not None
     assert replayed(core) == len(events) + 1
+
+
+def test_a_submitted_loop_is_replayed_though_others_had_its_slots_before():
+    core = JournalledCoordinator()
+    core.handle(joined("host", 2), now_s=1.0)
+    core.handle(submitted("first", 1), now_s=2.0)
+    core.handle(submitted("job", 2, is_loop=True), now_s=3.0)
+    core.handle(exits(core, "first")[0], now_s=4.0)
+    of = [record.address(JOB) for record in core.jobs[JOB].ranks.values()]
+    assert len(of) == 2
+    events = [
+        *(SessionOpened(**one) for one in of),
+        *(LoopBegan(**one, policy="El Che") for one in of),
+        *(LoopLeft(**one) for one in of),
+        *(replace(one, exit_code=0) for one in exits(core, "job")),
+    ]
+    for index, event in enumerate(events):
+        core.handle(event, now_s=5.0 + index)
+    result = core.jobs[JOB].result
+    assert result is not None
+    assert result.outcome is Outcome.SUCCEEDED
+    assert replayed(core) >= len(events) + 1
 
 
 def submitted(name: str, num_ranks: int, **more: object) -> JobSubmitted:

@@ -8,7 +8,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, describe_loop
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.life.job import STOP_GRACE_S
-from elche_coordinator.core.loops.loop import JOIN_GRACE_S
+from elche_coordinator.core.loops.attached import JOIN_GRACE_S
 from elche_coordinator.core.messages.commands import (
     Command,
     Publish,

@@ -1,18 +1,21 @@
 """The one door of the core: events go in, commands come out."""
 
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.continuation import Continuation, continuation
 from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, describe_training, details
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.notices import death_notice
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.placing import Placing
 from elche_coordinator.core.jobs.saving import is_being_saved, is_unsaved
 from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.life.job import Job, Timer
+from elche_coordinator.core.loops.attached import AttachedLoop
 from elche_coordinator.core.loops.loop import Loop
+from elche_coordinator.core.loops.submitted import SubmittedLoop
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -51,7 +54,8 @@ from elche_coordinator.core.records.ranks import Address, RankRecord
 class Coordinator:
     """All jobs and all hosts, as a synchronous state machine without I/O and without a clock.
 
-    A job is a training, which gets slots of hosts, or a loop of the user's own, which has none.
+    A job is a training or a loop of the user's own. Trainings and submitted loops get slots of hosts; attached loops
+    have none.
 
     `handle` never raises for a message of a client, an agent or a rank: old news, and events that do not fit the
     present phase, change nothing. An exception out of it is a bug of the core.
@@ -63,6 +67,8 @@ class Coordinator:
         """Trainings and loops, oldest first."""
         self.trainings: dict[JobId, TrainingJob] = {}
         self.loops: dict[JobId, Loop] = {}
+        self.placed: dict[JobId, PlacedJob] = {}
+        """Trainings and submitted loops, which get slots."""
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
         self._checks: Deadlines[JobId] = Deadlines()
@@ -76,7 +82,7 @@ class Coordinator:
         """Jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
         """Their refusals of it."""
-        self._placing = Placing(self._touch_training, self._try_again, self._new_incarnation)
+        self._placing = Placing(self._touch_placed, self._try_again, self._new_incarnation)
         self.asked: list[SlotsAsked] = []
         """Events for other jobs that follow from the last event, to be handled next."""
         self._may_place = False
@@ -95,7 +101,7 @@ class Coordinator:
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         if self._may_place:
             self._may_place = False
-            self._placing.place(self.trainings, self.fleet, self.quotas, now_s)
+            self._placing.place(self.placed, self.fleet, self.quotas, now_s)
             self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
@@ -109,9 +115,13 @@ class Coordinator:
         """The state for a restarted coordinator, without jobs that have ended: those are in the records."""
         kept: dict[str, object] = {
             name: {job_id: job for job_id, job in jobs.items() if job.result is None}
-            for name, jobs in (("jobs", self.jobs), ("trainings", self.trainings), ("loops", self.loops))
+            for name, jobs in self.tables().items()
         }
         return {**self.__dict__, **kept, "keys": self.living_keys() if self.jobs else self.keys}
+
+    def tables(self) -> dict[str, dict[JobId, Any]]:
+        """The attributes that contain jobs, by name."""
+        return {"jobs": self.jobs, "trainings": self.trainings, "loops": self.loops, "placed": self.placed}
 
     def living_keys(self) -> dict[str, JobId]:
         """The keys of jobs that have not ended."""
@@ -130,6 +140,8 @@ class Coordinator:
                 self.trainings[job.id] = job
             case Loop():
                 self.loops[job.id] = job
+        if isinstance(job, PlacedJob):
+            self.placed[job.id] = job
 
     def begin_incarnations_at(self, number: int) -> None:
         """Numbers later incarnations from `number` on, or from the highest so far."""
@@ -155,10 +167,14 @@ class Coordinator:
         job = self.jobs.get(job_id)
         if job is None:
             return None
-        if (training := self.trainings.get(job_id)) is None:
-            return describe_loop(self.loops[job_id], now_s)
-        view = describe_training(training, now_s)
-        return replace(view, reason=self._placing.reason(training)) if job.phase is JobPhase.QUEUED else view
+        if (training := self.trainings.get(job_id)) is not None:
+            view = describe_training(training, now_s)
+        else:
+            view = describe_loop(self.loops[job_id], now_s)
+        placed = self.placed.get(job_id)
+        if placed is None or job.phase is not JobPhase.QUEUED:
+            return view
+        return replace(view, reason=self._placing.reason(placed))
 
     def is_behind(self, job_id: JobId) -> bool:
         """True if a queued job gets no slots because one before it waits for them."""
@@ -196,12 +212,10 @@ class Coordinator:
 
     def explanation(self, job_id: JobId) -> str:
         """The reason of the next round's plan, or of the job's state. Raises `KeyError`."""
-        training = self.trainings.get(job_id)
-        if training is None:
-            return self.jobs[job_id].reason
-        if training.phase is JobPhase.QUEUED:
-            return self._placing.reason(training)
-        return training.run.explanation or training.reason
+        job, training = self.jobs[job_id], self.trainings.get(job_id)
+        if job.phase is JobPhase.QUEUED:
+            return self._placing.reason(self.placed[job_id])
+        return (training.run.explanation if training is not None else "") or job.reason
 
     def addresses(self, job_id: JobId) -> list[Address]:
         """The processes of the job's ranks, in rank order. Raises `KeyError`."""
@@ -217,8 +231,8 @@ class Coordinator:
 
     def agent_of(self, address: Address) -> AgentId | None:
         """The agent of a process; None for a process that no agent has started."""
-        training = self.trainings.get(address["job_id"])
-        record = training.ranks.get(address["rank"]) if training else None
+        placed = self.placed.get(address["job_id"])
+        record = placed.ranks.get(address["rank"]) if placed else None
         return record.agent_id if record else None
 
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
@@ -288,8 +302,8 @@ class Coordinator:
                 elif (job := self._touch(event.job_id)) is not None:
                     job.refuse_now(event, "a loop of the user's own has the ranks that it was started with")
             case SlotsAsked():
-                if (training := self._touch_training(event.job_id)) is not None:
-                    training.give_slots(event.num_ranks, event.by, self._now_s)
+                if (placed := self._touch_placed(event.job_id)) is not None:
+                    placed.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
                 self._drain(event)
             case QuotasSet():
@@ -334,14 +348,15 @@ class Coordinator:
                 job.refuse(
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
-            case RankExited() if (training := self.trainings.get(event.job_id)) is not None:
+            case RankExited() if (placed := self.placed.get(event.job_id)) is not None:
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
+                record.exit_code = event.exit_code
                 if event.was_stopped:
                     job.silence.on_was_stopped(record.rank)
-                self._exit(training, record, event, death, death_notice(record, event), event.log_tail)
+                self._exit(placed, record, event, death, death_notice(record, event), event.log_tail)
             case RankExited():
-                job.refuse(event, "it is a loop of the user's own", "no host has its processes")
+                job.refuse(event, "it is an attached loop", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
                 self._may_place |= isinstance(event, RankReady)  # from then on the job accepts further ranks
@@ -356,25 +371,29 @@ class Coordinator:
         """As `_touch` for a training; None for a loop."""
         return self.trainings.get(job_id) if self._touch(job_id) is not None else None
 
+    def _touch_placed(self, job_id: JobId) -> PlacedJob | None:
+        """As `_touch` for a job that gets slots; None for an attached loop."""
+        return self.placed.get(job_id) if self._touch(job_id) is not None else None
+
     def _submit(self, event: JobSubmitted) -> None:
         if event.key in self.keys or self._is_there(event):
             return
-        training = TrainingJob(event)
-        self.adopt(training)
-        training.began_s[JobPhase.QUEUED] = self._now_s
+        job = SubmittedLoop(event, self._now_s) if event.spec.is_loop else TrainingJob(event)
+        self.adopt(job)
+        job.began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)
-        self._queue(training)
+        self._queue(job)
         if event.key:
             self.keys[event.key] = event.job_id
 
-    def _queue(self, job: TrainingJob) -> None:
+    def _queue(self, job: PlacedJob) -> None:
         """Queues the job for slots."""
         self._placing.queue(job)
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
         if not self._is_there(event):
-            self.adopt(Loop(event, self._new_incarnation, self._now_s))
+            self.adopt(AttachedLoop(event, self._new_incarnation, self._now_s))
             self._touch(event.job_id)
 
     def _is_there(self, event: JobSubmitted | LoopAttached) -> bool:
@@ -387,9 +406,8 @@ class Coordinator:
     def _forget(self, gone: set[JobId]) -> None:
         """Drops these jobs, which have ended, and all that refers to them."""
         for job_id in gone:
-            del self.jobs[job_id]
-            self.trainings.pop(job_id, None)
-            self.loops.pop(job_id, None)
+            for jobs in self.tables().values():
+                jobs.pop(job_id, None)
         self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def _set_timers(self, job: Job) -> None:
@@ -410,7 +428,7 @@ class Coordinator:
         return incarnation
 
     def _exit(
-        self, job: TrainingJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
+        self, job: PlacedJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
     ) -> None:
         if record.phase is RankPhase.EXITED:
             job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
@@ -431,8 +449,8 @@ class Coordinator:
             if (job := self._touch(job_id)) is not None:
                 by_job.setdefault(job_id, []).append(job.ranks[rank])
         for job_id, records in by_job.items():
-            training = self.trainings[job_id]
-            (training.leave if event.is_drained else training.stay)(records, self._now_s)
+            placed = self.placed[job_id]
+            (placed.leave if event.is_drained else placed.stay)(records, self._now_s)
 
     def _ranks_on(self, agent_id: AgentId) -> list[tuple[JobId, Rank]]:
         taken = self.fleet.taken
@@ -443,7 +461,7 @@ class Coordinator:
         lost = self._ranks_on(event.agent_id)
         self.fleet.leave(event.agent_id)
         for job_id, rank in lost:
-            if (job := self._touch_training(job_id)) is not None:
+            if (job := self._touch_placed(job_id)) is not None:
                 record = job.ranks[rank]
                 notice = f"rank {rank} is lost: its host {record.host} is gone"
                 self._exit(job, record, event, Death.WITH_HOST, notice)

@@ -119,7 +119,7 @@ def _check_progress(job: Job, training: Training, generation: Generation) -> Non
 
 def _check_slots(coordinator: Coordinator) -> None:
     taken: dict[Place, tuple[JobId, Rank]] = {}
-    for job in coordinator.trainings.values():
+    for job in coordinator.placed.values():
         for record in job.ranks.values():
             if len(record.places) != job.spec.group_size:
                 raise Broken(f"job {job.id}: rank {record.rank} has {len(record.places)} slots")

@@ -181,7 +181,7 @@ def about(view: JobView, known: JobDetails | None, ended_at: float | None = None
         "file": _cut(spec.file_name, MAX_TEXT),
         "command": _cut(command(spec), MAX_TEXT),
         "submitted_by": _cut(spec.submitted_by, MAX_NAME),
-        "is_loop": spec.is_loop,
+        "is_loop": spec.is_attached,
         "resume": _cut(spec.resume, MAX_TEXT),
         "asked_ranks": spec.num_ranks,
         "num_wanted": known.num_wanted,
@@ -191,7 +191,7 @@ def about(view: JobView, known: JobDetails | None, ended_at: float | None = None
         "ran_s": _finite(known.ran_s) if result else None,
         "ended_at": _finite(ended_at),
         "artifacts": _cut(view.artifacts, MAX_TEXT),
-        "can_resume": bool(result and result.checkpoints and not spec.is_loop),
+        "can_resume": bool(result and result.checkpoints and not spec.is_attached),
         **({} if result is None else _outcome(known)),
     }
 
@@ -237,8 +237,8 @@ def with_saved(shown: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]
 
 
 def command(spec: JobSpec) -> str:
-    """The command line that submits the same job again; empty for a script with its own loop."""
-    if spec.is_loop:
+    """The command line that submits the same job again; empty for an attached loop."""
+    if spec.is_attached:
         return ""
     words = ["elche", "submit", *(["--module", spec.module] if spec.module else [spec.file_name])]
     least = f"{spec.min_ranks}.." if spec.min_ranks else ""

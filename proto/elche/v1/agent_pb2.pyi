@@ -625,6 +625,7 @@ class StartRank(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     MORE_SLOTS_FIELD_NUMBER: _builtins.int
     WARMS_UP_FIELD_NUMBER: _builtins.int
+    LOOP_SLOTS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     rank: _builtins.int
@@ -645,6 +646,12 @@ class StartRank(_message.Message):
     def more_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In a replica group, the slots of the other processes, by position from 1."""
 
+    @_builtins.property
+    def loop_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a script with its own loop, the slots of all its ranks, which are on this host, by rank; empty for other jobs. Rank 0
+        is started first.
+        """
+
     def __init__(
         self,
         *,
@@ -656,10 +663,11 @@ class StartRank(_message.Message):
         spec: _job_pb2.JobSpec | None = ...,
         more_slots: _abc.Iterable[_builtins.int] | None = ...,
         warms_up: _builtins.bool = ...,
+        loop_slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "more_slots", b"more_slots", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec", "warms_up", b"warms_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "loop_slots", b"loop_slots", "more_slots", b"more_slots", "rank", b"rank", "secret", b"secret", "slot", b"slot", "spec", b"spec", "warms_up", b"warms_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

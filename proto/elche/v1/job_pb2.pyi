@@ -577,10 +577,11 @@ class JobSpec(_message.Message):
     REQUIREMENTS_FIELD_NUMBER: _builtins.int
     MODULE_FIELD_NUMBER: _builtins.int
     SECRETS_FIELD_NUMBER: _builtins.int
+    IS_LOOP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
-    """The user's Python file, UTF-8, at most 1 MiB. It defines `job`, an `elche_worker.TrainingJob`."""
+    """The user's Python file, UTF-8, at most 1 MiB. It defines `job`, an `elche_worker.TrainingJob`, or has its own loop."""
     file_name: _builtins.str
     """The file's path, shown in tracebacks: on the client, or in the bundle."""
     num_ranks: _builtins.int
@@ -605,6 +606,8 @@ class JobSpec(_message.Message):
     """Whose slots the job takes: projects share them equally, and may have quotas. Empty: the submitter's own."""
     module: _builtins.str
     """The object that is the job, as PACKAGE.MODULE:NAME in the bundle, whose file `file_name` is; empty: `job` of the file."""
+    is_loop: _builtins.bool
+    """Whether the file is a script with its own loop (`elche_worker.Trainer`), whose ranks are placed on one host (P26)."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -663,10 +666,11 @@ class JobSpec(_message.Message):
         requirements: _abc.Iterable[_builtins.str] | None = ...,
         module: _builtins.str = ...,
         secrets: _abc.Iterable[_builtins.str] | None = ...,
+        is_loop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "min_ranks", b"min_ranks", "module", b"module", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "secrets", b"secrets", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "is_loop", b"is_loop", "min_ranks", b"min_ranks", "module", b"module", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "secrets", b"secrets", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -761,6 +761,28 @@ class LoopLeft(_message.Message):
 Global___LoopLeft: _TypeAlias = LoopLeft  # noqa: Y015
 
 @_typing.final
+class LoopBegan(_message.Message):
+    """A rank of a script with its own loop that an agent has started has set up its trainer (P26)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """How its steps are divided among the ranks, as text for people."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopBegan: _TypeAlias = LoopBegan  # noqa: Y015
+
+@_typing.final
 class Gauges(_message.Message):
     """Figures of a rank's device and loop at one moment. Unknown ones are absent or 0."""
 
@@ -1561,6 +1583,7 @@ class ConverseRequest(_message.Message):
     LOOP_PROGRESS_FIELD_NUMBER: _builtins.int
     LOOP_EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     LOOP_LEFT_FIELD_NUMBER: _builtins.int
+    LOOP_BEGAN_FIELD_NUMBER: _builtins.int
     EVENT_RECORDED_FIELD_NUMBER: _builtins.int
     BEST_KEPT_FIELD_NUMBER: _builtins.int
     ABANDONED_FIELD_NUMBER: _builtins.int
@@ -1640,6 +1663,10 @@ class ConverseRequest(_message.Message):
         """Such a script has finished on the rank."""
 
     @_builtins.property
+    def loop_began(self) -> Global___LoopBegan:
+        """Such a script has set up its trainer on the rank, which an agent has started."""
+
+    @_builtins.property
     def event_recorded(self) -> Global___EventRecorded:
         """An event that user code has recorded."""
 
@@ -1690,6 +1717,7 @@ class ConverseRequest(_message.Message):
         loop_progress: Global___LoopProgress | None = ...,
         loop_epoch_ended: Global___LoopEpochEnded | None = ...,
         loop_left: Global___LoopLeft | None = ...,
+        loop_began: Global___LoopBegan | None = ...,
         event_recorded: Global___EventRecorded | None = ...,
         best_kept: Global___BestKept | None = ...,
         abandoned: Global___Abandoned | None = ...,
@@ -1701,11 +1729,11 @@ class ConverseRequest(_message.Message):
         seq: _builtins.int = ...,
         heard: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "loop_began", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

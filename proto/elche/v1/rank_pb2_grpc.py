@@ -52,7 +52,7 @@ class RankServiceServicer:
     """
 
     def Attach(self, request, context):
-        """Makes a job of a script with its own loop. Its first process calls this, with the token of clients.
+        """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

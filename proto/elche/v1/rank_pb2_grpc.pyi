@@ -34,7 +34,7 @@ class RankServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RankServiceAsyncStub: ...
     Attach: _grpc.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]
-    """Makes a job of a script with its own loop. Its first process calls this, with the token of clients."""
+    """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients."""
     Converse: _grpc.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]
     """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
     also how many numbered commands it has heard, and the coordinator's store (protocol P15).
@@ -46,7 +46,7 @@ class RankServiceAsyncStub(RankServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.UnaryUnaryMultiCallable[_rank_pb2.AttachRequest, _rank_pb2.AttachResponse]  # type: ignore[assignment]
-    """Makes a job of a script with its own loop. Its first process calls this, with the token of clients."""
+    """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients."""
     Converse: _aio.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]  # type: ignore[assignment]
     """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
     also how many numbered commands it has heard, and the coordinator's store (protocol P15).
@@ -61,7 +61,7 @@ class RankServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_pb2.AttachResponse, _abc.Awaitable[_rank_pb2.AttachResponse]]:
-        """Makes a job of a script with its own loop. Its first process calls this, with the token of clients."""
+        """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients."""
 
     @_abc_1.abstractmethod
     def Converse(

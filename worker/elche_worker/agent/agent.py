@@ -15,12 +15,13 @@ from typing import Any, BinaryIO, TypeVar, assert_never
 import grpc
 
 from elche.channel import open_channel
-from elche.errors import InvalidJob, UnknownMessage, Unreachable
+from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
 from elche.manifest import EMA, MANIFEST, WEIGHTS
 from elche.network import BadAddress
 from elche.protocol import call_metadata
 from elche.status import hint
 from elche.tls import BadCertificate
+from elche.torchrun import environment_of_rank, free_port
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
@@ -109,6 +110,8 @@ class Agent:
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
         self._artifacts = ArtifactWriter(self._folders, self._processes)
+        self._loop_ports: dict[str, int] = {}
+        """Ports of the stores of scripts whose ranks are being started, by job."""
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,
@@ -359,17 +362,17 @@ class Agent:
         folder = Path(start.spec.output_dir) if start.spec.output_dir else self._work_dir / start.job_id
         self._folders.remember(start.job_id, folder)
         log_path = _log_path(folder, start.rank)
-        processes = [
-            Start(
-                launch_line=self._launch(start, folder, member).to_line(),
-                group_size=1 + len(start.more_slots),
-                log_path=log_path.with_suffix(f".{member}.log") if member else log_path,
-            )
-            for member in range(1 + len(start.more_slots))
-        ]
         try:
+            processes = [
+                Start(
+                    launch_line=self._launch(start, folder, member).to_line(),
+                    group_size=1 + len(start.more_slots),
+                    log_path=log_path.with_suffix(f".{member}.log") if member else log_path,
+                )
+                for member in range(1 + len(start.more_slots))
+            ]
             self._processes.start(key, processes)
-        except (OSError, ValueError) as error:  # the latter for a path that can be none
+        except (OSError, ValueError, ElcheError) as error:  # the second for a path that can be none
             self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
@@ -402,13 +405,35 @@ class Agent:
             warms_up=start.warms_up,
             resume=spec.resume,
             arguments=list(spec.arguments),
-            environment={**spec.environment, **secrets},
+            is_loop=spec.is_loop,
+            environment={
+                **spec.environment,
+                **secrets,
+                **(self._loop_environment(start, folder) if spec.is_loop else {}),
+            },
             missing_secrets=[name for name in spec.secrets if name not in secrets],
             module=spec.module,
             bundle=spec.bundle,
             requirements=list(spec.requirements),
             packages_dir=str(self._work_dir.absolute() / "packages"),
         )
+
+    def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
+        """What a script with its own loop finds in its environment. Raises `ElcheError` without a port for rank 0."""
+        if start.rank == 0:  # it is started first
+            self._loop_ports[start.job_id] = free_port()
+        if (port := self._loop_ports.get(start.job_id)) is None:
+            raise ElcheError("rank 0, whose store it needs, is not here")
+        if start.rank + 1 == len(start.loop_slots):
+            del self._loop_ports[start.job_id]
+        devices = [self._slots[slot].device for slot in start.loop_slots]
+        return {
+            **environment_of_rank(start.rank, devices, port, os.environ),
+            "ELCHE_COORDINATOR": "",  # the agent's own, by which processes of the script would make another job
+            "ELCHE_CHECKPOINT_DIR": str(folder.absolute() / "checkpoints"),
+            "ELCHE_RESUME": start.spec.resume,
+            "ELCHE_SLOW": str(start.spec.slow_factors.get(start.rank, 1.0)),
+        }
 
     def _secret(self, name: str) -> str | None:
         """The value of a secret that a job asks for by name; read anew each time, since it may change."""

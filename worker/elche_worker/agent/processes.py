@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from elche.processors import THREADS, environment_of_ranks, threads_per_rank
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
 from elche_worker.process.rank_files import RankFiles
+from elche_worker.process.sealed import sealed
 from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Processes:
                 raise OSError("the agent ends")
             spawner = self._need_spawner()
             with ExitStack() as stack:
-                launches = [stack.enter_context(_sealed(one.launch_line)) for one in starts]
+                launches = [stack.enter_context(sealed(one.launch_line)) for one in starts]
                 running = self._running[key] = _Running([one.log_path for one in starts], spawner)
                 for member, (one, launch) in enumerate(zip(starts, launches, strict=True)):
                     self._num_started += 1
@@ -337,7 +338,7 @@ class SpawnerProcess:
         `elche_worker.rank.check.answer`. Returns its exit code, negative for a signal, and its line of output, or, if
         there is none, the reason why it was not started, or "".
         """
-        with tempfile.TemporaryFile() as answers, _sealed(request) as asked:
+        with tempfile.TemporaryFile() as answers, sealed(request) as asked:
             order = json.dumps({"number": CHECK, "check": True}).encode()
             with suppress(OSError):
                 socket.send_fds(self._socket, [order + b"\n"], [asked.fileno(), answers.fileno()])
@@ -383,17 +384,6 @@ class SpawnerProcess:
         """Kills it and waits for its end."""
         self._process.kill()
         self._process.wait()
-
-
-def _sealed(text: str) -> IO[bytes]:
-    """An anonymous file that contains a text."""
-    if sys.platform.startswith("linux"):
-        file: IO[bytes] = os.fdopen(os.memfd_create("launch"), "w+b")
-    else:
-        file = tempfile.TemporaryFile()  # noqa: SIM115
-    file.write(text.encode())
-    file.seek(0)
-    return file
 
 
 def _end_sessions(pids: list[int]) -> None:

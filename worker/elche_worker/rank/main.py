@@ -49,6 +49,7 @@ from elche_worker.rank.loop import Leave, RankLoop
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
+from elche_worker.rank.script import become_script
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
@@ -84,9 +85,11 @@ VERDICT_S = 10.0
 
 def main(launch: Launch) -> None:
     """Runs the rank and ends the process: with exit code 0 when told to leave, 1 when the rank failed."""
-    threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     os.environ.update(launch.environment)
+    if launch.is_loop:
+        become_script(launch)
+    threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)

@@ -42,6 +42,8 @@ class Launch:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that replace those of the file."""
     verify_rounds: bool = False
+    is_loop: bool = False
+    """True if the file is a script with its own loop."""
     warms_up: bool = False
     """True if the rank trains a batch without effect before it is ready, since others train already."""
     resume: str = ""

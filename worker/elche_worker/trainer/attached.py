@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from elche.channel import open_channel
-from elche.errors import ElcheError, Misuse, UnknownMessage
+from elche.errors import ElcheError, Misuse, PeerLost, UnknownMessage
 from elche.network import user_at_host
 from elche.protocol import call_metadata
 from elche.status import calling
@@ -28,6 +28,7 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.calls import Parted
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
+from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import Gauges
 from elche_worker.telemetry.meter import EpochSums
@@ -60,9 +61,19 @@ class CoordinatorAttachment:
     is_attached = True
 
     def __init__(
-        self, job_id: str, channel: grpc.Channel, secret: str, world: World, *, timeline: bool, goes_on: bool
+        self,
+        job_id: str,
+        channel: grpc.Channel,
+        secret: str,
+        world: World,
+        *,
+        timeline: bool,
+        goes_on: bool,
+        is_submitted: bool = False,
     ) -> None:
+        """`is_submitted`: an agent has started this process, and reports its end."""
         self.job_id = job_id
+        self._is_submitted = is_submitted
         self.operator = OperatorRequests()
         self._world = world
         self._store = CoordinatorStore(channel, secret)
@@ -94,6 +105,10 @@ class CoordinatorAttachment:
             self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
 
     # Reports
+
+    def begin(self, policy: str) -> None:
+        """Reports that the trainer of a submitted script is set up."""
+        self._session.send(rank_pb2.ConverseRequest(loop_began=rank_pb2.LoopBegan(policy=policy)))
 
     def add_batches(
         self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]
@@ -165,7 +180,7 @@ class CoordinatorAttachment:
         self._gauges.stop()
         if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
-        else:
+        elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
             text = "" if isinstance(error, Parted) else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
@@ -306,11 +321,32 @@ def attach(
     return CoordinatorAttachment(job_id, channel, secrets[world.rank], world, timeline=config.timeline, goes_on=goes_on)
 
 
-def _opened(address: str, world: World) -> grpc.Channel:
-    """A channel to the coordinator. Raises `Misuse` on every rank if one of them cannot open one."""
+def attach_submitted(launch: Launch, config: TrainerConfig, world: World, *, policy: str) -> CoordinatorAttachment:
+    """Begins the reports of a rank of the job with which its script was submitted. Every rank calls it.
+
+    Raises `Misuse` on every rank if one of them cannot open a channel.
+    """
+    channel = _opened(launch.coordinator, world, launch.tls)
+    attachment = CoordinatorAttachment(
+        launch.job_id,
+        channel,
+        launch.secret,
+        world,
+        timeline=config.timeline,
+        goes_on=False,
+        is_submitted=True,
+    )
+    attachment.begin(policy)
+    return attachment
+
+
+def _opened(address: str, world: World, tls: str | None = None) -> grpc.Channel:
+    """A channel to the coordinator, by default with the certificates that the environment names. Raises `Misuse` on
+    every rank if one of them cannot open one.
+    """
     channel, problem = None, ""
     try:
-        channel = open_channel(address, named_folder())
+        channel = open_channel(address, named_folder() if tls is None else tls)
     except ElcheError as error:
         problem = str(error)
     world.agree(problem)

@@ -26,7 +26,8 @@ from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
 from elche_worker.model.savable import take_form
-from elche_worker.trainer.attached import attach, checked_metrics, coordinator_address
+from elche_worker.session.submitted import is_submitted, take_launch
+from elche_worker.trainer.attached import attach, attach_submitted, checked_metrics, coordinator_address
 from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
 from elche_worker.trainer.checks import check_same_config, check_shares, module_of, problem_of
 from elche_worker.trainer.clock import StepClock
@@ -133,13 +134,20 @@ class Trainer:
         return cls.setup(module_of(head, module), optimizer, config, process_group=process_group)
 
     def _attach_coordinator(self, resumed: str) -> None:
-        address = coordinator_address(self._config, self._world)
+        address = "" if is_submitted() else coordinator_address(self._config, self._world)
         self._checkpoints.check()
-        if not address:
-            return
+        launch = take_launch()
         policy = "El Che, over batches of epoch()" if self.has_el_che else "a step after every batch"
-        where = {"policy": policy, "checkpoint_dir": self._checkpoints.place, "resumed": resumed}
-        self._progress.attachment = self._together.attachment = attach(address, self._config, self._world, **where)
+        if launch is not None:
+            attachment = attach_submitted(launch, self._config, self._world, policy=policy)
+        elif address:
+            where = {"policy": policy, "checkpoint_dir": self._checkpoints.place, "resumed": resumed}
+            attachment = attach(address, self._config, self._world, **where)
+        else:
+            if is_submitted() and self._world.rank == 0:
+                print("elche: the job shows this script's first Trainer; this one trains unseen", file=sys.stderr)
+            return
+        self._progress.attachment = self._together.attachment = attachment
         self._together.on_regrouped = self._rejoin
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 

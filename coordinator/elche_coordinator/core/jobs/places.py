@@ -1,4 +1,4 @@
-"""The ranks that a training should have, and their slots: starts ranks, and records missing ones."""
+"""The ranks that a job should have, and their slots: starts ranks, and records missing ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ NextIncarnation = Callable[[], Incarnation]
 
 
 class Places:
-    """Starts a training's ranks. `num_wanted` is their number; 0 until it is placed, if the submission has none."""
+    """Starts a job's ranks. `num_wanted` is their number; 0 until it is placed, if the submission has none."""
 
     def __init__(self, job_id: JobId, roster: Roster, outbox: Outbox, num_wanted: int) -> None:
         self.num_wanted = num_wanted
@@ -33,8 +33,9 @@ class Places:
         """Starts one rank in each place, or group of places of one host, and no others."""
         self._roster.clear()  # drops ranks of the previous attempt
         self.num_wanted = spec.num_ranks or len(groups)
+        loop_slots = tuple(places[0].slot for places in groups) if spec.is_loop else ()
         for index, places in enumerate(groups):
-            self._start(Rank(index), places, fleet, next_incarnation(), spec, Model.START)
+            self._start(Rank(index), places, fleet, next_incarnation(), spec, Model.START, loop_slots=loop_slots)
 
     def add(
         self,
@@ -62,6 +63,7 @@ class Places:
         model: Model,
         *,
         warms_up: bool = False,
+        loop_slots: tuple[int, ...] = (),
     ) -> None:
         first, *others = places
         agent = fleet.agents[first.agent_id]
@@ -88,6 +90,7 @@ class Places:
                 more_slots=record.more_slots,
                 spec=spec,
                 warms_up=warms_up,
+                loop_slots=loop_slots,
             )
         )
 

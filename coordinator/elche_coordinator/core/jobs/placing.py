@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.queue import asked, holds_back
 from elche_coordinator.core.jobs.shares import Shares
-from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.messages.events import SlotsAsked
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
@@ -61,7 +61,7 @@ class Placing:
 
     def __init__(
         self,
-        touch: Callable[[JobId], TrainingJob | None],
+        touch: Callable[[JobId], PlacedJob | None],
         try_again: Callable[[JobId, Rank, float], None],
         new_incarnation: Callable[[], Incarnation],
     ) -> None:
@@ -79,17 +79,17 @@ class Placing:
         self.asked: list[SlotsAsked] = []
         """Slots that jobs are asked to give to others."""
 
-    def queue(self, job: TrainingJob) -> None:
+    def queue(self, job: PlacedJob) -> None:
         """Adds a job to the queue."""
         self._queued[job.id] = None
 
-    def reason(self, job: TrainingJob) -> str:
+    def reason(self, job: PlacedJob) -> str:
         """The reason why a queued job waits."""
         if (ahead := self.behind.get(job.id)) is not None:
             return f"waits behind job {ahead}: {self._reasons.get(ahead, '')}"
         return self._reasons.get(job.id, job.reason)
 
-    def place(self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
+    def place(self, jobs: Mapping[JobId, PlacedJob], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
         """Allocates slots to all jobs that can have some. Slots that others should give are in `asked`."""
         self._place_missing(jobs.values(), fleet, now_s)
         shares = Shares(jobs, fleet, quotas)
@@ -102,10 +102,10 @@ class Placing:
             others = [one for one in jobs.values() if one.id not in busy]
             self.asked += asked(job, others, fleet, shares)
 
-    def _place_missing(self, jobs: Iterable[TrainingJob], fleet: Fleet, now_s: float) -> None:
+    def _place_missing(self, jobs: Iterable[PlacedJob], fleet: Fleet, now_s: float) -> None:
         """Gives free slots to ranks to be restarted."""
         for job in jobs:
-            for rank, at_s in list(job.places.missing.items()):
+            for rank, at_s in list(job.missing.items()):
                 if at_s > now_s:
                     self._try_again(job.id, rank, at_s)
                     continue
@@ -115,8 +115,8 @@ class Placing:
                     job.place_again(rank, places, fleet, self._new_incarnation)
 
     def _place_queued(
-        self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, shares: Shares, now_s: float
-    ) -> list[TrainingJob]:
+        self, jobs: Mapping[JobId, PlacedJob], fleet: Fleet, shares: Shares, now_s: float
+    ) -> list[PlacedJob]:
         """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all."""
         self.behind.clear()
         self._reasons.clear()
@@ -125,7 +125,7 @@ class Placing:
         self._queued = dict.fromkeys(job.id for job in queued)
         if not queued:
             return []
-        waiting: list[TrainingJob] = []
+        waiting: list[PlacedJob] = []
         offers = _Offers(fleet)
         for job in shares.in_turn(queued):
             spec = job.spec
@@ -142,7 +142,9 @@ class Placing:
             else:
                 ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
                 num_free = 0 if ahead is not None else offers.num_free(spec)  # one job's journal lacks the others
-                self._reasons[job.id] = slots_notice(spec, num_free, offers.num_slots(spec))
+                self._reasons[job.id] = slots_notice(
+                    spec, num_free, offers.num_slots(spec), is_possible=not spec.is_loop or holds_back(job, fleet)
+                )
                 if ahead is not None:
                     self.behind[job.id] = ahead.id
                 elif holds_back(job, fleet):
@@ -150,18 +152,18 @@ class Placing:
                     offers.keep(spec)
         return waiting
 
-    def _place_more(self, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
+    def _place_more(self, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
         """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""
         num_free = len(set(fleet.free_places()) - kept)
         for job in shares.in_turn(one for one in jobs for _ in range(min(num_free, one.num_lacking))):
-            rank = job.places.next_rank if job.num_lacking and shares.room(job) > 0 else None
+            rank = job.next_rank if job.num_lacking and shares.room(job) > 0 else None
             places = fleet.take_again(job.id, rank, job.spec, (), kept) if rank is not None else None
             if rank is not None and places is not None:
                 self._touch(job.id)
                 shares.take(job, 1)
                 job.place_again(rank, places, fleet, self._new_incarnation)
 
-    def _place(self, job: TrainingJob, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
+    def _place(self, job: PlacedJob, fleet: Fleet, shares: Shares, kept: set[Place]) -> bool:
         """Gives the job its slots; returns False if they are too few, or a group's are not on one host."""
         spec, room = job.spec, shares.room(job)
         groups = fleet.take(job.id, spec, min(spec.num_ranks or room, room), kept)

@@ -9,25 +9,25 @@ slots than the waiting one's will have give those beyond their least number, and
 
 from collections.abc import Iterable
 
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.shares import Shares, order
-from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.messages.events import SlotsAsked
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import staying
 
 
-def holds_back(job: TrainingJob, fleet: Fleet) -> bool:
+def holds_back(job: PlacedJob, fleet: Fleet) -> bool:
     """True if a waiting job holds back others: not if all slots, free or not, are too few for it."""
     return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
-def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
+def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
     """Requests to other jobs to give slots to the waiting one, beyond those that come free already; none if all
     together have too few.
 
-    None for ranks of several slots, which would have to come free on one host. A job with slots that the waiting one
-    cannot use is not asked either: those might come free.
+    None for what needs several slots of one host, which would have to come free there. A job with slots that the
+    waiting one cannot use is not asked either: those might come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
     lack = least - len(fleet.free_for_one(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
@@ -38,9 +38,9 @@ def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, share
         if job.spec.account != waiting.spec.account
     }
     equal = [job for job in jobs if job.spec.priority == waiting.spec.priority and _can_give(job)]
-    gifts: dict[TrainingJob, int] = {}
+    gifts: dict[PlacedJob, int] = {}
 
-    def give(job: TrainingJob, num_ranks: int) -> int:
+    def give(job: PlacedJob, num_ranks: int) -> int:
         """Counts `num_ranks` as given by the job, if slots still lack; returns the slots that this adds."""
         given, size = gifts.get(job, 0), job.spec.group_size
         if lack > 0 and num_ranks > given:
@@ -58,12 +58,12 @@ def asked(waiting: TrainingJob, jobs: Iterable[TrainingJob], fleet: Fleet, share
             richer[job.spec.account] -= slots
     for job in sorted(lower, key=order, reverse=True):  # whole jobs
         lack -= give(job, _num_staying(job))
-    if waiting.spec.group_size > 1 or lack > 0:
+    if waiting.spec.slots_on_one_host > 1 or lack > 0:
         return []
     return [SlotsAsked(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
 
 
-def _has_only(job: TrainingJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
+def _has_only(job: PlacedJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:
     """True if all slots of the job meet the conditions."""
     living = [record for record in job.ranks.values() if record.phase is not RankPhase.EXITED]
     return not conditions or all(
@@ -73,21 +73,21 @@ def _has_only(job: TrainingJob, fleet: Fleet, conditions: tuple[str, ...]) -> bo
     )
 
 
-def _can_give(job: TrainingJob) -> bool:
+def _can_give(job: PlacedJob) -> bool:
     """True if ranks of the job can leave soon: a paused one makes no round with which they could."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
     return job.can_scale and not job.is_paused and (trains or (job.phase is JobPhase.STARTING and job.can_begin_again))
 
 
-def _num_staying(job: TrainingJob) -> int:
+def _num_staying(job: PlacedJob) -> int:
     return len(staying(job.ranks))
 
 
-def _surplus(job: TrainingJob) -> int:
+def _surplus(job: PlacedJob) -> int:
     return max(0, _num_staying(job) - job.spec.least_ranks) if job.phase is not JobPhase.STARTING else 0
 
 
-def _num_leaving(job: TrainingJob) -> int:
+def _num_leaving(job: PlacedJob) -> int:
     """Slots of ranks that are about to exit."""
     stay = staying(job.ranks) if job.is_open else {}
     there = [rank for rank, record in job.ranks.items() if record.phase is not RankPhase.EXITED]

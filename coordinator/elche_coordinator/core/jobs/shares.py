@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from sys import maxsize
 
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.fleet import Fleet
 
@@ -18,7 +18,7 @@ EVERYONE = "*"
 """The quota of projects that have none of their own."""
 
 
-def order(job: TrainingJob) -> tuple[float, float]:
+def order(job: PlacedJob) -> tuple[float, float]:
     """Sorts the jobs of a project: the one that gets slots first comes first."""
     return -job.spec.priority, job.submitted_at
 
@@ -26,29 +26,29 @@ def order(job: TrainingJob) -> tuple[float, float]:
 class Shares:
     """The projects' slots at one moment; whoever gives slots to a job says so with `take`."""
 
-    def __init__(self, jobs: Mapping[JobId, TrainingJob], fleet: Fleet, quotas: Mapping[str, int]) -> None:
+    def __init__(self, jobs: Mapping[JobId, PlacedJob], fleet: Fleet, quotas: Mapping[str, int]) -> None:
         self._quotas = quotas
         self._held = Counter(jobs[job_id].spec.account for job_id, _ in fleet.taken.values() if job_id in jobs)
 
-    def held(self, job: TrainingJob) -> int:
+    def held(self, job: PlacedJob) -> int:
         """Number of slots that the job's project has."""
         return self._held[job.spec.account]
 
-    def quota(self, job: TrainingJob) -> int:
+    def quota(self, job: PlacedJob) -> int:
         """Number of slots that the job's project may have."""
         return self._quotas.get(job.spec.account, self._quotas.get(EVERYONE, maxsize))
 
-    def room(self, job: TrainingJob) -> int:
+    def room(self, job: PlacedJob) -> int:
         """Number of further ranks that the project may get for this job."""
         return (self.quota(job) - self.held(job)) // job.spec.group_size
 
-    def take(self, job: TrainingJob, num_ranks: int) -> None:
+    def take(self, job: PlacedJob, num_ranks: int) -> None:
         """The job gets slots for so many ranks."""
         self._held[job.spec.account] += num_ranks * job.spec.group_size
 
-    def in_turn(self, jobs: Iterable[TrainingJob]) -> Iterator[TrainingJob]:
+    def in_turn(self, jobs: Iterable[PlacedJob]) -> Iterator[PlacedJob]:
         """The jobs in the order in which they get slots. What one takes counts for those after it."""
-        waiting: dict[str, deque[TrainingJob]] = {}
+        waiting: dict[str, deque[PlacedJob]] = {}
         for job in sorted(jobs, key=order):
             waiting.setdefault(job.spec.account, deque()).append(job)
         heads = [self._turn(own[0]) for own in waiting.values()]
@@ -59,6 +59,6 @@ class Shares:
             if own:
                 heappush(heads, self._turn(own[0]))
 
-    def _turn(self, job: TrainingJob) -> tuple[float, int, float, str]:
+    def _turn(self, job: PlacedJob) -> tuple[float, int, float, str]:
         priority, submitted_at = order(job)
         return priority, self.held(job), submitted_at, job.spec.account

@@ -12,10 +12,11 @@ from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
 from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
+from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.places import Places
 from elche_coordinator.core.jobs.run import RoundEvent, Run
 from elche_coordinator.core.life.hangs import Duty
-from elche_coordinator.core.life.job import WATCHED, Job
+from elche_coordinator.core.life.job import WATCHED
 from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
@@ -31,6 +32,7 @@ from elche_coordinator.core.messages.events import (
     JobSubmitted,
     LeaveAsked,
     LinksProbed,
+    LoopBegan,
     LoopEpochEnded,
     LoopLeft,
     LoopProgressed,
@@ -60,7 +62,7 @@ MAX_FRUITLESS = 3
 """Attempts in a row without a checkpoint after which the job fails."""
 
 
-class TrainingJob(Job):
+class TrainingJob(PlacedJob):
     """Starts, groups and trains its ranks. In each attempt `training` and `membership` are None until all ranks are
     ready and agree.
 
@@ -141,6 +143,16 @@ class TrainingJob(Job):
         return bool(missing)
 
     @property
+    def missing(self) -> Mapping[Rank, float]:
+        """Ranks to restart, with the earliest time of each."""
+        return self.places.missing
+
+    @property
+    def next_rank(self) -> Rank:
+        """The rank to add next: the lowest unused one."""
+        return self.places.next_rank
+
+    @property
     def num_lacking(self) -> int:
         """Number of ranks that could be added now."""
         is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
@@ -198,7 +210,7 @@ class TrainingJob(Job):
                 self._on_model(record, event)
             case SessionOpened():
                 pass  # `RankReady` follows with all data
-            case LoopProgressed() | LoopEpochEnded() | LoopLeft():
+            case LoopProgressed() | LoopEpochEnded() | LoopBegan() | LoopLeft():
                 self.refuse_now(event, "it is no loop of the user's own")
             case _:
                 assert_never(event)

@@ -1,6 +1,5 @@
-"""A job whose processes the user has started: a user-owned loop, which decides what it trains, and reports."""
+"""A user-owned loop as a job: the script decides what it trains, and reports."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from elche_coordinator.core.life.hangs import Duty
@@ -12,25 +11,19 @@ from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointSaved,
     EvaluationDone,
-    GenerationAbandoned,
-    LoopAttached,
     LoopEpochEnded,
-    LoopLeft,
     LoopProgressed,
-    SessionOpened,
     WorkEvent,
 )
-from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Incarnation, Rank
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import (
     Checkpoint,
     EpochReport,
     EvaluationReport,
     JobResult,
-    Outcome,
     RankResult,
 )
-from elche_coordinator.core.records.failure import Failure
-from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
@@ -40,25 +33,27 @@ MAX_EPOCHS_TOLD = 10_000
 """Newest epochs whose sizes the result contains, since a loop may make very many."""
 MAX_CHECKPOINTS = 100
 """Newest checkpoints that are remembered; the loop itself removes older ones."""
-JOIN_GRACE_S = 60.0
-"""Seconds in which all ranks of a new loop must connect."""
 
 
 class Loop(Job):
-    """A job without agents, slots, leases and rounds: its ranks train already.
-
-    The user's processes are never ended: one that hangs is shown as stalled. A rank whose stream is lost counts as
-    lost. Only the user can restart the script.
-    """
+    """A job without leases and rounds, whose ranks run the user's script. A rank that hangs is shown as stalled."""
 
     attempt = Attempt(1)
-    resume_point = ""
-    can_begin_again = False
     is_paused = False
 
-    def __init__(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:
-        super().__init__(event.job_id, event.spec, submitted_at=event.submitted_at)
-        self.policy = event.policy
+    def __init__(
+        self,
+        job_id: JobId,
+        spec: JobSpec,
+        now_s: float,
+        *,
+        submitted_at: float,
+        key: str = "",
+        last_incarnation: Incarnation = Incarnation(0),  # noqa: B008
+    ) -> None:
+        super().__init__(job_id, spec, submitted_at=submitted_at, key=key, last_incarnation=last_incarnation)
+        self.policy = ""
+        """Description of how its steps are split among ranks."""
         self.latest_s = now_s
         """Time of the last progress report of any rank."""
         self.progress: LoopProgressed | None = None
@@ -73,35 +68,11 @@ class Loop(Job):
         self.epoch_sizes: list[int] = []
         """Samples of all ranks in each of the newest ended epochs."""
         self._began_s = now_s
-        self._joined: set[Rank] = set()
-        """Ranks that have opened their session."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
-        self._can_regroup = event.can_regroup
         self._groups = Regrouping(self.id, self.ranks, self.outbox)
-        self.began_s |= {JobPhase.QUEUED: now_s, JobPhase.STARTING: now_s}
-        for trigger in (JobTrigger.PLACED, JobTrigger.RANKS_READY, JobTrigger.GROUP_FORMED):
-            self.advance(trigger, "trains, in a loop of its own")
-        for index, (host, device) in enumerate(event.ranks):
-            self._add(Rank(index), host, device, next_incarnation())
-        self.set_deadline(JOIN_GRACE_S)
-
-    def _add(self, rank: Rank, host: str, device: str, incarnation: Incarnation) -> None:
-        """Adds a rank, which trains already."""
-        record = RankRecord(
-            rank=rank,
-            incarnation=incarnation,
-            agent_id=AgentId(""),
-            slot=0,
-            host=host,
-            device=device,
-            life=self.roster.new_life(),
-        )
-        record.life.advance(RankTrigger.LOADED)
-        record.life.advance(RankTrigger.GROUPED)
-        self.roster.add(record)
 
     def has_batch_due(self, record: RankRecord) -> bool:
         """True unless the loop is paused: a step is expected, since other work of the user's code is unknown."""
@@ -133,13 +104,6 @@ class Loop(Job):
                 self._on_checkpoint_saved(event, now_s)
             case CheckpointFailed():
                 self.num_checkpoint_failures += 1
-            case SessionOpened():
-                self._joined.add(record.rank)
-            case LoopLeft():
-                self._on_left(record)
-            case GenerationAbandoned() if self._can_regroup:
-                self._groups.on_abandoned(record, event)
-                self._regroup(event.reason)
             case _:
                 self.refuse_now(event, "it is a loop of the user's own")
 
@@ -259,54 +223,6 @@ class Loop(Job):
         self.is_paused = is_paused
         for record in self.ranks.values():
             self.outbox.add(SendPauseLoop(**record.address(self.id), is_paused=is_paused))
-
-    def _on_left(self, record: RankRecord) -> None:
-        """Records that the rank has ended regularly. When all have, the job has succeeded."""
-        record.life.advance(RankTrigger.EXITED)
-        self._tell_epochs()
-        self._groups.on_left(record)
-        self._regroup("")
-        if not self.roster.num_living and self.is_open:
-            self.decide(Outcome.SUCCEEDED, "the loop has ended")
-        self.end_if_gone()
-
-    def _regroup(self, reason: str) -> None:
-        """Forms the next group, once all members have abandoned the one before it."""
-        if self.is_open and (failure := self._groups.form_if_all_have(reason)) is not None:
-            self.fail(failure)
-
-    def on_session_lost(self, record: RankRecord, now_s: float) -> None:
-        """Treats the rank as lost, since no agent watches its process; the others go on without it if they can."""
-        if record.phase is RankPhase.EXITED:
-            return
-        where = f"rank {record.rank} on {record.host} ({record.device})"
-        notice = f"{where} disconnected without reporting an exit, at batch {record.local_step}"
-        others = [one for one in self._groups.members if one is not record]
-        if self._can_regroup and others and self.is_open:
-            self.roster.note_exit(record, counts=True)
-            self._groups.on_lost()
-            self._regroup("")
-            self.roster.tell_lost(record, notice)
-            self._tell_epochs()
-        else:
-            self._on_gone(record, notice)
-
-    def on_deadline(self) -> None:
-        """Treats ranks as lost that have not connected, or, at the loop's end, have not left."""
-        is_training = self.phase is JobPhase.TRAINING
-        for record in self.ranks.values():
-            if record.phase is RankPhase.EXITED or (is_training and record.rank in self._joined):
-                continue
-            where = f"rank {record.rank} on {record.host}"
-            notice = f"{where} never connected: it cannot reach the coordinator, or has ended"
-            self._on_gone(record, notice if is_training else "")
-
-    def _on_gone(self, record: RankRecord, notice: str) -> None:
-        """Handles a lost rank without which the others cannot go on."""
-        self.roster.note_exit(record, counts=self.is_open)
-        if self.is_open:
-            self.fail(Failure(notice, rank=record.rank))
-        self.end_if_gone()
 
     def work_done(self) -> dict[Rank, int]:
         """Samples of each rank, if ranks report them; else its batches."""

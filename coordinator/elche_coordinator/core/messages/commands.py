@@ -202,6 +202,8 @@ class StartRank(RankCommand):
     """Slots of a replica group's other processes, by position from 1."""
     warms_up: bool = False
     """True if the rank trains a batch without effect before it is ready, since others train already."""
+    loop_slots: tuple[int, ...] = ()
+    """The slots of all ranks of a submitted loop, by rank; empty for other jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,6 +274,14 @@ class SessionOpened(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopBegan(RankEvent):
+    """A rank of a submitted loop has set up its trainer."""
+
+    policy: str
+    """Description of how its steps are split among ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLeft(RankEvent):
     """A rank of a loop has ended regularly."""
 
@@ -478,6 +486,7 @@ WorkEvent = (
     | BestKept
     | LoopProgressed
     | LoopEpochEnded
+    | LoopBegan
     | LoopLeft
     | SessionOpened
 )

@@ -138,7 +138,7 @@ class JobSpec:
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
-    """True for a user-owned loop, whose processes run already and cannot be started by elche."""
+    """True for a user-owned loop."""
     arguments: tuple[str, ...] = ()
     """`sys.argv` of the user's file, without its own name."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
@@ -166,6 +166,11 @@ class JobSpec:
         return self.project or self.submitted_by.partition("@")[0]
 
     @property
+    def is_attached(self) -> bool:
+        """True for a user-owned loop whose processes the user has started: elche cannot start them."""
+        return self.is_loop and not self.source_hash
+
+    @property
     def group_size(self) -> int:
         """Processes of each rank: its replica group's size. Taken from the settings, before the file is read."""
         return _group_size(self.settings.get("group_size", "1"))
@@ -174,6 +179,11 @@ class JobSpec:
     def least_ranks(self) -> int:
         """Number of ranks that suffice to begin."""
         return self.min_ranks or self.num_ranks or 1
+
+    @property
+    def slots_on_one_host(self) -> int:
+        """Number of slots that must be on one host: a replica group's, or all of a loop's."""
+        return self.least_ranks if self.is_loop else self.group_size
 
     @property
     def on_rank_loss(self) -> str | None:

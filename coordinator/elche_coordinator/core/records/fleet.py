@@ -158,8 +158,10 @@ class Fleet:
         return self._once((one for one in self.free_places(conditions) if one not in without), set())
 
     def num_groups(self, spec: JobSpec) -> int:
-        """Number of ranks of the job for which hosts that are not drained have slots, free or not."""
-        return len(self._groups(self._once(self.offered(spec.conditions), set()), spec.group_size))
+        """Number of ranks of the job for which hosts that are not drained have slots, free or not; of a loop, the host
+        that has most.
+        """
+        return len(self._groups(self._once(self.offered(spec.conditions), set()), spec))
 
     def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none if there are too few.
@@ -184,10 +186,10 @@ class Fleet:
         return places
 
     def _free_groups(self, job_id: JobId, spec: JobSpec, without: Collection[Place]) -> list[tuple[Place, ...]]:
-        """Free slots for the job, in groups on one host each."""
+        """Free slots for the job, in groups on one host each; for a loop, all on the host that has most."""
         its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         free = [place for place in self.free_places(spec.conditions) if place not in without]
-        return self._groups(self._once(free, its_own), spec.group_size)
+        return self._groups(self._once(free, its_own), spec)
 
     def _device(self, place: Place) -> tuple[AgentId, str]:
         return place.agent_id, self._slot(place).device
@@ -208,13 +210,15 @@ class Fleet:
         return found
 
     @staticmethod
-    def _groups(places: Iterable[Place], group_size: int) -> list[tuple[Place, ...]]:
+    def _groups(places: Iterable[Place], spec: JobSpec) -> list[tuple[Place, ...]]:
         hosts: dict[AgentId, list[Place]] = {}
         for place in places:
             hosts.setdefault(place.agent_id, []).append(place)
+        group_size = spec.group_size
+        fullest = max(hosts.values(), key=len, default=[])
         return [
             tuple(places[start : start + group_size])
-            for places in hosts.values()
+            for places in ([fullest] if spec.is_loop else hosts.values())
             for start in range(0, len(places) - group_size + 1, group_size)
         ]
 

@@ -66,6 +66,8 @@ class RankRecord:
     folder: str = ""
     """Id of its agent's work folder; empty: unknown."""
     log_path: str = ""
+    exit_code: int | None = None
+    """As its agent has reported it, negative for a signal; None while the process runs, and if its host was lost."""
     links_address: str = ""
     """HOST:PORT at which other ranks can test if they reach it; empty before it is ready."""
     settings: AgreedSettings | None = None

@@ -1,0 +1,94 @@
+"""Scripts with their own loop, submitted: an agent starts their ranks, and they are one job."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elche_client.client import JobHandle
+from elche_client.events import EpochReport, JobResult, JobState
+from support.real_processes import Cluster, Command, eventually
+
+pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes")
+
+JobFile = Callable[..., Path]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    return folder
+
+
+def environment(notes: Path, **more: str) -> dict[str, str]:
+    return {"LOOP_NOTES": str(notes), **more}
+
+
+def test_a_submitted_loop_is_one_job_with_logs_and_epochs_and_equal_ranks(
+    cluster: Cluster, elche: Callable[..., Command], job_file: JobFile, notes: Path
+) -> None:
+    path, before = job_file("own_loop.py"), {job.job_id for job in cluster.client.jobs()}
+    env = [word for name in environment(notes).items() for word in ("--env", "=".join(name))]
+    done = elche("submit", str(path), "--ranks", "2", *env, "--coordinator", cluster.address)
+    assert done.code == 0, done.err
+    job = cluster.client.job(done.out.strip())
+    events = list(job.watch())
+    result = end_of(job)
+    assert (result.state, result.error) == (JobState.SUCCEEDED, "")
+    assert [one.epoch for one in events if isinstance(one, EpochReport)] == [0, 1, 2]
+    assert {one.job_id for one in cluster.client.jobs()} - before == {job.id}, "one job, and not one more"
+    lines = elche("logs", job.id, "--coordinator", cluster.address).out.splitlines()
+    told = [json.loads(line[line.index("{") :]) for line in lines if '{"rank"' in line]
+    assert sorted(one["rank"] for one in told) == [0, 1]
+    assert told[0]["digest"] == told[1]["digest"]
+    counted = [
+        int(index)
+        for note in notes.glob("rank-*")
+        for line in note.read_text().splitlines()
+        for index in line.split()[1:]
+    ]
+    assert sorted(counted) == sorted(3 * list(range(200)))
+
+
+def test_a_rank_that_raises_ends_the_others_with_its_line(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
+    path = job_file("own_loop.py")
+    raising = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_FAIL_AT="5"))
+    result = end_of(raising)
+    assert (result.state, result.error) == (JobState.FAILED, "ValueError: on purpose, on rank 1 at batch 5")
+    cluster.mark.assert_none_left("elche rank")
+
+
+@pytest.mark.long(reason="to the coordinator one that is killed is as one that raises")
+def test_a_rank_that_is_killed_ends_the_others_with_a_line(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
+    path = job_file("own_loop.py")
+    killed = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_EPOCHS="500"))
+    eventually(lambda: (notes / "rank-1").exists() and state_of(cluster, killed.id) == "training", "it trains")
+    (pid,) = (pid for pid, title in cluster.mark.living("elche rank 1").items() if killed.id in title)
+    os.kill(pid, signal.SIGKILL)
+    result = end_of(killed)
+    assert result.state is JobState.FAILED
+    assert result.error.startswith("rank 1 on ")
+    assert " was killed by signal 9 (often: out of memory) at batch " in result.error
+    cluster.mark.assert_none_left("elche rank")
+
+
+def test_a_submitted_loop_is_cancelled(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
+    path = job_file("own_loop.py")
+    job = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_EPOCHS="500"))
+    eventually(lambda: state_of(cluster, job.id) == "training", "it trains")
+    cluster.client.cancel(job.id)
+    assert end_of(job).state is JobState.CANCELLED
+
+
+def end_of(job: JobHandle) -> JobResult:
+    result = list(job.watch())[-1]
+    assert isinstance(result, JobResult)
+    return result
+
+
+def state_of(cluster: Cluster, job_id: str) -> str:
+    return next(one.state for one in cluster.client.jobs() if one.job_id == job_id)

@@ -1,0 +1,81 @@
+"""`python -m elche_worker.rank.script FD`: a rank of a submitted script with its own loop (protocol P26).
+
+The process that was forked for the rank becomes this one, so that the script runs in a fresh interpreter, as with
+`python SCRIPT`: its own `__main__`, its own handlers at exit, and CUDA untouched.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from setproctitle import setproctitle
+
+from elche.channel import open_channel
+from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
+from elche_worker.process.sealed import sealed
+from elche_worker.process.stacks import write_when_asked
+from elche_worker.rank.bundle import enter_folder
+from elche_worker.rank.packages import enter_packages
+from elche_worker.session import submitted
+from elche_worker.session.launch import Launch
+from elche_worker.session.script import run_script
+
+FOLDER = "script"
+"""Folder of the job's output in which the script lies, if it was sent without its folder."""
+
+
+def become_script(launch: Launch) -> NoReturn:
+    """Replaces this process by one that runs the script."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    file = sealed(launch.to_line())
+    file.flush()
+    os.set_inheritable(file.fileno(), True)
+    module = "elche_worker.rank.script"
+    os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", module, str(file.fileno())])
+
+
+def main() -> None:
+    """Fetches what the script needs, and runs it."""
+    with open(int(sys.argv[1]), encoding="utf-8") as file:
+        launch = Launch.from_line(file.read())
+    os.environ["SPT_NOENV"] = "1"  # or the title overwrites the environment that /proc shows
+    setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
+    del os.environ["SPT_NOENV"]
+    write_when_asked(f"{launch.output_dir}/rank-{launch.rank}.log")
+    try:
+        script = _prepared(launch)
+    except ElcheError as error:
+        print(f"elche: {error}", file=sys.stderr)
+        sys.exit(1)
+    submitted.begin(launch)
+    run_script(script, launch.arguments, left_alone_code=LEFT_ALONE)
+
+
+def _prepared(launch: Launch) -> str:
+    """Fetches the script's folder and packages; returns its path. Raises `ElcheError`."""
+    if launch.missing_secrets:
+        raise InvalidJob(f"the host has no secret {launch.missing_secrets[0]} (`elche-worker --secrets`)")
+    if launch.bundle:
+        with open_channel(launch.coordinator, launch.tls) as channel:
+            enter_folder(launch, channel)
+    enter_packages(launch.requirements, Path(launch.packages_dir))
+    return launch.file_name if launch.bundle else _written(launch)
+
+
+def _written(launch: Launch) -> str:
+    """Writes the script, as all ranks do; returns its path."""
+    path = Path(launch.output_dir) / FOLDER / Path(launch.file_name).name
+    draft = path.with_name(f".{path.name}.{launch.rank}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft.write_text(launch.source, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ElcheError(f"the script cannot be written to {path}: {error.strerror}") from error
+    return str(path)
+
+
+if __name__ == "__main__":
+    main()
