@@ -47,6 +47,7 @@ from elche_client.cli_options import (
     out_option,
     training_options,
 )
+from elche_client.cli_plan import plan
 from elche_client.cli_token import token
 from elche_client.cli_up import agents, down, up
 
@@ -286,6 +287,7 @@ for command in (
     cancel,
     context,
     init,
+    plan,
     certs,
     token,
     up,

@@ -137,7 +137,7 @@ class CommandGroup(click.Group):
     """A group whose help lists its commands by purpose, with the whole first sentence of each one's help."""
 
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "Train": ("run", "resume", "replay", "init"),
+        "Train": ("run", "resume", "replay", "init", "plan"),
         "Jobs": (
             *("submit", "sweep", "jobs", "watch", "top", "logs", "fetch"),
             *("checkpoint", "checkpoints", "pause", "scale", "cancel"),

@@ -84,6 +84,8 @@ class Simulation:
     sync_ms: float = 5.0
     build_ms: float = 0.0
     """How long a process group takes to stand."""
+    start_ms: float = 0.0
+    """How long a process that is started takes until it is ready."""
     evaluation_ms: float = 20.0
     broken_rounds: frozenset[int] = frozenset()
     """Ids of rounds that are given up by all, as those through the coordinator can be."""
@@ -387,17 +389,18 @@ class Simulation:
             is_deadly=self.is_deadly,
         )
         self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
-        self._tell(
-            command.rank,
-            RankReady(
-                **address,
-                settings=self.settings,
-                device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
-                batch_size=model.batch_size,
-                resumed=resumed.training if resumed else "",
-                links_address="simulated:1",
-            ),
+        ready = RankReady(
+            **address,
+            settings=self.settings,
+            device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
+            batch_size=model.batch_size,
+            resumed=resumed.training if resumed else "",
+            links_address="simulated:1",
         )
+        if self.start_ms:
+            self.clock.after(self.start_ms / 1000, lambda: self._tell(command.rank, ready))
+        else:
+            self._tell(command.rank, ready)
 
     def _saved_at(self, path: str) -> Saved | None:
         """The checkpoint at a path, or the newest in the folder."""

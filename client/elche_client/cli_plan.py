@@ -1,0 +1,168 @@
+"""`elche plan`: what a job would do on devices that one may not have yet."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from elche.plan import MAX_DEVICES, OPTIMIZERS
+from elche.settings import SETTINGS
+from elche_client.cli_options import json_option
+
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+BYTES_PER_S = {
+    **{f"{prefix}bit/s": size / 8 for prefix, size in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
+    **{f"{prefix}B/s": size for prefix, size in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
+}
+
+
+def quantity_of(text: str, units: dict[str, float]) -> float | None:
+    """The value of a text such as "25ms" in the base unit; None for another text, and for 0."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([A-Za-z/]+)", text.strip(), re.ASCII)
+    value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
+    return value or None
+
+
+class BatchTimes(click.ParamType["tuple[float, ...]"]):
+    """Times per batch such as 25ms,57ms or 8x25ms, in milliseconds."""
+
+    name = "TIMES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Returns one for each device. Raises click's `BadParameter` for another text."""
+        times: list[float] = []
+        for part in str(value).split(","):
+            found = re.fullmatch(r"(?:([0-9]{1,4}) ?x)?(.*)", part.strip(), re.ASCII)
+            assert found is not None
+            seconds, count = quantity_of(found[2], SECONDS), int(found[1] or 1)
+            if seconds is None or count < 1:
+                self.fail(f"{part!r} is no time per batch: write it such as 25ms,57ms,0.4s or 8x25ms", param, ctx)
+            times += [seconds * 1000] * count
+        if len(times) > MAX_DEVICES:
+            self.fail(f"{len(times)} devices are too many to simulate: at most {MAX_DEVICES}", param, ctx)
+        return tuple(times)
+
+
+class Size(click.ParamType[int]):
+    """A size such as 350MB, in bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Returns the bytes. Raises click's `BadParameter` for another text."""
+        size = quantity_of(str(value), BYTES)
+        if size is None:
+            self.fail(f"{value!r} is no size: write it such as 350MB or 1.5GiB", param, ctx)
+        return round(size)
+
+
+class Link(click.ParamType[tuple[float, float]]):
+    """A bandwidth, and after a comma the round trip, such as 50Mbit/s,20ms; in bytes per second and seconds."""
+
+    name = "BANDWIDTH[,RTT]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Returns both, with a round trip of 1 ms unless given. Raises click's `BadParameter` for another text."""
+        bandwidth, comma, trip = str(value).partition(",")
+        bytes_per_s = quantity_of(bandwidth, BYTES_PER_S)
+        round_trip_s = quantity_of(trip, SECONDS) if comma else 1e-3
+        if bytes_per_s is None or round_trip_s is None:
+            self.fail(f"{value!r} is no bandwidth: write it such as 50Mbit/s, 10Gbit/s or 50Mbit/s,20ms", param, ctx)
+        return bytes_per_s, round_trip_s
+
+
+class Failures(click.ParamType[tuple[float, float]]):
+    """The mean time between failures, and after a comma that of a restart, such as 2h,5min; in seconds."""
+
+    name = "TIME[,RESTART]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """Returns both, with a restart of 30 s unless given. Raises click's `BadParameter` for another text."""
+        mtbf, comma, restart = str(value).partition(",")
+        mtbf_s = quantity_of(mtbf, SECONDS)
+        restart_s = quantity_of(restart, SECONDS) if comma else 30.0
+        if mtbf_s is None or restart_s is None:
+            self.fail(f"{value!r} is no time between failures: write it such as 2h, 30min or 2h,5min", param, ctx)
+        return mtbf_s, restart_s
+
+
+def _choice(name: str) -> click.Choice[str]:
+    return click.Choice(SETTINGS[name].choices)
+
+
+@click.command()
+@click.option("--ranks", type=BatchTimes(), required=True, help="Time per batch of each device: 25ms,57ms or 8x25ms.")
+@click.option("--model", type=Size(), required=True, help="Size of the trained parameters in float32, such as 350MB.")
+@click.option(
+    "--link",
+    type=Link(),
+    default="10Gbit/s,1ms",
+    show_default=True,
+    help="What each device can send and receive, and the round trip to others.",
+)
+@click.option("--mtbf", type=Failures(), help="Mean time between failures of one device, and until it is back.")
+@click.option("--add", type=BatchTimes(), help="Show beside it the plan with these devices more.")
+@click.option("--epoch", type=click.IntRange(min=1, max=10**9), metavar="N", help="Batches of an epoch.")
+@click.option("--policy", type=_choice("policy"), default="cadence", show_default=True, help="When ranks average.")
+@click.option(
+    "--averaging",
+    type=_choice("averaging"),
+    default="auto",
+    show_default=True,
+    help="Whether ranks wait for an average.",
+)
+@click.option("--compress", type=_choice("compress"), help="Compress what is sent.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    default="adam",
+    show_default=True,
+    help="For its memory: with two copies of the parameters, one, or none.",
+)
+@json_option
+def plan(
+    ranks: tuple[float, ...],
+    model: int,
+    link: tuple[float, float],
+    mtbf: tuple[float, float] | None,
+    add: tuple[float, ...] | None,
+    epoch: int | None,
+    policy: str,
+    averaging: str,
+    compress: str | None,
+    optimizer: str,
+    as_json: bool,
+) -> int:
+    """Estimate what a job would do on devices that you may not have yet: throughput, traffic, memory and lost time.
+
+    The coordinator's own decisions are simulated, with devices that train as fast as you say. Nothing is started.
+
+    \b
+    Examples:
+      elche plan --ranks 25ms,57ms,400ms --model 350MB --link 50Mbit/s --mtbf 2h
+      elche plan --ranks 8x25ms --model 350MB --link 10Gbit/s,0.2ms --add 40ms
+      elche plan --ranks 25ms,57ms --model 2GB --link 100Mbit/s,20ms --compress int8 --json
+    """
+    from elche.plan import PlanRequest
+    from elche_client import plan as plans
+
+    if add and len(ranks) + len(add) > MAX_DEVICES:
+        raise click.BadParameter(f"with --add there are more than {MAX_DEVICES} devices", param_hint="'--add'")
+    bytes_per_s, round_trip_s = link
+    request = PlanRequest(
+        batch_ms=ranks,
+        model_bytes=model,
+        link_bytes_per_s=bytes_per_s,
+        round_trip_s=round_trip_s,
+        mtbf_s=mtbf[0] if mtbf else None,
+        restart_s=mtbf[1] if mtbf else 0.0,
+        epoch_batches=epoch,
+        policy=policy,
+        averaging=averaging,
+        compress=compress,
+        optimizer=optimizer,
+    )
+    return plans.show(request, add or (), as_json=as_json)

@@ -1,0 +1,91 @@
+"""`elche plan`: what it takes, and what it shows."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from elche.plan import DevicePlan, MemoryPlan, Plan
+from elche_client.cli import main
+from elche_client.plan import bar, document, panel
+
+ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "25"], "'25' is no time per batch: write it such as 25ms,57ms,0.4s or 8x25ms"),
+        (["--ranks", "25ms,"], "'' is no time per batch"),
+        (["--ranks", "0ms"], "'0ms' is no time per batch"),
+        (["--ranks", "0x25ms"], "'0x25ms' is no time per batch"),
+        (["--ranks", "33x25ms"], "33 devices are too many to simulate: at most 32"),
+        (["--add", "32x25ms"], "with --add there are more than 32 devices"),
+        (["--model", "350"], "'350' is no size: write it such as 350MB or 1.5GiB"),
+        (["--link", "50MB"], "'50MB' is no bandwidth: write it such as 50Mbit/s"),
+        (["--link", "50Mbit/s,"], "'50Mbit/s,' is no bandwidth"),
+        (["--mtbf", "often"], "'often' is no time between failures: write it such as 2h"),
+        (["--policy", "sync", "--averaging", "overlapped"], "averaging is auto or blocking with policy sync"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(arguments: list[str], message: str, capsys):
+    assert main([*ARGUMENTS, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_the_answer_is_json_with_both_plans_and_the_gain(capsys):
+    arguments = ["--ranks", "2x0.1s", "--model", "1.5MiB", "--link", "1Gbit/s,2ms", "--add", "200ms", "--json"]
+    assert main(["plan", *arguments]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [one["batch_ms"] for one in answer["devices"]] == [100, 100]
+    assert answer["memory"]["parameters"] == 1.5 * 2**20
+    assert answer["averaging_s"] == pytest.approx(1.5 * 2**20 / 125e6 + 4 * 0.002)
+    assert [one["batch_ms"] for one in answer["with_added"]["devices"]] == [100, 100, 200]
+    assert answer["bound_batches_per_s"] == pytest.approx(20)
+    assert answer["gain_batches_per_s"] == pytest.approx(5, rel=0.03)
+    assert answer["bound_fraction"] == pytest.approx(answer["batches_per_s"] / 20)
+
+
+PLAN = Plan(
+    batches_per_s=30.0,
+    bound_batches_per_s=40.0,
+    rounds_per_minute=6.0,
+    averaging_s=2.0,
+    sent_bytes_per_round=700e6,
+    loss_per_failure_s=20.0,
+    devices=(DevicePlan(batch_ms=25.0, batches_per_s=30.0, training=0.75, waiting=0.05, averaging=0.15, lost=0.05),),
+    memory=MemoryPlan(parameters=10**6, gradients=10**6, optimizer=2 * 10**6, rounds=3 * 10**6, while_averaging=0),
+    simulated_s=100.0,
+)
+
+
+def shown(*plans: Plan, with_unicode: bool = True) -> str:
+    console = Console(width=120, highlight=False)
+    with console.capture() as capture:
+        console.print(panel(plans, with_unicode=with_unicode))
+    return capture.get()
+
+
+def test_the_table_has_throughput_traffic_memory_and_where_time_goes():
+    text = shown(PLAN)
+    for words in ("30 batches/s", "40 batches/s", "75.0 %", "700 MB", "252 GB", "20.0 s", "7.00 MB", "15.0 %"):
+        assert words in text
+    assert "epoch" not in text, "its batches are not given"
+    assert "added" not in text
+
+
+def test_added_devices_are_shown_beside_what_there_was():
+    more = replace(PLAN, batches_per_s=45.0, bound_batches_per_s=60.0)
+    text = shown(PLAN, more)
+    assert "+15 batches/s: 50.0 % more; the added would make 20 batches/s alone" in text
+    assert "-15 batches/s: 33.3 % less" in shown(more, PLAN)
+    assert document([PLAN, more])["gain_batches_per_s"] == 15
+
+
+def test_a_bar_has_a_character_for_each_fortieth():
+    assert bar([0.75, 0.05, 0.15, 0.05]) == "█" * 30 + "░" * 2 + "▒" * 6 + "·" * 2
+    assert bar([0.75, 0.05, 0.15, 0.05], with_unicode=False) in shown(PLAN, with_unicode=False)
