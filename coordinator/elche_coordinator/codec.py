@@ -54,6 +54,7 @@ RANK_EVENTS: dict[str, type[events.Event]] = {
     "pong": events.PingAnswered,
     "probed": events.LinksProbed,
     "leaving": events.LeaveAsked,
+    "stopped": events.RankStopped,
     "evaluated": events.EvaluationDone,
     "checkpoint_saved": events.CheckpointSaved,
     "checkpoint_failed": events.CheckpointFailed,

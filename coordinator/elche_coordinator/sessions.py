@@ -67,7 +67,7 @@ def open_session(driver: Driver, address: Address, num_heard: int | None = None)
         return None
     assert stream is not None
     queue: RankQueue = stream.connect(num_heard or 0)
-    welcome = rank_pb2.Welcome(store=driver.identity.id, taken=stream.num_taken)
+    welcome = rank_pb2.Welcome(store=driver.identity.id, taken=stream.num_taken, takes_stopped=True)
     queue.put(rank_pb2.ConverseResponse(welcome=welcome))
     stream.resend()
     return queue

@@ -1,7 +1,9 @@
-"""Finds checkpoint folders and reads their manifests, without torch."""
+"""Finds checkpoint folders, and reads and writes their manifests, without torch."""
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ EMA = "ema.safetensors"
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 SOURCE = "job.py"
+UNFINISHED = "unfinished.json"
+"""In a draft that a stopped rank has left: its manifest without the training's state, which the coordinator has."""
 FIELDS = ("files", "training", "tensors", "saved_at", "settings", "num_ranks", "file_name", "job")
 
 
@@ -64,3 +68,34 @@ def checksum(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's values without the checksum, independent of its layout as text."""
     said = {name: value for name, value in manifest.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_manifest(draft: Path, unfinished: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes a draft, whose other files are durable, a whole checkpoint; returns its manifest. Raises `OSError`."""
+    manifest = dict(json.loads(json.dumps({**unfinished, "training": training})))  # as it will be read: keys are texts
+    manifest["checksum"] = checksum(manifest)
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    sync(draft / MANIFEST)
+    sync(draft)
+    return manifest
+
+
+def finish(draft: Path, path: Path, training: Mapping[str, Any]) -> int:
+    """Makes a draft that a stopped rank has left a checkpoint at `path`; returns its size in bytes. Never overwrites
+    anything. Raises `OSError`, and `ValueError` for a draft that is damaged.
+    """
+    unfinished = json.loads((draft / UNFINISHED).read_text(encoding="utf-8"))
+    write_manifest(draft, unfinished, training)
+    draft.rename(path)
+    sync(path.parent)
+    (path / UNFINISHED).unlink()
+    return sum(file["bytes"] for file in unfinished["files"].values())
+
+
+def sync(path: Path) -> None:
+    """Makes a file, or a folder's list of names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

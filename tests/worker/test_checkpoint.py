@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from elche.errors import InvalidJob
-from elche.manifest import EMA, checkpoints_in, newest
+from elche.manifest import EMA, checkpoints_in, finish, newest
 from elche_worker.model.checkpoint import About, CheckpointData, Target, load, other_buffers, weights_of
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
@@ -97,6 +97,25 @@ def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) ->
     assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["1-00000001"]
     assert load(str(tmp_path)).weights["weight"].shape == (3, 4)
+
+
+def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(tmp_path: Path) -> None:
+    target = Target(str(tmp_path))
+    draft = target.write_draft(kept(), ABOUT)
+    with pytest.raises(InvalidJob, match="is no checkpoint and contains none"):
+        newest(tmp_path)
+    with pytest.raises(InvalidJob, match="is no checkpoint"):
+        load(str(draft))
+    path, size_bytes = target.write("1-00000006", kept(), ABOUT, {"attempt": 1, "version": 6})
+    with pytest.raises(OSError, match="not empty"):
+        finish(draft, Path(path), TRAINING)
+    assert finish(draft, tmp_path / "1-00000007", TRAINING) == size_bytes
+    assert not draft.exists()
+    one, like = load(str(tmp_path / "1-00000007")), load(path)
+    assert one.manifest["training"] == TRAINING
+    assert torch.equal(one.weights["weight"], like.weights["weight"])
+    files = sorted(file.name for file in (tmp_path / "1-00000007").iterdir())
+    assert files == sorted(file.name for file in Path(path).iterdir())
 
 
 def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:

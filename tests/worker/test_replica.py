@@ -245,7 +245,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
     ranks = world(2)
     ranks.round(1)
     writer = ranks.ranks[0].replica
-    write_all, has_begun, may_write = writer.checkpoints.writer._target.write, threading.Event(), threading.Event()
+    write_all, has_begun, may_write = writer.checkpoints.writer.target.write, threading.Event(), threading.Event()
     results = []
 
     def write_late(*arguments: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_being_written_is_not_what_the_next_is_copied_over(
         assert may_write.wait(100)
         return write_all(*arguments)
 
-    monkeypatch.setattr(writer.checkpoints.writer._target, "write", write_late)
+    monkeypatch.setattr(writer.checkpoints.writer.target, "write", write_late)
     for round_id in (2, 3):
         for rank in ranks.ranks:
             rank.train(2)

@@ -83,7 +83,7 @@ def test_a_loop_loses_the_coordinator_that_it_does_not_understand(capsys: pytest
     session: Any = object.__new__(Session)
     loop, call = attachment(), Call()
     session._on_command, session._on_lost = loop._receive, loop._lose
-    session._secret, session._store, session._outbound, session._closing = "", "", Outbound(), threading.Event()
+    session._secret, session.store, session._outbound, session._closing = "", "", Outbound(), threading.Event()
     session._is_leaving = False
     session._stub = SimpleNamespace(Converse=lambda requests, metadata: call)
     session._run()

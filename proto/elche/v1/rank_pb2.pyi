@@ -1592,6 +1592,7 @@ class ConverseRequest(_message.Message):
     PROBED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     HEADER_TOLD_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
@@ -1698,6 +1699,10 @@ class ConverseRequest(_message.Message):
     def header_told(self) -> Global___HeaderTold:
         """A header whose digest was sent."""
 
+    @_builtins.property
+    def stopped(self) -> Global___Stopped:
+        """Was told to stop while no coordinator answered."""
+
     def __init__(
         self,
         *,
@@ -1726,14 +1731,15 @@ class ConverseRequest(_message.Message):
         probed: Global___Probed | None = ...,
         leaving: Global___Leaving | None = ...,
         header_told: Global___HeaderTold | None = ...,
+        stopped: Global___Stopped | None = ...,
         seq: _builtins.int = ...,
         heard: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "loop_began", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "loop_began", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told", "stopped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1814,6 +1820,30 @@ class Leaving(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
+
+@_typing.final
+class Stopped(_message.Message):
+    """The process was told to stop while no coordinator answered, and has ended. Its worker says so in its name, after all that
+    the process had to say (protocol P19.7).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round whose result it has left as a draft of a checkpoint; 0: none."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stopped: _TypeAlias = Stopped  # noqa: Y015
 
 @_typing.final
 class Peer(_message.Message):
@@ -2437,19 +2467,23 @@ class Welcome(_message.Message):
 
     STORE_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
+    TAKES_STOPPED_FIELD_NUMBER: _builtins.int
     store: _builtins.str
     """Identifies the coordinator's store: another one knows nothing of the rank."""
     taken: _builtins.int
     """The number of the last message that it has durably."""
+    takes_stopped: _builtins.bool
+    """Whether the coordinator understands Stopped."""
     def __init__(
         self,
         *,
         store: _builtins.str = ...,
         taken: _builtins.int = ...,
+        takes_stopped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "taken", b"taken", "takes_stopped", b"takes_stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

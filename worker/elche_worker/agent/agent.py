@@ -25,6 +25,7 @@ from elche.torchrun import environment_of_rank, free_port
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
+from elche_worker.agent.hand_in import hand_in
 from elche_worker.agent.identity import Identity
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
@@ -44,6 +45,10 @@ GRACE_S = 25.0
 """Shorter than the 30 s that Kubernetes, and some clouds, leave between a notice and the end."""
 KEEP_S = 600.0
 """How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
+ALONE_AFTER_S = 1.5
+"""Seconds without a coordinator after which a leaving agent has its ranks stop by themselves; one that is only cut off
+for a moment is there again by then.
+"""
 FOLLOW_EVERY_S = 0.2
 MAX_GONE = 100
 REFUSALS = (
@@ -109,6 +114,7 @@ class Agent:
         self._folders = JobFolders(work_dir)
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
+        self._is_confined = confinement is not None
         self._artifacts = ArtifactWriter(self._folders, self._processes)
         self._loop_ports: dict[str, int] = {}
         """Ports of the stores of scripts whose ranks are being started, by job."""
@@ -118,6 +124,8 @@ class Agent:
         and `BadCertificate`.
         """
         self._processes.warm_up()
+        if not self._is_confined:  # what confined ranks may write is not to be followed
+            hand_in(self._coordinator, self._tls, self._folders, self._stopped)
         retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
             self._is_welcome = False
@@ -172,11 +180,22 @@ class Agent:
             if num_ranks:
                 log.info("leaves; %d ranks commit their work, for at most %.0f s", num_ranks, self._grace_s)
                 self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
-                self._processes.wait_until_idle(self._grace_s)
+                self._await_ranks(over_s)
             if not self._artifacts.is_idle:
                 log.info("leaves once what jobs left is stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
                 self._artifacts.wait_until_idle(over_s - time.monotonic())
         self.stop()
+
+    def _await_ranks(self, over_s: float) -> None:
+        """Waits until all ranks have left. Where no coordinator answers, which would have them leave, asks them."""
+        seen_s, is_asked = time.monotonic(), False
+        while not self._processes.wait_until_idle(FOLLOW_EVERY_S) and time.monotonic() < over_s:
+            if self._outbound.is_open:
+                seen_s = time.monotonic()
+            elif not is_asked and time.monotonic() - seen_s > ALONE_AFTER_S:
+                is_asked = True
+                log.warning("no coordinator answers: ranks leave what they have here, for the next worker")
+                self._processes.ask_all()
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""

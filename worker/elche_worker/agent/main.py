@@ -145,7 +145,8 @@ def main(
 ) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
 
-    On SIGTERM or Ctrl-C its ranks leave their jobs, once their work is committed; a second one ends them at once.
+    On SIGTERM or Ctrl-C its ranks leave their jobs, once their work is committed; a second one ends them at once. If
+    no coordinator answers, the next worker with this work folder hands in what they leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """

@@ -200,6 +200,12 @@ class Processes:
             return "the process has ended"
         return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number), self.files)
 
+    def ask_all(self) -> None:
+        """Sends SIGTERM to each rank's leader: it leaves, or stops by itself where no coordinator answers."""
+        with self._changed:
+            for key in self._running:
+                self._signal_leader(key, signal.SIGTERM)
+
     def kill_all(self) -> None:
         """Kills every process and waits until they have ended."""
         with self._changed:

@@ -16,7 +16,6 @@ moments.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -34,7 +33,20 @@ from torch import nn
 
 from elche.artifacts import filesystem_of
 from elche.errors import InvalidJob
-from elche.manifest import EMA, FORMAT, MANIFEST, SOURCE, STATE, STATE_TENSORS, WEIGHTS, checksum, newest, read_manifest
+from elche.manifest import (
+    EMA,
+    FORMAT,
+    MANIFEST,
+    SOURCE,
+    STATE,
+    STATE_TENSORS,
+    UNFINISHED,
+    WEIGHTS,
+    newest,
+    read_manifest,
+    sync,
+    write_manifest,
+)
 from elche_worker.model.frozen import completed, metadata_of, read_weights
 from elche_worker.model.tensors import (
     Piece,
@@ -110,7 +122,7 @@ class Target:
             parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
         try:
-            manifest = _write_files(draft, kept, about, training, write_pieces)
+            manifest = write_manifest(draft, _write_files(draft, kept, about, write_pieces), training)
             size_bytes = sum(file["bytes"] for file in manifest["files"].values())
             if self._fs:
                 self._put(draft, name, list(manifest["files"]))
@@ -118,10 +130,32 @@ class Target:
                 assert parent is not None
                 draft.chmod(0o700)
                 draft.rename(parent / name)
-                _sync(parent)
+                sync(parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return f"{self.place}/{name}", size_bytes
+
+    @property
+    def is_local(self) -> bool:
+        """True for a folder, False for a URL."""
+        return self._fs is None
+
+    def write_draft(self, kept: CheckpointData, about: About) -> Path:
+        """Writes all of a checkpoint but its manifest, for `elche.manifest.finish`, into a new folder, which it
+        returns; the place must be local.
+        """
+        parent = Path(self.place)
+        parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".stopped.", dir=parent))
+        try:
+            unfinished = _write_files(draft, kept, about, None)
+            (draft / UNFINISHED).write_text(json.dumps(unfinished), encoding="utf-8")
+            sync(draft / UNFINISHED)
+            sync(draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return draft
 
     def _put(self, draft: Path, name: str, files: list[str]) -> None:
         """Uploads the manifest last: a folder without one is not a checkpoint."""
@@ -186,18 +220,18 @@ def _write_files(
     draft: Path,
     kept: CheckpointData,
     about: About,
-    training: Mapping[str, Any],
     write_pieces: Callable[[Path, Mapping[str, Piece]], None] | None,
 ) -> dict[str, Any]:
+    """Writes all files but the manifest, which is returned without the training's state."""
     weights, tensors, structure, pieces = divided(kept)
     checksums = {}
     if write_pieces is not None:
         (draft / PIECES).mkdir()
         write_pieces(draft / PIECES, pieces)
         for path in sorted((draft / PIECES).iterdir()):
-            _sync(path)
+            sync(path)
             checksums[f"{PIECES}/{path.name}"] = _sha256(path)
-        _sync(draft / PIECES)
+        sync(draft / PIECES)
     checksums[WEIGHTS] = write_tensors(draft / WEIGHTS, weights, metadata_of(kept.frozen))
     if kept.mean:
         mean = {name: _mean_of(name, one, kept.mean) for name, one in weights.items()}
@@ -215,17 +249,12 @@ def _write_files(
         "num_ranks": about.num_ranks,
         "saved_at": time.time(),
         "tensors": list(about.tensors),
-        "training": training,
         "files": files,
     }
     if pieces:
         manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
-    manifest = dict(json.loads(json.dumps(manifest)))  # as it will be read: with texts as keys, and no tuples
-    manifest["checksum"] = checksum(manifest)
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (SOURCE, STATE, MANIFEST):
-        _sync(draft / name)
-    _sync(draft)
+    for name in (SOURCE, STATE):
+        sync(draft / name)
     return manifest
 
 
@@ -410,12 +439,3 @@ def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Makes a file, or a folder's list of names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank: it asks to leave its job, and ends by itself when that takes too long."""
+"""SIGTERM to a rank: it asks to leave its job, and is ended when that takes too long."""
 
 import os
 import signal

@@ -42,7 +42,7 @@ Threads of a rank, by name, and what each of them may touch:
     checkpoints    writes captured data to disk and reports the outcome. Touches no tensor that training uses.
     links          accepts connections of other ranks, which try whether they reach this one, and closes them.
     probe          tries whether others can be reached, when the coordinator asks, and tells it.
-    leaving        asks the coordinator to let this rank go, after SIGTERM.
+    leaving        asks the coordinator to let this rank go, after SIGTERM; if none answers, the loop stops by itself.
     loggers        calls the job's experiment trackers with finished epochs.
     gauges         samples memory and NVML once a second; the loop takes the newest sample.
     timeline       sends recorded spans twice a second; only where the job records a timeline.

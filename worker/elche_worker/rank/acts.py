@@ -53,6 +53,8 @@ class EnterRound:
     row: Row
     may_be_checkpoint: bool = False
     """True if the round's result may become a checkpoint that this group writes."""
+    keeps_result: bool = False
+    """True if the result may be wanted when batches were trained since, though nobody has said so."""
 
 
 @dataclass(frozen=True, slots=True)

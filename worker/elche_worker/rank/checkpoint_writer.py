@@ -37,7 +37,7 @@ class CheckpointWriter:
     ) -> None:
         """`pieces` writes a model that is divided among a replica group, whose processes all write together."""
         self._pieces = pieces
-        self._target = target
+        self.target = target
         self._about = about
         self._tell = tell
         self._timeline = timeline
@@ -56,6 +56,17 @@ class CheckpointWriter:
         with self._room:
             self._num_waiting += 1
         self._thread.submit(self._write_data, version, order, data, capture)
+
+    def write_draft(self, data: CheckpointData, capture: CheckpointCapture) -> Path:
+        """Writes a draft after what waits to be written, and waits for it; returns its folder. Raises what the storage
+        raises.
+        """
+
+        def write() -> Path:
+            capture.finish_copy()
+            return self.target.write_draft(data, replace(self._about, num_ranks=self.num_ranks))
+
+        return self._thread.submit(write).result()
 
     def refuse(self, version: int, reason: str) -> None:
         """Tells that a round came too late for a checkpoint: another is to become one."""
@@ -105,14 +116,14 @@ class CheckpointWriter:
 
         try:
             about = replace(self._about, num_ranks=self.num_ranks)
-            path, size_bytes = self._target.write(
+            path, size_bytes = self.target.write(
                 order.name, data, about, json.loads(order.training), write_pieces if self._pieces else None
             )
-            self._target.keep_only([*order.keep, order.name])
+            self.target.keep_only([*order.keep, order.name])
         except Exception as error:  # training goes on, whatever the storage raises
             if self._pieces is not None and not has_begun:
                 self._pieces.agree("")
-            reason = f"the checkpoint {self._target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
+            reason = f"the checkpoint {self.target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
             failed = rank_pb2.CheckpointFailed(version=version, reason=reason)
             print(reason, flush=True)
             self._tell(rank_pb2.ConverseRequest(checkpoint_failed=failed))

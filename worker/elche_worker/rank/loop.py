@@ -3,9 +3,10 @@
 In a replica group this is the leader's loop, which sends each act to the other processes before it carries it out.
 """
 
+import sys
 import time
 from math import inf
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 import grpc
 
@@ -13,6 +14,7 @@ from elche import timeline
 from elche.errors import UnknownMessage
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
+from elche_worker.collectives.relay import Relay
 from elche_worker.data.lease_loader import Lease
 from elche_worker.data.reserve import Reserve
 from elche_worker.device.streams import Streams
@@ -46,11 +48,24 @@ from elche_worker.user.schedule import Progress
 LOGGERS_GRACE_S = 2.0
 """Seconds for which a rank that leaves waits for the job's loggers to finish."""
 
+LAST_ROUND_S = 8.0
+"""Seconds for which a rank that stops without a coordinator waits for its last round: time is left to write a draft."""
+
 MAX_REASON_CHARS = 1000
 
 
 class Leave(Exception):
     """Raised when the coordinator has told the rank to leave. Not an error."""
+
+
+class StoppedAlone(Exception):
+    """Raised when the rank was told to stop, and no coordinator answers. Not an error."""
+
+    def __init__(self, round_id: int, draft: str) -> None:
+        super().__init__("told to stop, and no coordinator answers")
+        self.round = round_id
+        """The round whose result is in the draft; 0: none."""
+        self.draft = draft
 
 
 class RankLoop:
@@ -115,7 +130,9 @@ class RankLoop:
         self._replica.rehearse(warms_up=warms_up)
 
     def run(self) -> None:
-        """Trains until the coordinator tells the rank to leave. Raises `Leave` then, and what user code raises."""
+        """Trains until the coordinator tells the rank to leave. Raises `Leave` then, `StoppedAlone`, and what user code
+        raises.
+        """
         while True:
             if self._control.has_news:
                 self._take_in()
@@ -182,6 +199,8 @@ class RankLoop:
                     assert_never(unreachable)
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
+        if self._stops_alone:
+            self._stop_alone()
         for build in self._replica.generations.ended:
             self._tell_built(build)
 
@@ -211,6 +230,35 @@ class RankLoop:
         if every and not self._reserve.is_empty:
             left = self._loader.num_leased - self._meter.num_processed
             self._reserve.permit_batches(every - left // self._batch_size)
+
+    @property
+    def _stops_alone(self) -> bool:
+        """True if the rank was told to stop, and the coordinator, which would have its work committed, is away."""
+        return self._control.is_told_to_stop and not self._session.is_connected
+
+    def _stop_alone(self) -> NoReturn:
+        """Ends training: makes the last round that the ranks can make without a coordinator, and leaves its result as a
+        draft. Who is in a round makes no other: all that are told at the same time make the same last one. Whose does
+        not come about, since others have made one less, leaves no draft; they do.
+        """
+        if self._averaging.is_running:
+            self._apply_result()
+        elif (last := self._rounds.last_alone()) is not None and self._can_average_alone(last):
+            self._enter(last, is_last=True)
+            if self._averaging.is_running:
+                self._apply_result()
+        try:
+            round_id, draft = self._replica.leave_draft()
+        except Exception as error:  # the job goes back to an older checkpoint, whatever the storage raises
+            print(f"elche: no draft of a checkpoint can be written: {error}", file=sys.stderr)
+            round_id, draft = 0, ""
+        raise StoppedAlone(round_id, draft)
+
+    def _can_average_alone(self, round_id: int) -> bool:
+        """False if the coordinator relays the averaging, or another generation is to take over."""
+        group = self._replica.generations.in_use
+        is_same = group is not None and group.generation == self._rounds.targets[round_id].generation
+        return is_same and not isinstance(group, Relay)
 
     def _take_metrics(self, metrics: EpochMetrics) -> None:
         """Calls the job's callback here and its loggers on their thread, and acknowledges the metrics afterwards."""
@@ -365,8 +413,10 @@ class RankLoop:
 
     # Rounds
 
-    def _enter(self, round_id: int) -> None:
-        """Takes the snapshot and starts averaging; a blocking round also applies its result."""
+    def _enter(self, round_id: int, *, is_last: bool = False) -> None:
+        """Takes the snapshot and starts averaging; a blocking round also applies its result. The result of one that
+        `is_last` will be left as a draft.
+        """
         if self._control.leaving is not None:  # the others may have left too: the collective would wait for them
             raise Leave(self._control.leaving)
         self._meter.add_times(self._replica.timer.finish())
@@ -375,11 +425,12 @@ class RankLoop:
         if self._report_times.is_allowed(time.perf_counter()):
             self._report()
         generation = self._rounds.targets[round_id].generation
-        may_be_checkpoint = self._rounds.enter(round_id, self.local_step)
+        may_be_checkpoint = self._rounds.enter(round_id, self.local_step) or is_last
         entered = rank_pb2.RoundEntered(round=round_id, generation=generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint)
+        is_away = not self._session.is_connected  # then a rank may have to leave its last result when it has trained on
+        act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
         self._group.send(act)
         self._replica.enter_round(act)
         self._stalled_ms = (time.perf_counter() - started_s) * 1000
@@ -427,10 +478,14 @@ class RankLoop:
         group = self._replica.generations.in_use
         assert group is not None
         generation, control = group.generation, self._control
+
+        def is_over() -> bool:
+            return self._averaging.is_done or control.leaving is not None or generation in control.abandoned
+
         with control.wake:
-            control.wake.wait_for(
-                lambda: self._averaging.is_done or control.leaving is not None or generation in control.abandoned
-            )
+            control.wake.wait_for(lambda: is_over() or self._stops_alone)
+            if self._stops_alone:
+                control.wake.wait_for(is_over, timeout=LAST_ROUND_S)
         if control.leaving is not None:
             raise Leave(control.leaving)
         if not self._averaging.is_done:

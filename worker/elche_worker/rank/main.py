@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -45,7 +46,7 @@ from elche_worker.process.leaving import leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
-from elche_worker.rank.loop import Leave, RankLoop
+from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
@@ -54,6 +55,7 @@ from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
 from elche_worker.session.session import Session, sendable
+from elche_worker.session.stopped import StoppedRank, in_base64
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import Timeline
 from elche_worker.user.device import Device
@@ -104,13 +106,16 @@ def main(launch: Launch) -> None:
         on_lost=control.leave,
         on_away=control.note_news,
     )
-    leave_on_sigterm(lambda: session.send(rank_pb2.ConverseRequest(leaving=rank_pb2.Leaving())))
+    leave_on_sigterm(lambda: _ask_to_leave(control, session))
     send_events_to(session.tell_event)
     try:
         _train(launch, control, session, channel, links.address)
     except Leave as leave:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
+    except StoppedAlone as stopped:
+        print(f"elche: this rank stops: {stopped}", file=sys.stderr)
+        _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # it is no fault of the job
     except CollectiveFailed as error:
         print(f"elche: {error}", file=sys.stderr)
         if not isinstance(error, OperationStuck):
@@ -129,7 +134,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
             loop, accumulators = _prepare(launch, job, control, session, channel, streams, address)
             loop.run()
             del accumulators
-    except (Leave, CollectiveFailed):
+    except (Leave, StoppedAlone, CollectiveFailed):
         raise
     except BaseException as error:
         leave_if_forked(error)
@@ -484,11 +489,45 @@ def _end_with_agent() -> None:
     os._exit(1)
 
 
-def _end(session: Session, code: int) -> NoReturn:
-    """Exits without running destructors: a stuck collective would block them until its timeout."""
+def _ask_to_leave(control: Control, session: Session) -> None:
+    """Asks the coordinator to let the rank leave. If it is away, or goes away meanwhile, the rank stops by itself."""
+    if session.is_connected:
+        session.send(rank_pb2.ConverseRequest(leaving=rank_pb2.Leaving()))
+    control.stop()
+
+
+def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> None:
+    """Writes down what the rank had to say, and where its draft is, for the next agent with this work folder."""
+    unsaid = session.unsaid
+    record = StoppedRank(
+        job_id=launch.job_id,
+        rank=launch.rank,
+        incarnation=launch.incarnation,
+        secret=launch.secret,
+        store=session.store,
+        num_sent=unsaid.num_sent,
+        num_heard=unsaid.num_heard,
+        messages=in_base64(unsaid.messages),
+        round=stopped.round,
+        draft=stopped.draft,
+    )
+    try:
+        record.save(Path(launch.output_dir))
+    except OSError as error:
+        print(f"elche: what this rank had to say cannot be kept: {error}", file=sys.stderr)
+        return
+    kept = f"; {stopped.draft} has its model of round {stopped.round}" if stopped.round else ""
+    print(f"elche: its work is handed in when its worker and the coordinator are back{kept}", file=sys.stderr)
+
+
+def _end(session: Session, code: int, after: Callable[[], None] = lambda: None) -> NoReturn:
+    """Exits without running destructors: a stuck collective would block them until its timeout. Calls `after` when the
+    session is closed.
+    """
     if session.last_words is not None:
         session.last_words()
     session.close()
+    after()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

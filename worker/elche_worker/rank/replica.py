@@ -49,6 +49,7 @@ from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.round_memory import RoundMemory
 from elche_worker.rank.view import View
 from elche_worker.session.launch import Launch
+from elche_worker.session.stopped import claim
 from elche_worker.telemetry.audit import AuditLog
 from elche_worker.telemetry.meter import Meter, RoundWork
 from elche_worker.telemetry.timeline import Timeline
@@ -200,6 +201,8 @@ class Replica:
         self.version = 0
         """Version that the model holds; 0 until the first round."""
         self._result = ResultExtent(0, 0, 0)
+        self._has_result = False
+        """True if the round that was entered last has a result, which was applied."""
         self._leased: Counter[int] = Counter()
         """By epoch: samples leased and not trained."""
         self.epoch = -1
@@ -441,9 +444,10 @@ class Replica:
             group,
             row,
             keeps_snapshot=self._job.overlaps,
-            keeps_result=act.may_be_checkpoint or is_new_group or ends_leases,
+            keeps_result=act.may_be_checkpoint or act.keeps_result or is_new_group or ends_leases,
             state=self._handing.give(),
         )
+        self._has_result = False
         self.entered = EnteredRound(
             row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
         )
@@ -502,6 +506,7 @@ class Replica:
         self.version = averaged.version
         self._handing.take(averaged.state)
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
+        self._has_result = True
         if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
             self._forget_moments()
         self._was_discarded = averaged.is_discarded
@@ -612,6 +617,19 @@ class Replica:
         """The round whose result is in the flat buffers or the model: the one entered last; 0 when it is in neither."""
         is_in_model = self.local_step == self._result.local_step
         return self.entered.round if is_in_model or self.layout.has_result else 0
+
+    def leave_draft(self) -> tuple[int, str]:
+        """Writes the result of the round that was entered last as a draft of a checkpoint, unless another rank of this
+        host does. Returns the round and the draft's folder; (0, "") without one. Raises what the storage raises.
+        """
+        held = self._round_held if self._has_result else 0
+        group, target = self.generations.in_use, self.checkpoints.writer.target
+        is_mine = not self.own_state.objects or self._launch.rank == 0  # the lowest alone has heard of epochs
+        if not held or group is None or not is_mine or self.replica_group.size > 1 or not target.is_local:
+            return 0, ""
+        if not claim(Path(self._launch.output_dir), group.attempt, held):
+            return 0, ""
+        return held, str(self.checkpoints.write_draft(held))
 
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Checkpoints of a rank's rounds, from the capture of a result to its file."""
 
+from pathlib import Path
 from typing import Any
 
 from elche.v1 import rank_pb2
@@ -32,6 +33,13 @@ class RoundCheckpoints:
         if round_id not in self._captured:
             self._captured[round_id] = self.capture.capture(self.capture.capture_at_entry())
         return True
+
+    def write_draft(self, held: int) -> Path:
+        """Writes the result in the flat buffers, of the round `held`, as a draft, and waits for it; returns its
+        folder. Raises what the storage raises.
+        """
+        self.capture_late(held, held)
+        return self.writer.write_draft(self._captured.pop(held), self.capture)
 
     def resolve(self, act: ResolveCheckpoint, write: rank_pb2.WriteCheckpoint | None, newest: int) -> None:
         """Writes the captured state of the round, or discards it. Only a group's leader has `write`."""

@@ -21,6 +21,8 @@ class Control:
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
     """Reason for which the rank is to leave; None if it is not."""
+    is_told_to_stop: bool = False
+    """True once the process is to end (SIGTERM), whoever else knows of it."""
     abandoned: set[int] = field(default_factory=set)
     """Generations that the coordinator has ordered to abandon."""
     clock: tuple[float, float] | None = None
@@ -42,6 +44,12 @@ class Control:
         with self.wake:
             self.leaving = self.leaving or reason
             self.has_news = True
+            self.wake.notify_all()
+
+    def stop(self) -> None:
+        """Has the rank stop by itself, should no coordinator answer."""
+        with self.wake:
+            self.is_told_to_stop = self.has_news = True
             self.wake.notify_all()
 
     def notify(self) -> None:
@@ -154,6 +162,13 @@ class Rounds:
             self.alone_step = away.step
             self.away = replace(away, round=away.round + 1, step=away.step + away.every, count=away.count - 1)
         return away.every
+
+    def last_alone(self) -> int | None:
+        """The round that a rank which stops without a coordinator enters at once, if there is one: whenever the others
+        come to it, it is the same for all.
+        """
+        self.go_on_alone()
+        return min(self.targets, default=None)
 
     def give_grants_back(self) -> None:
         """Drops the grants, and granted rounds that this rank has announced to itself and not entered."""

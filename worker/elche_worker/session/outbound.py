@@ -4,6 +4,7 @@ import queue
 import random
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 _chance = random.Random()
@@ -22,6 +23,16 @@ MAX_RETRY_S = 1.0
 """Longest pause in seconds between two attempts to open a stream."""
 SAY_EVERY_S = 60.0
 """Seconds between log lines that say that the coordinator is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaid(Generic[Message]):
+    """What one side has left of a conversation, by which another process goes on with it."""
+
+    num_sent: int
+    num_heard: int
+    messages: tuple[Message, ...]
+    """Those that may not be durable at the coordinator."""
 
 
 class Outbound(Generic[Message]):
@@ -87,6 +98,17 @@ class Outbound(Generic[Message]):
             if self._queue is not None:
                 self._queue.put(None)
                 self._queue = None
+
+    def unsaid(self) -> Unsaid[Message]:
+        """What is left of the conversation."""
+        with self._lock:
+            return Unsaid(self._num_sent, self.num_heard, tuple(self._kept))
+
+    def go_on(self, unsaid: Unsaid[Message]) -> None:
+        """Goes on with a conversation of another process."""
+        with self._lock:
+            self._num_sent, self.num_heard = unsaid.num_sent, unsaid.num_heard
+            self._kept = deque(unsaid.messages)
 
     def begin_anew(self) -> None:
         """Begins again with number 1 and without messages, for a coordinator that does not know this conversation."""

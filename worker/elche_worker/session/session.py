@@ -12,7 +12,7 @@ import grpc
 from elche.errors import ElcheError, UnknownMessage
 from elche.network import MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
+from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, Unsaid, soon
 
 MAX_TEXT_CHARS = 32_768
 """Most characters of an error or traceback that is sent."""
@@ -58,8 +58,12 @@ class Session:
         on_command: Callable[[rank_pb2.ConverseResponse], None],
         on_lost: Callable[[str], None],
         on_away: Callable[[], None] = lambda: None,
+        store: str = "",
+        unsaid: Unsaid[rank_pb2.ConverseRequest] | None = None,
     ) -> None:
-        """`on_away` is called when a stream has ended and another is to be opened."""
+        """`on_away` is called when a stream has ended and another is to be opened. `store` and `unsaid` are of a
+        process that has stopped, in whose name the conversation goes on.
+        """
         self._secret = secret
         self._on_command = on_command
         self._on_lost = on_lost
@@ -67,7 +71,12 @@ class Session:
         self.last_words: Callable[[], None] | None = None
         """Called before the session is closed, to send remaining data."""
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
-        self._store = ""
+        if unsaid is not None:
+            self._outbound.go_on(unsaid)
+        self.store = store
+        """Id of the coordinator's store; empty before its first welcome."""
+        self.takes_stopped = False
+        """True if the coordinator understands `Stopped`, as its last welcome says."""
         self._closing = threading.Event()
         self._is_leaving = False
         """Set once the session is closing: the coordinator's absence is not reported any more."""
@@ -75,6 +84,16 @@ class Session:
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
         self._thread.start()
+
+    @property
+    def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
+        """What is left of the conversation; after `close`."""
+        return self._outbound.unsaid()
+
+    @property
+    def has_said_all(self) -> bool:
+        """True if all kept messages are durable at the coordinator."""
+        return not self._outbound.num_kept
 
     @property
     def is_connected(self) -> bool:
@@ -140,13 +159,13 @@ class Session:
         """Runs one stream to its end; returns why it has ended. Raises gRPC's error if it has ended by one."""
         outgoing: Outgoing = queue.SimpleQueue()
         metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_heard)))
-        store = (("elche-store", self._store),) if self._store else ()
+        store = (("elche-store", self.store),) if self.store else ()
         self._call = call = self._stub.Converse(self._requests(outgoing), metadata=metadata + store)
         try:
             for command in call:
                 kind = command.WhichOneof("message")
                 if kind == "welcome":
-                    self._store = command.welcome.store
+                    self.store, self.takes_stopped = command.welcome.store, command.welcome.takes_stopped
                     self._outbound.open(outgoing, command.welcome.taken)
                     if self._closing.is_set():  # `close` has found no stream to end
                         self._outbound.close()

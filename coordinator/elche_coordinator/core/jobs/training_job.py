@@ -37,6 +37,7 @@ from elche_coordinator.core.messages.events import (
     LoopLeft,
     LoopProgressed,
     RankReady,
+    RankStopped,
     ReserveRecalled,
     ResultReceived,
     RoundEntered,
@@ -199,6 +200,8 @@ class TrainingJob(PlacedJob):
                 self._on_ready(record, event, now_s)
             case LeaveAsked():
                 self.leave([record], now_s)
+            case RankStopped():
+                self._on_stopped(record, event, now_s)
             case LinksProbed():
                 if (apart := self.run.links.on_probed(record, event)) is not None:
                     self._leave_out_apart(apart, now_s)
@@ -474,6 +477,19 @@ class TrainingJob(PlacedJob):
             self._go_on(membership.on_leaving(now_s), self.run.generation, now_s)
         else:
             training.checkpoints.request()
+
+    def _on_stopped(self, record: RankRecord, event: RankStopped, now_s: float) -> None:
+        """Handles a rank that has stopped without a coordinator. Once all have, and so every round of theirs is known,
+        the draft of the last committed one becomes a checkpoint, to which the job goes back. While others train on,
+        its host's agent tells of its end.
+        """
+        record.stopped_round = event.round
+        record.departs(DepartureTrigger.ASKED)
+        training = self.run.training
+        if training is None or self.phase is not JobPhase.TRAINING or training.replay is not None:
+            return
+        if all(one.stopped_round is not None for one in present(training.members).values()):
+            training.save_stopped(now_s)
 
     def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
         """Cancels the leaving of these ranks."""

@@ -167,6 +167,14 @@ class LeaveAsked(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStopped(RankEvent):
+    """The rank's process was told to stop while no coordinator answered, and has ended (protocol P19.7)."""
+
+    round: RoundId
+    """The round whose result it has left as a draft of a checkpoint; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinksProbed(RankEvent):
     """The rank has tested its links to the others."""
 
@@ -478,6 +486,7 @@ WorkEvent = (
     | GenerationAbandoned
     | LinksProbed
     | LeaveAsked
+    | RankStopped
     | EvaluationDone
     | CheckpointSaved
     | CheckpointFailed

@@ -9,7 +9,7 @@ from typing import TypedDict
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import RankCommand
 from elche_coordinator.core.messages.events import Gauges, RankEvent
-from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Build, HeaderRow
 from elche_coordinator.core.records.fleet import Place
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
@@ -121,6 +121,8 @@ class RankRecord:
     divergence: float | None = None
     """L2 distance of its values from the last round's result, relative to the result; None if not measured."""
 
+    stopped_round: RoundId | None = None
+    """Once its process has stopped without a coordinator: the round whose result it has left as a draft, or 0."""
     discarded_in_a_row: int = 0
     """Number of averages in a row, among those to which it brought samples, from which it was left out."""
     evaluation_ms: float = 0.0

@@ -459,6 +459,10 @@ class Training:
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:
             return None
+        return self._order_checkpoint(writer, now_s)
+
+    def _order_checkpoint(self, writer: Rank, now_s: float) -> WriteCheckpoint | None:
+        """The order to write a checkpoint of the committed round; None if the rank has too many to write."""
         name = self.checkpoints.name(self.version, self.ledger.epoch, self.global_step)
         begun = Checkpoint(
             version=self.version, name=name, path="", epoch=self.ledger.epoch, global_step=self.global_step
@@ -467,6 +471,16 @@ class Training:
         if not self.checkpoints.begin(begun, writer, now_s):
             return None
         return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
+
+    def save_stopped(self, now_s: float) -> None:
+        """Has a draft that a stopped rank has left of the last committed round become a checkpoint, unless there is
+        none, or one of that version.
+        """
+        for rank in self.members:
+            self.checkpoints.lose_writer(rank)  # nobody writes any more
+        holders = [rank for rank, one in present(self.members).items() if one.stopped_round == self.last_round]
+        if holders and self.version > self.checkpoints.newest_version:
+            self._send_outcome(holders[0], checkpoint=self._order_checkpoint(holders[0], now_s))
 
     def _tell_epochs(self, *, through: int) -> None:
         self.epochs.tell(present(self.members), self.evaluations.metrics, through=through)

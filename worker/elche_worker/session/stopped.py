@@ -1,0 +1,73 @@
+"""What a rank leaves that stopped while no coordinator answered: its worker hands it in later (protocol P19.7)."""
+
+import json
+import os
+from base64 import b64decode, b64encode
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elche.v1 import rank_pb2
+from elche_worker.session.outbound import Unsaid
+
+FOLDER = "stopped"
+"""Folder of such records in a job's output folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedRank:
+    """One process's record. It has the rank's secret, and is readable by its user alone."""
+
+    job_id: str
+    rank: int
+    incarnation: int
+    secret: str
+    store: str
+    """Id of the coordinator's store."""
+    num_sent: int
+    num_heard: int
+    messages: list[str]
+    """Messages that may not be durable at the coordinator, serialised, in base64."""
+    round: int
+    """The round whose result is in the draft; 0: none."""
+    draft: str
+    """Folder of the draft of a checkpoint; empty: none."""
+
+    @property
+    def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
+        """What is left of its conversation."""
+        messages = (rank_pb2.ConverseRequest.FromString(b64decode(one)) for one in self.messages)
+        return Unsaid(self.num_sent, self.num_heard, tuple(messages))
+
+    def save(self, output_dir: Path) -> None:
+        """Writes the record, whole or not at all. Raises `OSError`."""
+        path = output_dir / FOLDER / f"rank-{self.rank}.{self.incarnation}.json"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+
+def in_base64(messages: tuple[rank_pb2.ConverseRequest, ...]) -> list[str]:
+    """Serialises messages for a record."""
+    return [b64encode(one.SerializeToString()).decode() for one in messages]
+
+
+def stopped_ranks(output_dir: Path) -> list[StoppedRank]:
+    """The records in a job's output folder. Raises `OSError`, and `ValueError` or `TypeError` for a damaged one."""
+    paths = sorted((output_dir / FOLDER).glob("*.json"))
+    return [StoppedRank(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
+    """True for the first rank that asks in this folder: it alone writes the round's result, which all others have too.
+    Raises `OSError`.
+    """
+    (output_dir / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        (output_dir / FOLDER / f"attempt-{attempt}-round-{round_id}").mkdir()
+    except FileExistsError:
+        return False
+    return True
