@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
 )
 from elche_coordinator.core.messages.ids import AgentId
-from elche_coordinator.core.messages.reports import Outcome
+from elche_coordinator.core.messages.reports import Outcome, UserEvent
 from elche_coordinator.core.messages.spec import SampleRead, Slot, ValueFigures
 from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
@@ -146,6 +146,46 @@ def test_members_whose_results_differ_fail_the_job(simulate):
     simulation = simulate(ranks(5, 5))
     with_result_changed(simulation, lambda event: replace(event, digest=12345))
     fails(simulation, "parameters", "ranks", "0", "1", "round 4")
+
+
+def with_digests(simulation: WatchedSimulation, digest_of) -> list[UserEvent]:
+    """Each rank sends this digest after a round. Returns what is told when the job has succeeded."""
+    tell = simulation.handle
+
+    def tell_another(event):
+        is_result = isinstance(event, ResultReceived)
+        tell(replace(event, digest=digest_of(event.rank, event.round)) if is_result else event)
+
+    simulation.handle = tell_another
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert len(simulation.rounds) > 8
+    return [report for report in simulation.reports if isinstance(report, UserEvent)]
+
+
+def test_a_rank_whose_result_is_another_than_that_of_most_is_named_once(simulate):
+    """A bit has flipped in its memory. The others' parameters are equal, and every fourth round is compared."""
+    simulation = simulate(ranks(5, 5, 5), verifies=False)
+    (event,) = with_digests(simulation, lambda rank, number: None if number % 4 else 7 + (rank == 1 and number >= 4))
+    assert event.rank == 1
+    assert event.text.startswith("the parameters of rank 1 differ from those of the other ranks after round 4: ")
+
+
+def test_of_two_ranks_that_differ_both_are_named(simulate):
+    simulation = simulate(ranks(5, 5), verifies=False)
+    events = with_digests(simulation, lambda rank, number: rank if number == 4 else None)
+    assert [event.rank for event in events] == [0, 1]
+    assert all(event.text.startswith("the parameters of ranks 0 and 1 differ after round 4: ") for event in events)
+
+
+def test_ranks_that_send_digests_of_fewer_rounds_are_compared_where_they_do(simulate):
+    simulation = simulate(ranks(5, 5, 5), verifies=False)
+    assert not with_digests(simulation, lambda rank, number: None if number % (4 if rank else 2) else number)
+
+
+def test_a_job_that_verifies_fails_by_the_name_of_the_one_that_differs(simulate):
+    simulation = simulate(ranks(5, 5, 5))
+    with_result_changed(simulation, lambda event: replace(event, digest=12345))
+    fails(simulation, "the parameters of rank 1 differ from those of the other ranks after round 4")
 
 
 def test_members_whose_headers_differ_fail_the_job(simulate):

@@ -102,6 +102,8 @@ class Simulation:
     """True if a batch of these samples kills whoever trains it."""
     check: bool = True
     """Check every invariant after every event."""
+    verifies: bool = True
+    """True if the job fails when ranks have different results."""
     crashes: bool = False
     """True if the coordinator keeps what it goes on with after `crash`."""
     new_rank: Callable[..., SyntheticRank] = SyntheticRank
@@ -168,6 +170,7 @@ class Simulation:
             num_ranks=len(self.ranks),
             settings={"group_size": str(self.group_size), "on_rank_loss": json.dumps(self.settings.on_rank_loss)},
             replay=self.replay,
+            verify_rounds=self.verifies,
         )
         self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 

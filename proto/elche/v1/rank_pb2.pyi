@@ -1094,7 +1094,7 @@ class SyncAck(_message.Message):
     divergence: _builtins.float
     """L2 norm of (before - after) over L2 norm of after; absent under the policy `sync`."""
     digest: _builtins.int
-    """Digest of the parameters after the round; absent unless the job verifies rounds."""
+    """Digest of the parameters after the round; absent after rounds for which none is due."""
     stalled_ms: _builtins.float
     """Time that the round kept the rank from training, in ms."""
     sent_bytes: _builtins.int

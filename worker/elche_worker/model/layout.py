@@ -348,14 +348,13 @@ class Layout:
 
     @torch.no_grad()
     def digest(self) -> int:
-        """64-bit digest of all the model's tensors."""
-        return _digest([_raw(entry.tensor) for entry in self.entries])
+        """63-bit digest of all the model's tensors, computed where they are."""
+        return digest_of(entry.tensor for entry in self.entries)
 
     @torch.no_grad()
     def result_digest(self) -> int:
-        """64-bit digest of the result in the flat buffers and of the broadcast tensors."""
-        raws = (*self.flat_buffers.values(), *(entry.tensor for entry in self.of_kind("broadcast")))
-        return _digest([_raw(one) for one in raws])
+        """63-bit digest of the result in the flat buffers and of the broadcast tensors, computed where they are."""
+        return digest_of((*self.flat_buffers.values(), *(entry.tensor for entry in self.of_kind("broadcast"))))
 
     @torch.no_grad()
     def buffer_bytes(self, copies: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -504,13 +503,6 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _is_finite(flat: torch.Tensor) -> bool:
     """Checks both extremes in one pass without a temporary: a NaN shows in both."""
     return not flat.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(flat))
-
-
-def _digest(parts: list[torch.Tensor]) -> int:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _fast_digest(raw: torch.Tensor) -> int:

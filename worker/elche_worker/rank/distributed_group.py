@@ -152,7 +152,9 @@ class DistributedGroup:
         if averaged.distance is not None:
             changed, size = (sum(one[at] ** 2 for one in distances) ** 0.5 for at in (0, 1))
             averaged = replace(averaged, distance=(changed, size))
-        if digest is not None:
+        if None in digests:  # one of the processes sends fewer
+            digest = None
+        else:
             digest = sum((2 * at + 1) * one for at, one in enumerate(digests)) % 2**64
         return replace(averaged, sent_bytes=sum(sent_bytes)), digest
 

@@ -42,6 +42,7 @@ from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
+from elche_worker.rank.digest_times import DigestTimes
 from elche_worker.rank.generations import Generations
 from elche_worker.rank.handing import Handing
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
@@ -98,7 +99,7 @@ class AppliedResult:
 
     averaged: Average
     digest: int | None
-    """Digest of the values that must be equal on all ranks; None unless the job verifies rounds."""
+    """Digest of the values that must be equal on all ranks; None after rounds for which none is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,7 @@ class Replica:
         )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
         self._handing = Handing(self.rates, self.own_state)
+        self._digests = DigestTimes(is_always=launch.verify_rounds)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
         """True if this rank's values were left out of the last round."""
@@ -511,7 +513,7 @@ class Replica:
             self._forget_moments()
         self._was_discarded = averaged.is_discarded
         self._left_out.check(row.frozen for row in averaged.rows)
-        digest = self._digest() if self._launch.verify_rounds else None
+        digest = self._digests.digest(self.entered.round, self._digest) if len(averaged.rows) > 1 else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         if self.audit is not None:
             self._note_result(averaged, digest)

@@ -135,6 +135,7 @@ class Run:
                 attempt=self.attempt,
                 resumed=self._startup.resumed,
                 replay=self._spec.replay,
+                verifies=self._spec.verify_rounds,
             )
         except ValueError as error:
             return Failure(str(error), invalid=True)

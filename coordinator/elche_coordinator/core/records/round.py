@@ -1,5 +1,6 @@
 """One averaging round, from its announcement to its outcome."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
@@ -103,16 +104,33 @@ class Round:
 
     def _difference(self, header: tuple[HeaderRow, ...]) -> Failure | None:
         """A failure that names a disagreement of members; None if they agree."""
-        first_rank, first = next(iter(self.results.items()))
+        first_rank = next(iter(self.results))
         teller = next((rank for rank, one in self.results.items() if one.header), first_rank)
         is_short = any(other.header_digest is not None for other in self.results.values())
         header_is = header_digest(header) if is_short else None
         for rank, other in self.results.items():
             if other.header_digest != header_is if other.header_digest is not None else other.header != header:
                 return Failure(f"ranks {teller} and {rank} received different headers in round {self.id}")
-            if other.digest != first.digest:
-                return Failure(f"the parameters of ranks {first_rank} and {rank} differ after round {self.id}")
         return None
+
+    @property
+    def parted(self) -> tuple[Rank, ...]:
+        """Members whose result differs from that of most others; all of the digests' ranks if there is no majority."""
+        results = ((rank, self.results[rank].digest) for rank in self.targets if rank in self.results)
+        digests = {rank: digest for rank, digest in results if digest is not None}
+        counts = Counter(digests.values())
+        if len(counts) < 2:
+            return ()
+        (most, num), *_ = counts.most_common()
+        return tuple(rank for rank, digest in digests.items() if digest != most or 2 * num <= len(digests))
+
+    def difference_of(self, parted: tuple[Rank, ...]) -> str:
+        """Says that the result of these ranks differs."""
+        if len(parted) == 1:
+            return f"the parameters of rank {parted[0]} differ from those of the other ranks after round {self.id}"
+        return (
+            f"the parameters of ranks {', '.join(map(str, parted[:-1]))} and {parted[-1]} differ after round {self.id}"
+        )
 
 
 def _notice(row: HeaderRow) -> str:

@@ -61,7 +61,12 @@ class Training:
         attempt: Attempt,
         resumed: Mapping[str, Any] | None = None,
         replay: tuple[RecordedRound, ...] = (),
+        verifies: bool = False,
     ) -> None:
+        """`verifies`: whether the job fails when ranks have different results."""
+        self._verifies = verifies
+        self._told_parted: dict[Rank, RoundId] = {}
+        """Ranks of which it was told that their result differs, and in which round."""
         self.settings = settings
         self.ranks = members
         """All ranks of the job, including lost ones."""
@@ -249,6 +254,21 @@ class Training:
                     f"rank {rank} says that round {received.id} has {row.cut} samples and {row.local_step} batches of "
                     f"it; {committed} samples are committed and {end} leased"
                 )
+        return None
+
+    def parted(self, received: Round) -> Failure | None:
+        """A failure that names ranks whose result differs from the others', in a job that verifies rounds; others tell
+        it, once per rank.
+        """
+        parted = received.parted
+        if parted and self._verifies:
+            return Failure(received.difference_of(parted))
+        for rank in parted:
+            if self._told_parted.setdefault(rank, received.id) == received.id:
+                text = (
+                    f"{received.difference_of(parted)}: a memory or a device may be faulty; --verify fails the job then"
+                )
+                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
         return None
 
     def discarded_in_vain(self, received: Round) -> Failure | None:

@@ -226,7 +226,12 @@ class Generation:
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
         failure = received.failure(allows_nonfinite=allows_nonfinite)
-        if failure := failure or training.impossible_cut(received) or training.discarded_in_vain(received):
+        if (
+            failure := failure
+            or training.parted(received)
+            or training.impossible_cut(received)
+            or training.discarded_in_vain(received)
+        ):
             return failure
         del self.rounds[0]
         self._given_up_in_a_row = 0
