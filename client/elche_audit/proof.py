@@ -11,11 +11,13 @@ from elche_audit.verdict import Thrown, Verdict
 
 MAX_LINES = 20
 """Most lines about one kind of violation."""
+MAX_LACKING = 3
+"""Most lines about rounds whose ranks' files are missing."""
 
 
-def judge(folder: Path) -> Verdict:
-    """Reads a run's folder and judges it."""
-    run = read_run(folder)
+def judge(folder: Path, *others: Path) -> Verdict:
+    """Reads a run's folder, and those of its job on other hosts, and judges it."""
+    run = read_run(folder, *others)
     verdict = Verdict(run.job, missing=list(run.missing), notes=list(run.notes), num_files=len(run.files))
     verdict.num_checkpoints = len(run.checkpoints)
     verdict.num_batches = sum(len(file.batches) for file in run.files)
@@ -130,17 +132,23 @@ class _Judge:
         return [one for one in chain if one.version <= attempt.base]
 
     def _check_attempt(self, attempt: Attempt) -> None:
-        samples = attempt.base_samples
+        samples, lacking = attempt.base_samples, []
         for rival in attempt.rivals:
             other = attempt.rounds[rival.version]
             self._refute([f"version {rival.version} has two contents: {other.words}, and {rival.words}"])
         for version in range(attempt.base + 1, attempt.last + 1):
             one = attempt.rounds.get(version)
             if one is None:
-                self._lack(f"no file has the round that made version {version} of attempt {attempt.number}")
-                return
+                lacking.append(f"no file has the round that made version {version} of attempt {attempt.number}")
+                break
             self._check_round(one, samples)
             samples = one.result.samples
+            if not one.is_whole:
+                lacking.append(_lacks_ranks(one))
+        for line in lacking[:MAX_LACKING]:
+            self._lack(line)
+        if len(lacking) > MAX_LACKING:
+            self._lack(f"and {len(lacking) - MAX_LACKING} more rounds like these")
 
     def _check_round(self, one: Round, samples: int) -> None:
         contents_ = {name: result.content for name, result in one.results.items()}
@@ -156,11 +164,6 @@ class _Judge:
             found.append(f"{one.words} made version {one.version} of version {newest}")
         if len(one.entries) > num_rows:
             found.append(f"{one.words} was entered by {len(one.entries)} ranks, and its result is of {num_rows}")
-        if not one.is_whole:
-            self._lack(
-                f"{one.words} (version {one.version}) had {num_rows} ranks, and the files of {len(one.entries)} tell "
-                "of it: the file of a rank is missing, or not whole"
-            )
         brought, counted = sum(part.samples for part in one.parts), one.result.samples - samples
         if one.is_whole and brought != counted:
             found.append(
@@ -308,6 +311,13 @@ class _Judge:
             if rest:
                 add(file, sum(batch.size for batch in rest), len(rest), _reason(file))
         self._verdict.thrown = [one for one in found.values() if one.samples]
+
+
+def _lacks_ranks(one: Round) -> str:
+    return (
+        f"{one.words} (version {one.version}) had {one.result.num_rows} ranks, and the files of {len(one.entries)} "
+        "tell of it: the file of a rank is missing, or not whole"
+    )
 
 
 def _pieces(file: RankFile) -> list[Piece]:

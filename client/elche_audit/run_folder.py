@@ -63,19 +63,17 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
 
-def read_run(folder: Path) -> RunFolder:
-    """Reads what is there; `missing` says what is not, or is damaged."""
-    run = RunFolder()
-    if not folder.is_dir():
-        run.missing.append(f"there is no folder {folder}")
-        return run
-    jobs = sorted(path for path in (folder / AUDIT).glob("*") if path.is_dir())
+def read_run(folder: Path, *others: Path) -> RunFolder:
+    """Reads what is there; `missing` says what is not, or is damaged. `others` are the job's folders of other hosts."""
+    run, folders = RunFolder(), (folder, *others)
+    run.missing += [f"there is no folder {one}" for one in folders if not one.is_dir()]
+    jobs = sorted({path.name for one in folders for path in (one / AUDIT).glob("*") if path.is_dir()})
     if len(jobs) != 1:
         has = f"audit files of {len(jobs)} jobs" if jobs else "no audit files; run the job with --audit true"
         run.missing.append(f"{folder / AUDIT}: it has {has}")
         return run
-    run.job = jobs[0].name
-    for path in sorted(jobs[0].glob("rank-*.bin")):
+    run.job = jobs[0]
+    for path in sorted(path for one in folders for path in (one / AUDIT / run.job).glob("rank-*.bin")):
         try:
             run.files.append(read(path))
         except Damaged as error:
@@ -84,7 +82,7 @@ def read_run(folder: Path) -> RunFolder:
     _check_same_job(run)
     _read_record(folder, run)
     _read_rounds(folder, run)
-    for path in sorted((folder / "checkpoints" / run.job).glob("*/manifest.json")):
+    for path in sorted(path for one in folders for path in (one / "checkpoints" / run.job).glob("*/manifest.json")):
         if not path.parent.name.startswith("."):
             _read_checkpoint(path, run)
     return run

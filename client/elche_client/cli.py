@@ -241,10 +241,12 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
 
 
 @cli.command()
-@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @json_option
-def audit(folder: Path, as_json: bool) -> int:
+def audit(folders: tuple[Path, ...], as_json: bool) -> int:
     """Prove, by what its ranks wrote, that the run in folder RUN trained every sample of every epoch once.
+
+    Of a job on several hosts, name the folder of each.
 
     The run needs --audit true. Compares the ranks' files with the record of rounds, the result and the checkpoints, by
     a program that shares no code with what has written them. Exit codes: 0 proven, 1 refuted, with a line per
@@ -260,7 +262,7 @@ def audit(folder: Path, as_json: bool) -> int:
     from elche_client.formatting import printable
     from elche_client.record import to_json
 
-    verdict = elche_audit.judge(folder)
+    verdict = elche_audit.judge(*folders)
     if as_json:
         click.echo(to_json(elche_audit.document(verdict), indent=1))
     else:

@@ -706,6 +706,19 @@ def test_a_resumed_run_trains_again_what_its_checkpoint_has(tmp_path: Path) -> N
     assert re.search(r"epoch 1: positions 0 to 3 \(4 samples\) twice: by .*checkpoint", text), text
 
 
+def test_the_files_of_several_hosts_are_one_run(tmp_path: Path) -> None:
+    run = whole(tmp_path / "one")
+    run.write()
+    there = tmp_path / "two" / "audit" / JOB
+    there.mkdir(parents=True)
+    (tmp_path / "one" / "audit" / JOB / B).rename(there / B)
+    assert elche_audit.exit_code(elche_audit.judge(tmp_path / "one", tmp_path / "two")) == 0
+    alone = elche_audit.judge(tmp_path / "one")
+    assert elche_audit.exit_code(alone) == 2
+    assert len(alone.missing) == 4, "three rounds are named, and the number of others"
+    assert alone.missing[-1] == "and 2 more rounds like these"
+
+
 # The command
 
 

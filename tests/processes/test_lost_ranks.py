@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+import elche_audit
 from elche.errors import JobFailed
 from elche.permutation import permutation_slice
 from elche.v1 import job_pb2
@@ -108,11 +109,16 @@ class Story:
 
 
 def succeeds(
-    story: Story, *, epochs: int = EPOCHS, survivors: tuple[int, ...] | None = None, is_told_all: bool = True
+    story: Story,
+    *,
+    epochs: int = EPOCHS,
+    survivors: tuple[int, ...] | None = None,
+    is_told_all: bool = True,
 ) -> JobResult:
     """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds, if
     the story `is_told_all`: of the last rounds of a coordinator that is killed a watcher may hear nothing. Survivors,
-    by default all of three ranks that have not noted their death, train on in the same process.
+    by default all of three ranks that have not noted their death, train on in the same process. The audit proves it by
+    the files of all hosts.
     """
     result = story.end()
     assert result.state is JobState.SUCCEEDED, result
@@ -130,6 +136,9 @@ def succeeds(
     if is_told_all:
         assert len(committed) == NUM_SAMPLES * epochs
         np.testing.assert_allclose(load_file(result.model)["counts"], expected, atol=2e-3)
+    folders = dict.fromkeys([Path(result.model).parent, *story.folder.glob(f"**/work/{story.job.id}")])
+    verdict = elche_audit.judge(*folders)
+    assert elche_audit.exit_code(verdict) == 0, "\n".join(elche_audit.lines(verdict))
     changes = [report.text for report in story.of(MembershipReport)]
     for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
         assert len(story.pids(rank)) == 1, f"rank {rank} was started again: {changes}"
@@ -162,7 +171,7 @@ def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., 
 
     def begin(*lines: str, client: Client = cluster.client, **options: Any) -> Story:
         path = job_file("dying.py", *lines)
-        return Story(client.submit(path, **{"num_ranks": 3, "verify_rounds": True, **options}), tmp_path)
+        return Story(client.submit(path, **{"num_ranks": 3, "verify_rounds": True, "audit": True, **options}), tmp_path)
 
     return begin
 
