@@ -26,6 +26,7 @@ from statistics import median
 import torch
 from torch import nn
 
+import elche_audit
 from elche.v1 import job_pb2
 from elche_worker import TrainingJob
 
@@ -98,7 +99,7 @@ def run(folder: Path, options: argparse.Namespace, *, kills: bool) -> Run:
     one = Run(folder)
     batches = options.ranks * options.seconds / (options.batch_ms / 1000)
     command = [sys.executable, "-m", "elche_client", "run", __file__, "--json", "--out", str(folder / "out")]
-    command += ["--ranks", str(options.ranks), "--device", "cpu", "--no-logs"]
+    command += ["--ranks", str(options.ranks), "--device", "cpu", "--no-logs", "--audit", "true"]
     command += ["--epochs", str(max(1, round(batches / BATCHES_PER_EPOCH)))]
     command += ["--policy", options.policy, "--averaging", options.averaging, "--backend", options.backend]
     command += ["--env", f"CHAOS_NOTES={folder}", "--env", f"CHAOS_BATCH_S={options.batch_ms / 1000}"]
@@ -171,6 +172,14 @@ def is_exact(one: Run) -> bool:
     )
 
 
+def audited(one: Run) -> dict[str, object]:
+    """The auditor's verdict, and what the run has thrown away."""
+    verdict = elche_audit.judge(one.folder / "out")
+    told = elche_audit.document(verdict)
+    thrown = sum(part.samples for part in verdict.thrown)
+    return {**{name: told[name] for name in ("verdict", "violations", "missing")}, "thrown_samples": thrown}
+
+
 def spread(values: Sequence[float]) -> dict[str, float] | None:
     """Median and worst, in s."""
     return {"median_s": round(median(values), 3), "worst_s": round(max(values), 3)} if values else None
@@ -205,6 +214,7 @@ def main() -> None:
             "state": fire.result["state"],
             "error": fire.result.get("error", ""),
             "samples_exact": is_exact(fire) if fire.result["state"] == "succeeded" else None,
+            "audit": audited(fire),
             "kills": len(fire.kills),
             "gap_of_survivors": spread([longest_gap_s(fire, kill, ranks) for kill in fire.kills]),
             "gap_in_peace": spread(undisturbed),

@@ -52,6 +52,7 @@ class _Judge:
         self._link_attempts()
         for attempt in self._attempts:
             self._check_attempt(attempt)
+            self._check_steps(attempt)
         self._check_ends()
         if self._is_whole:
             self._check_checkpoints()
@@ -171,6 +172,19 @@ class _Judge:
                 f"and its result counts {counted}"
             )
         self._refute(found)
+
+    def _check_steps(self, attempt: Attempt) -> None:
+        """The batches that the coordinator counts with each committed round are those that the ranks have trained."""
+        steps = self._base.global_step if self._base is not None else 0
+        made = {}
+        for one in self._chains[attempt.number]:
+            steps += sum(len(part.batches) for part in one.parts)
+            made[one.version] = steps
+        told = {(commit.version, commit.global_step) for file in attempt.files for commit in file.commits}
+        differ = [(version, count) for version, count in sorted(told) if count != made.get(version, count)]
+        if differ and self._is_whole:
+            version, count = differ[0]  # later ones follow from the first
+            self._refute([f"version {version}: the coordinator counts {count} batches, and ranks made {made[version]}"])
 
     def _check_ends(self) -> None:
         """Files that end before the job did, as on a full disk, do not show that samples were not trained."""

@@ -215,6 +215,8 @@ class _Reader:
         """Samples that the last result contains."""
         self._version = file.start.version
         self._open: Entered | None = None
+        self._received: dict[int, int] = {}
+        """Version of each round's result."""
 
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
@@ -260,11 +262,11 @@ class _Reader:
             return
         self._open, self._in_result, self._version = None, entry.cut, result.version
         self._file.results[result.generation, result.round] = result
+        self._received[result.round] = result.version
 
     def _take_commit(self, commit: Committed) -> None:
-        known = [result for result in self._file.results.values() if result.round == commit.round]
-        if known and known[-1].version != commit.version:
-            has = known[-1].version
+        has = self._received.get(commit.round, commit.version)
+        if has != commit.version:
             self._say(f"round {commit.round} was committed as version {commit.version}, and its result is {has}")
         self._file.commits.append(commit)
 

@@ -274,6 +274,11 @@ def entered_with_another_version(run: Run) -> None:
     run.logs[B].find("entered", 3)[4] -= 1
 
 
+def committed_with_another_number_of_batches(run: Run) -> None:
+    for log in run.logs.values():
+        log.find("committed", 2)[3] += 2
+
+
 def cut_that_was_not_trained(run: Run) -> None:
     run.logs[A].find("entered", 3)[5] += 4
 
@@ -361,6 +366,7 @@ FAULTS: dict[Fault, str] = {
     two_leaders: r"version 5 has two contents: round 5 of generation 2, and round 5 of generation 3",
     committed_as_another_version: r"rank 1 .*: round 4 was committed as version 5, and its result is 4",
     entered_with_another_version: r"rank 1 .*: it entered round 4 with version 2, and has received 3",
+    committed_with_another_number_of_batches: r"version 3: the coordinator counts 10 batches, and ranks made 8",
     cut_that_was_not_trained: r"rank 0 .*: it brought 28 samples to round 4, and has trained 24",
     batch_left_out_of_a_file: r"rank 0 .*: batch 4 follows batch 2",
     one_entry_too_many: r"round 3 .* was entered by 2 ranks, and its result is of 1",
