@@ -4,17 +4,20 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from elche_client import Client
 from elche_client.client import JobHandle
-from elche_client.events import EpochReport, JobResult, JobState
-from support.real_processes import Cluster, Command, eventually
+from elche_client.events import EpochReport, JobResult, JobState, JobView
+from support.real_processes import Cluster, Command, Mark, agent, coordinator, eventually
 
 pytestmark = pytest.mark.slow(reason="every run starts PyTorch in two processes")
 
 JobFile = Callable[..., Path]
+STEPS_OF_EPOCH = 20  # of jobs/own_loop.py
 
 
 @pytest.fixture
@@ -84,6 +87,50 @@ def test_a_submitted_loop_is_cancelled(cluster: Cluster, job_file: JobFile, note
     assert end_of(job).state is JobState.CANCELLED
 
 
+@pytest.mark.long(reason="to a coordinator that is started again it is a job with agents like any other")
+def test_a_submitted_loop_goes_on_with_a_coordinator_that_is_started_again(
+    mark: Mark, tmp_path: Path, job_file: JobFile, notes: Path
+) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(coordinator(mark, tmp_path))
+        stack.enter_context(agent(mark, tmp_path, first.address))
+        client = stack.enter_context(Client(first.address, reconnect_s=60))
+        job = client.submit(job_file("own_loop.py"), num_ranks=2, environment=environment(notes, LOOP_EPOCHS="60"))
+        eventually(lambda: client.jobs()[0].state is JobState.TRAINING, "it trains")
+        ranks = mark.living("elche rank")
+        first.process.kill()
+        first.process.wait()
+        stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
+        eventually(lambda: client.jobs()[0].num_rounds > 0, "it is heard of again")
+        assert mark.living("elche rank") == ranks
+        result = end_of(job)
+        assert (result.state, result.epochs) == (JobState.SUCCEEDED, 60)
+
+
+@pytest.mark.long(reason="checkpoints of loops are tested with those that their user has started")
+def test_a_submitted_loop_is_resumed_from_the_checkpoint_that_was_asked_for(
+    cluster: Cluster, elche: Callable[..., Command], job_file: JobFile, notes: Path
+) -> None:
+    path = job_file("own_loop.py")
+    job = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_EPOCHS="100"))
+    eventually(lambda: state_of(cluster, job.id) == "training", "it trains")
+    assert elche("checkpoint", job.id, "--coordinator", cluster.address).code == 0
+    eventually(lambda: view_of(cluster, job.id).checkpoints, "it is written")
+    cluster.client.cancel(job.id)
+    num_steps = end_of(job).checkpoints[-1].global_step
+    refused = elche("resume", job.id, "--epochs", "50", "--coordinator", cluster.address)
+    assert (refused.code, refused.complaint) == (
+        2,
+        f"elche: job {job.id} has its own training loop: set epochs in the script",
+    )
+    num_before = len((notes / "rank-0").read_text().splitlines())
+    done = elche("resume", job.id, "--coordinator", cluster.address)
+    assert done.code == 0, done.err
+    assert end_of(cluster.client.job(cluster.client.jobs()[-1].job_id)).state is JobState.SUCCEEDED
+    num_made = len((notes / "rank-0").read_text().splitlines()) - num_before
+    assert num_made == 100 * STEPS_OF_EPOCH - num_steps, "the steps that the checkpoint lacks, and no others"
+
+
 def end_of(job: JobHandle) -> JobResult:
     result = list(job.watch())[-1]
     assert isinstance(result, JobResult)
@@ -91,4 +138,8 @@ def end_of(job: JobHandle) -> JobResult:
 
 
 def state_of(cluster: Cluster, job_id: str) -> str:
-    return next(one.state for one in cluster.client.jobs() if one.job_id == job_id)
+    return view_of(cluster, job_id).state
+
+
+def view_of(cluster: Cluster, job_id: str) -> JobView:
+    return next(one for one in cluster.client.jobs() if one.job_id == job_id)
