@@ -129,7 +129,8 @@ class Client:
         key: str = "",
         **settings: object,
     ) -> "JobHandle":
-        """Submits the job that a Python file defines; `settings`, such as `epochs=3`, replace those of the file.
+        """Submits the job that a Python file defines, or a script with its own loop, which takes no `settings`. These,
+        such as `epochs=3`, replace those of the file.
 
         The ranks get `folder` with it, by default the file's, except files in .gitignore and .elcheignore; it is
         uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in the

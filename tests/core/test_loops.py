@@ -201,6 +201,19 @@ def test_epochs_are_told_in_order_even_if_a_rank_never_says_that_it_ended_them()
     assert [report.epoch for report in told] == [0, 1, 2, 3]
 
 
+def test_an_epoch_that_was_told_without_a_rank_is_not_told_again_when_the_rank_is_heard() -> None:
+    """After an absence of the coordinator one rank is heard of all its epochs before the other is."""
+    loop, told = Attached(), []
+    for rank in (0, 1):
+        for epoch in range(8):
+            told += reports(loop.ended_epoch(rank, epoch, 60, num_done=120), EpochReport)
+    assert [report.epoch for report in told] == list(range(8))
+    for rank in (0, 1):
+        loop.handle(LoopLeft(**loop.of(rank)))
+    assert loop.result is not None
+    assert (loop.result.epochs, loop.result.committed_samples) == (8, (120,) * 8)
+
+
 def test_evaluations_and_checkpoints_are_told() -> None:
     loop = Attached()
     done = EvaluationDone(**loop.of(0), epoch=1, sums={"accuracy": (0.9, 1)}, duration_ms=50.0)

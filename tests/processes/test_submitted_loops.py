@@ -91,18 +91,22 @@ def test_a_submitted_loop_is_cancelled(cluster: Cluster, job_file: JobFile, note
 def test_a_submitted_loop_goes_on_with_a_coordinator_that_is_started_again(
     mark: Mark, tmp_path: Path, job_file: JobFile, notes: Path
 ) -> None:
+    """Its ranks have no token of the cluster, and do without."""
+    token = {"ELCHE_TOKEN": "the-token-of-the-cluster"}
     with ExitStack() as stack:
-        first = stack.enter_context(coordinator(mark, tmp_path))
-        stack.enter_context(agent(mark, tmp_path, first.address))
-        client = stack.enter_context(Client(first.address, reconnect_s=60))
+        first = stack.enter_context(coordinator(mark, tmp_path, env=token))
+        stack.enter_context(agent(mark, tmp_path, first.address, env=token))
+        client = stack.enter_context(Client(first.address, token=token["ELCHE_TOKEN"], reconnect_s=60))
         job = client.submit(job_file("own_loop.py"), num_ranks=2, environment=environment(notes, LOOP_EPOCHS="60"))
         eventually(lambda: client.jobs()[0].state is JobState.TRAINING, "it trains")
         ranks = mark.living("elche rank")
         first.process.kill()
         first.process.wait()
-        stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
+        stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address, env=token))
         eventually(lambda: client.jobs()[0].num_rounds > 0, "it is heard of again")
         assert mark.living("elche rank") == ranks
+        environments = [Path(f"/proc/{pid}/environ").read_text() for pid in ranks]
+        assert not [text for text in environments if token["ELCHE_TOKEN"] in text]
         result = end_of(job)
         assert (result.state, result.epochs) == (JobState.SUCCEEDED, 60)
 

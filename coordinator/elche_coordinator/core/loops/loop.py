@@ -70,6 +70,8 @@ class Loop(Job):
         self._began_s = now_s
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
+        self._told_without: dict[int, set[Rank]] = {}
+        """By epoch that was reported: the ranks that had not ended it, and may say later that they have."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._groups = Regrouping(self.id, self.ranks, self.outbox)
@@ -164,6 +166,9 @@ class Loop(Job):
     def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """Handles the end of an epoch on one rank. Epochs that all ranks have ended are reported, in order."""
         epoch = event.work.epoch
+        if record.rank in (late := self._told_without.get(epoch, set())):
+            late.discard(record.rank)
+            return
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
         if record.rank in ended:
             return
@@ -184,7 +189,9 @@ class Loop(Job):
             self._tell_epoch(oldest)
 
     def _tell_epoch(self, epoch: int) -> None:
-        tally, _ = self._tallies.pop(epoch)
+        tally, ended = self._tallies.pop(epoch)
+        self._told_without[epoch] = {record.rank for record in self._groups.members} - ended
+        self._told_without = {one: ranks for one, ranks in self._told_without.items() if ranks}
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
