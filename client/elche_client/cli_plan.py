@@ -9,7 +9,7 @@ import click
 
 from elche.plan import MAX_DEVICES, OPTIMIZERS
 from elche.settings import SETTINGS
-from elche_client.cli_options import json_option
+from elche_client.cli_options import address_option, json_option
 
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -94,7 +94,8 @@ def _choice(name: str) -> click.Choice[str]:
 
 
 @click.command()
-@click.option("--ranks", type=BatchTimes(), required=True, help="Time per batch of each device: 25ms,57ms or 8x25ms.")
+@click.option("--ranks", type=BatchTimes(), help="Time per batch of each device: 25ms,57ms or 8x25ms.")
+@click.option("--like", metavar="JOB|RUN", help="Instead of --ranks: the times of a job, or of a run's folder.")
 @click.option("--model", type=Size(), required=True, help="Size of the trained parameters in float32, such as 350MB.")
 @click.option(
     "--link",
@@ -122,9 +123,11 @@ def _choice(name: str) -> click.Choice[str]:
     show_default=True,
     help="For its memory: with two copies of the parameters, one, or none.",
 )
+@address_option
 @json_option
 def plan(
-    ranks: tuple[float, ...],
+    ranks: tuple[float, ...] | None,
+    like: str | None,
     model: int,
     link: tuple[float, float],
     mtbf: tuple[float, float] | None,
@@ -134,6 +137,7 @@ def plan(
     averaging: str,
     compress: str | None,
     optimizer: str,
+    address: str,
     as_json: bool,
 ) -> int:
     """Estimate what a job would do on devices that you may not have yet: throughput, traffic, memory and lost time.
@@ -145,10 +149,14 @@ def plan(
       elche plan --ranks 25ms,57ms,400ms --model 350MB --link 50Mbit/s --mtbf 2h
       elche plan --ranks 8x25ms --model 350MB --link 10Gbit/s,0.2ms --add 40ms
       elche plan --ranks 25ms,57ms --model 2GB --link 100Mbit/s,20ms --compress int8 --json
+      elche plan --like runs/digits-20260101-120000 --model 350MB --add 40ms
     """
     from elche.plan import PlanRequest
     from elche_client import plan as plans
 
+    if (ranks is None) == (like is None):
+        raise click.UsageError("give the devices as --ranks 25ms,57ms or as --like JOB, one of the two")
+    ranks = ranks or plans.times_like(like or "", address)
     if add and len(ranks) + len(add) > MAX_DEVICES:
         raise click.BadParameter(f"with --add there are more than {MAX_DEVICES} devices", param_hint="'--add'")
     bytes_per_s, round_trip_s = link

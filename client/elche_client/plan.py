@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,11 +15,12 @@ from rich.text import Text
 
 from elche.errors import ElcheError, InvalidJob
 from elche.formatting import duration
-from elche.plan import DevicePlan, Plan, PlanRequest
+from elche.plan import MAX_DEVICES, DevicePlan, Plan, PlanRequest
 from elche_client.formatting import percent, quantity, si
 from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
 
+RECORD = "record.json"
 MODULE = "elche_coordinator.planning"
 BAR_WIDTH = 40
 PARTS = (("training", "█", "#"), ("waiting", "░", "."), ("averaging", "▒", "="), ("lost to failures", "·", "x"))
@@ -44,6 +46,37 @@ def show(request: PlanRequest, added_ms: Sequence[float], *, as_json: bool) -> i
         console.width = PIPE_WIDTH
     console.print(panel(plans, with_unicode=console.encoding.startswith("utf")))
     return 0
+
+
+def times_like(name: str, address: str) -> tuple[float, ...]:
+    """Milliseconds per batch of each rank of a job at a coordinator, or of the run in a folder. Raises `InvalidJob`
+    when there are none.
+    """
+    times = _times_in(Path(name)) if Path(name).is_dir() else _times_at(name, address)
+    if not times or not all(times):
+        raise InvalidJob(f"{name} does not say what a batch takes on each rank: give --ranks, such as 25ms,57ms")
+    if len(times) > MAX_DEVICES:
+        raise InvalidJob(f"{name} has {len(times)} ranks, which are too many to simulate: at most {MAX_DEVICES}")
+    return times
+
+
+def _times_in(folder: Path) -> tuple[float, ...]:
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return tuple(float(one["ms_per_batch"]) for one in record["ranks"])
+    except (OSError, ValueError, LookupError, TypeError):
+        raise InvalidJob(f"{folder} has no {RECORD} of a run that has ended: give --ranks, such as 25ms,57ms") from None
+
+
+def _times_at(job: str, address: str) -> tuple[float, ...]:
+    from elche_client.client import Client
+    from elche_client.naming import find
+
+    with Client(address) as client:
+        views = client.jobs()
+        job_id = find(job, views)
+        (view,) = [one for one in views if one.job_id == job_id]
+        return tuple(one.ms_per_batch for one in view.ranks)
 
 
 def make_plans(requests: Sequence[PlanRequest]) -> list[Plan]:

@@ -2,13 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from elche.plan import DevicePlan, MemoryPlan, Plan
 from elche_client.cli import main
-from elche_client.plan import bar, document, panel
+from elche_client.events import JobView, RankView
+from elche_client.plan import bar, document, panel, times_like
 
 ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
 
@@ -26,6 +28,7 @@ ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
         (["--link", "50MB"], "'50MB' is no bandwidth: write it such as 50Mbit/s"),
         (["--link", "50Mbit/s,"], "'50Mbit/s,' is no bandwidth"),
         (["--mtbf", "often"], "'often' is no time between failures: write it such as 2h"),
+        (["--like", "runs/none"], "give the devices as --ranks 25ms,57ms or as --like JOB, one of the two"),
         (["--policy", "sync", "--averaging", "overlapped"], "averaging is auto or blocking with policy sync"),
     ],
 )
@@ -38,16 +41,62 @@ def test_what_cannot_be_read_is_refused_in_one_line(arguments: list[str], messag
 
 
 def test_the_answer_is_json_with_both_plans_and_the_gain(capsys):
-    arguments = ["--ranks", "2x0.1s", "--model", "1.5MiB", "--link", "1Gbit/s,2ms", "--add", "200ms", "--json"]
-    assert main(["plan", *arguments]) == 0
+    arguments = ["--ranks", "2x0.1s", "--model", "1.5MiB", "--link", "1Gbit/s,2ms", "--add", "200ms"]
+    assert main(["plan", *arguments, "--averaging", "blocking", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert [one["batch_ms"] for one in answer["devices"]] == [100, 100]
     assert answer["memory"]["parameters"] == 1.5 * 2**20
-    assert answer["averaging_s"] == pytest.approx(1.5 * 2**20 / 125e6 + 4 * 0.002)
+    assert answer["averaging_s"] == pytest.approx(0.005 + 1.5 * 2**20 / 125e6 + 4 * 0.002)
     assert [one["batch_ms"] for one in answer["with_added"]["devices"]] == [100, 100, 200]
     assert answer["bound_batches_per_s"] == pytest.approx(20)
-    assert answer["gain_batches_per_s"] == pytest.approx(5, rel=0.03)
+    assert answer["gain_batches_per_s"] == pytest.approx(5, rel=0.05)
     assert answer["bound_fraction"] == pytest.approx(answer["batches_per_s"] / 20)
+
+
+def test_the_times_of_a_run_are_taken_from_its_record(tmp_path: Path):
+    (tmp_path / "record.json").write_text('{"ranks": [{"ms_per_batch": 25.5}, {"ms_per_batch": 57}]}')
+    assert times_like(str(tmp_path), "nowhere:1") == (25.5, 57)
+
+
+def test_the_times_of_a_job_are_those_of_its_ranks_now(monkeypatch: pytest.MonkeyPatch):
+    ranks = (RankView(rank=0, ms_per_batch=25.5), RankView(rank=1, ms_per_batch=57.0))
+    others = (RankView(rank=0, ms_per_batch=1.0),)
+    views = [
+        JobView(job_id="digits-1", name="digits", ranks=ranks),
+        JobView(job_id="text-2", name="text", ranks=others),
+    ]
+
+    class Answers:
+        def __init__(self, address: str) -> None:
+            assert address == "gpu1:7717"
+
+        def __enter__(self) -> "Answers":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def jobs(self) -> list[JobView]:
+            return views
+
+    monkeypatch.setattr("elche_client.client.Client", Answers)
+    assert times_like("digits", "gpu1:7717") == (25.5, 57.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("", "has no record.json of a run that has ended: give --ranks"),
+        ('{"ranks": []}', "does not say what a batch takes on each rank: give --ranks"),
+        ('{"ranks": [{"ms_per_batch": 25}, {"ms_per_batch": 0}]}', "does not say what a batch takes on each rank"),
+        (json.dumps({"ranks": [{"ms_per_batch": 25}] * 33}), "has 33 ranks, which are too many to simulate"),
+    ],
+)
+def test_a_run_without_times_is_refused_in_one_line(record: str, message: str, tmp_path: Path, capsys):
+    (tmp_path / "record.json").write_text(record)
+    assert main(["plan", "--like", str(tmp_path), "--model", "1MB"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 PLAN = Plan(

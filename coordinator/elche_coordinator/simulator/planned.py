@@ -6,7 +6,7 @@ from math import ceil
 
 from elche.errors import ElcheError, InvalidJob
 from elche.plan import DevicePlan, MemoryPlan, Plan, PlanRequest
-from elche.settings import AgreedSettings
+from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import RoundReport
 from elche_coordinator.simulator.simulation import RankModel, Simulation
@@ -14,6 +14,8 @@ from elche_coordinator.simulator.simulation import RankModel, Simulation
 ROUND_TRIPS = 4
 """Round trips of an averaging for each rank but one: its headers and checks go around the ring before and after values,
 and gloo's receiver says that it is ready. Fits what docs/benchmarks.md measured over a slow link."""
+FIXED_S = 0.005
+"""What an averaging takes beside that, however small the model: the least over gloo on loopback was 2 to 7 ms."""
 SENT_FRACTIONS = {None: 1.0, "bf16": 1 / 2, "int8": 260 / 1024}
 """What is sent of float32; 8-bit values have a scale of 4 bytes for each 256."""
 OPTIMIZER_COPIES = {"adam": 2, "momentum": 1, "sgd": 0}
@@ -24,7 +26,7 @@ LEAST_ROUNDS, FEW_ROUNDS = 8, 3
 MOST_VICTIMS = 3
 """Devices that fail in a simulation; the others stand for them."""
 ROUNDS_AFTER_FAILURE = 3
-NUM_BATCHES = 2000
+NUM_BATCHES = 1500
 """Of all ranks together, at least so many before counting and so many counted; of many ranks fewer."""
 MOST_BATCHES_BEFORE = 4000
 """Beyond so many before it is counted, several batches are simulated as one that takes as long."""
@@ -43,9 +45,11 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def averaging_s(request: PlanRequest) -> float:
-    """Seconds of an averaging, by ring, over the link alone."""
+    """Seconds of an averaging, by ring; 0 for a device alone."""
     num_others = len(request.batch_ms) - 1
-    return sent_bytes(request) / request.link_bytes_per_s + ROUND_TRIPS * num_others * request.round_trip_s
+    if not num_others:
+        return 0.0
+    return FIXED_S + sent_bytes(request) / request.link_bytes_per_s + ROUND_TRIPS * num_others * request.round_trip_s
 
 
 def sent_bytes(request: PlanRequest) -> float:
@@ -125,7 +129,7 @@ class _Planned:
         return replace(
             settings,
             averaging="overlapped" if self._overlaps else "blocking",
-            anchor=ceil(settings.first_anchor / self._factor),
+            anchor=ceil((OVERLAPPED_ANCHOR if self._overlaps else BLOCKING_ANCHOR) / self._factor),
             max_anchor=max(1, settings.max_anchor // self._factor),
         )
 
