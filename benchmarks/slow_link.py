@@ -115,7 +115,7 @@ def run(link: WanLink, folder: Path, setting: Setting, arguments: argparse.Names
     )
     address = f"{link.addresses[0]}:{PORT}"
     with ExitStack() as stack:
-        listen = ("--listen", address, "--metrics", "off", "--data", str(folder / "coordinator"))
+        listen = ("--listen", address, "--http", "off", "--data", str(folder / "coordinator"))
         coordinator = stack.enter_context(hosts.run(0, "elche-coordinator", *listen))
         assert coordinator.stdout is not None
         if not coordinator.stdout.readline().startswith(LISTENING):
