@@ -4,54 +4,74 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from processes.test_lost_ranks import NUM_SAMPLES, Story
+from processes.test_lost_ranks import NUM_SAMPLES, REPLACE, Story
 
 from elche_client import Client
 from elche_client.events import JobState, RoundReport
-from support.real_processes import Mark, agent, coordinator, eventually
+from support.real_processes import Agent, Mark, agent, coordinator, eventually
 
+JobFile = Callable[..., Path]
 EPOCHS, BATCH = 4, 4
 NUM_BATCHES = NUM_SAMPLES * EPOCHS // BATCH
-HANDED_IN = re.compile(r"goes on from (\S+), which its ranks had left")
-pytestmark = pytest.mark.slow(reason="a coordinator is killed, and a worker stopped")
+HANDED_IN = re.compile(r"goes on from (\S+), which its ranks had left|is not used|another host|stays in its folder")
+pytestmark = pytest.mark.slow(reason="a coordinator is killed, and workers stopped")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_worker_stops_without_a_coordinator_and_its_work_is_handed_in(
-    mark: Mark, tmp_path: Path, job_file: Callable[..., Path], num_ranks: int
+def join(stack: ExitStack, mark: Mark, folder: Path, address: str, hosts: list[str], *more: str) -> list[Agent]:
+    """Starts a worker for each host, with these devices, at the same time; each has its work folder."""
+    for index in range(len(hosts)):
+        (folder / str(index)).mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        begun = [
+            pool.submit(stack.enter_context, agent(mark, folder / str(index), address, *more, devices=devices))
+            for index, devices in enumerate(hosts)
+        ]
+    return [one.result() for one in begun]
+
+
+@pytest.mark.parametrize("hosts", ["cpu", "cpu,cpu", "cpu cpu"])
+def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
+    mark: Mark, tmp_path: Path, job_file: JobFile, hosts: str
 ) -> None:
-    """As when a host is started again on which both run. The rounds that ranks make alone are committed, too."""
+    """As when hosts are started again, that of the coordinator too. Rounds that ranks make alone are committed, too."""
+    num_ranks = hosts.count("cpu")
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
-        worker = stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu"))
+        workers = join(stack, mark, tmp_path, one.address, hosts.split())
         client = stack.enter_context(Client(one.address, token="", reconnect_s=100))
-        story = Story(
-            client.submit(job_file("dying.py"), num_ranks=num_ranks, batch_size=BATCH, epochs=EPOCHS, max_anchor=8),
-            tmp_path,
-        )
-        eventually(lambda: len(story.of(RoundReport)) > 1, "it trains")
+        path, settings = job_file("dying.py"), {"batch_size": BATCH, "epochs": EPOCHS, "max_anchor": 8}
+        story = Story(client.submit(path, num_ranks=num_ranks, **settings), tmp_path)
+        num_rounds = 5 if num_ranks > 1 else 2  # those of a rank alone are long; others need speeds to be granted any
+        eventually(lambda: len(story.of(RoundReport)) >= num_rounds, "it trains")
         one.process.kill()
         one.process.wait()
         told = story.of(RoundReport)[-1].version
-        made = [len(story.notes(rank)) for rank in range(num_ranks)]
+        before = [len(story.notes(rank)) for rank in range(num_ranks)]
         eventually(
-            lambda: all(len(story.notes(rank)) > made[rank] + 4 for rank in range(num_ranks)), "ranks train on alone"
+            lambda: all(len(story.notes(rank)) > before[rank] + 4 for rank in range(num_ranks)), "ranks train on alone"
         )
-        worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(100) == 0
-        assert "no coordinator answers: ranks leave what they have here" in worker.log.read_text()
-        (draft,) = tmp_path.glob("work/*/checkpoints/*/*")
-        assert draft.name.startswith(".stopped.")
-        assert not (draft / "manifest.json").exists(), "nobody takes it for whole"
+        for worker in workers:
+            worker.process.send_signal(signal.SIGTERM)
+        for worker in workers:
+            assert worker.process.wait(100) == 0
+            assert "no coordinator answers: ranks leave what they have here" in worker.log.read_text()
+        drafts = list(tmp_path.glob("*/work/*/checkpoints/*/*"))
+        assert 1 <= len(drafts) <= len(workers), "at most one of each host"
+        assert all(one.name.startswith(".stopped.") for one in drafts)
+        assert not any((draft / "manifest.json").exists() for draft in drafts), "nobody takes it for whole"
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
-        after = stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu,cpu"))
-        path = eventually(lambda: HANDED_IN.search(after.log.read_text()), "it is handed in").group(1)
-        training = json.loads((Path(path) / "manifest.json").read_text())["training"]
+        workers = join(stack, mark, tmp_path, one.address, hosts.split())
+        said = [eventually(lambda log=one.log: HANDED_IN.search(log.read_text()), "it is said") for one in workers]
+        (kept,) = [match.group(1) for match in said if match.group(1)]
+        training = json.loads((Path(kept) / "manifest.json").read_text())["training"]
+        assert list(tmp_path.glob("*/work/*/checkpoints/*/.stopped.*")) == []
+        assert list(tmp_path.glob("*/work/*/stopped")) == []
         story.hurry()
         result = story.end()
         assert result.state is JobState.SUCCEEDED, result
@@ -61,3 +81,32 @@ def test_a_worker_stops_without_a_coordinator_and_its_work_is_handed_in(
         num_before = training["samples"] // BATCH
         assert sum(made) - NUM_BATCHES < num_before // 4, "of what was committed nothing is trained again"
         assert two.new_errors() == []
+
+
+HANGS = """
+def hangs(model, batch):
+    while (FOLDER / "hang").exists():
+        (FOLDER / "hangs").touch()
+        time.sleep(0.05)
+    return train_step(model, batch)
+"""
+
+
+def test_a_rank_that_hangs_leaves_nothing_and_its_worker_ends_in_its_grace(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        (worker,) = join(stack, mark, tmp_path, one.address, ["cpu"], "--grace", "3")
+        client = stack.enter_context(Client(one.address, token=""))
+        job = client.submit(job_file("dying.py", HANGS, REPLACE.format("train_step=hangs")), num_ranks=1)
+        story = Story(job, tmp_path)
+        eventually(lambda: story.of(RoundReport), "it trains")
+        (tmp_path / "hang").touch()
+        eventually((tmp_path / "hangs").exists, "the rank hangs")
+        one.process.kill()
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(100) == 0
+        assert "ranks leave what they have here" in worker.log.read_text()
+        assert list(tmp_path.glob("*/work/*/checkpoints/*/*")) == []
+        assert list(tmp_path.glob("*/work/*/stopped/*")) == []

@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -46,19 +45,19 @@ def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.
         with open_channel(coordinator, tls) as channel:
             if not _answers(channel, is_over):
                 return
-            jobs = [_Job(job_id, [_Ghost(channel, rank) for rank in ranks]) for job_id, ranks in left.items()]
+            jobs = [
+                _Job(job_id, folders.find(job_id), [_Ghost(channel, rank) for rank in ranks])
+                for job_id, ranks in left.items()
+            ]
             until_s = time.monotonic() + LIMIT_S
             _wait(lambda: all(one.has_said_all for one in jobs), until_s, is_over)
             for one in jobs:
                 one.tell_stopped()
             _wait(lambda: all(one.is_done for one in jobs), until_s, is_over)
             for one in jobs:
-                one.close()
+                one.close(is_over=is_over.is_set())
     except BadCertificate:
         return  # the agent says so when it attends
-    if not is_over.is_set():
-        for job_id in left:
-            shutil.rmtree((folders.find(job_id) or Path()) / FOLDER, ignore_errors=True)
 
 
 def _left_in(folder: Path | None) -> list[StoppedRank]:
@@ -97,6 +96,8 @@ class _Ghost:
         """Why the coordinator does not listen; empty: it does."""
         self.path = ""
         """The checkpoint that the draft has become; empty: none."""
+        self.is_released = False
+        """True once the coordinator wants nothing more of it: another rank's draft is used."""
         self._has_told = False
         self.session = Session(
             channel, left.secret, on_command=self._take, on_lost=self._lose, store=left.store, unsaid=left.unsaid
@@ -114,7 +115,9 @@ class _Ghost:
 
     def tell_stopped(self) -> None:
         """Tells that the rank has stopped, unless the coordinator is of a release that does not know that."""
-        if not self.lost and self.session.takes_stopped:
+        if self.session.is_connected and not self.session.takes_stopped:
+            self.lost = "the coordinator is of an earlier release"
+        elif not self.lost:
             self.session.send(rank_pb2.ConverseRequest(stopped=rank_pb2.Stopped(round=self.left.round)))
             self._has_told = True
 
@@ -122,7 +125,9 @@ class _Ghost:
         self.lost = reason
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
-        if command.HasField("abandon"):
+        if command.HasField("shutdown"):
+            self.is_released = True
+        elif command.HasField("abandon"):
             abandoned = rank_pb2.Abandoned(generation=command.abandon.generation)
             self.session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
         elif command.HasField("round_outcome") and command.round_outcome.HasField("checkpoint"):
@@ -150,8 +155,9 @@ class _Ghost:
 class _Job:
     """The stopped ranks of one job."""
 
-    def __init__(self, job_id: str, ghosts: list[_Ghost]) -> None:
+    def __init__(self, job_id: str, folder: Path | None, ghosts: list[_Ghost]) -> None:
         self._id = job_id
+        self._folder = folder
         self._ghosts = ghosts
 
     @property
@@ -162,7 +168,7 @@ class _Job:
     @property
     def is_done(self) -> bool:
         """True once nothing more is to be expected."""
-        awaits_order = any(one.left.draft and not one.lost for one in self._ghosts)
+        awaits_order = any(one.left.draft and not (one.lost or one.is_released) for one in self._ghosts)
         is_written = any(one.path for one in self._ghosts)
         return (is_written or not awaits_order) and all(one.lost or one.has_told for one in self._ghosts)
 
@@ -171,18 +177,28 @@ class _Job:
         for one in self._ghosts:
             one.tell_stopped()
 
-    def close(self) -> None:
-        """Ends the conversations, says what came of them, and removes drafts that are not wanted."""
+    def close(self, *, is_over: bool) -> None:
+        """Ends the conversations, says what came of them, and removes what was left. It stays for another time if the
+        coordinator has not heard of these ranks, or if the agent ends now.
+        """
         path = next((one.path for one in self._ghosts if one.path), "")
         lost = next((one.lost for one in self._ghosts if one.lost), "")
+        is_heard = all(one.lost or one.has_told for one in self._ghosts)
         for one in self._ghosts:
             one.session.close()
-        if path:
-            log.info("job=%s goes on from %s, which its ranks had left", self._id, path)
-        else:
-            why = lost or "the coordinator has newer ones, or waits for other hosts"
-            log.warning("job=%s what its ranks had left is not used (%s): it goes on from elsewhere", self._id, why)
+        if not path and (is_over or not is_heard):
+            log.warning("job=%s what its ranks had left stays in its folder: no coordinator takes it", self._id)
+            return
         for one in self._ghosts:
             if one.left.draft:
-                with suppress(OSError):
-                    shutil.rmtree(one.left.draft)
+                shutil.rmtree(one.left.draft, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+        if path:
+            log.info("job=%s goes on from %s, which its ranks had left", self._id, path)
+            return
+        if any(one.is_released for one in self._ghosts):
+            log.info("job=%s goes on from what its ranks on another host had left", self._id)
+            return
+        why = lost or "the coordinator has something newer, or ranks of other hosts did not come back in time"
+        log.warning("job=%s what its ranks had left is not used (%s): it goes on from elsewhere", self._id, why)

@@ -296,6 +296,9 @@ class TrainingJob(PlacedJob):
             case CheckpointSaved():
                 training.on_checkpoint_saved(record, event, now_s)
                 if self.phase is JobPhase.TRAINING and not staying(self.ranks) and not training.checkpoints.is_awaited:
+                    for one in self.ranks.values():
+                        if one.stopped_round is not None:  # other hosts need not wait for an order
+                            self.roster.shut_down(one, "another rank's draft is used")
                     self.go_back(record.rank, f"rank {record.rank} leaves {record.host}", now_s, is_death=False)
                     return
             case CheckpointFailed():
