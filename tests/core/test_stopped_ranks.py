@@ -28,9 +28,9 @@ def test_the_draft_of_the_last_committed_round_becomes_a_checkpoint(simulate, po
     last, version = simulation.training.last_round, simulation.training.version
     for rank in range(len(UNEQUAL)):
         assert orders(simulation) == []
-        stop(simulation, rank, last if rank == 1 else 0)
+        stop(simulation, rank, last if rank == 0 else 0)
     ((writer, written, order),) = orders(simulation)
-    assert (writer, written) == (1, version)
+    assert (writer, written) == (0, version)
     assert f'"version": {version},' in order.training
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
     (back,) = [report.text for report in simulation.reports if isinstance(report, MembershipReport)]
