@@ -346,7 +346,14 @@ class TrainingRank(SyntheticRank):
         self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot, is_usual=is_usual)
         super()._enter(round_id)
 
-    def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def _apply(
+        self,
+        round_id: RoundId,
+        header: tuple[HeaderRow, ...],
+        result: Parameters,
+        entry: Entry,
+        collective_s: float,
+    ) -> None:
         trained = sum(one.numel() for one in self._model.parameters())
         key = (int(entry.generation), int(round_id))
         values = self._world.result(key, trained, self.clock.now_s)
@@ -369,7 +376,7 @@ class TrainingRank(SyntheticRank):
         self._result_samples += sum(row.weight for row in header)
         if self._world.way.schedule is not None and rank == 0:
             self._world.schedule_rounds(self._divergence)
-        super()._apply(round_id, header, result, entry)
+        super()._apply(round_id, header, result, entry, collective_s)
 
 
 def train(job: TrainingJob, way: Way, speeds: list[float], *, seed: int, num_points: int = 10) -> list[Point]:

