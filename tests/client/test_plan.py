@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from elche.errors import InvalidJob
 from elche.plan import DevicePlan, MemoryPlan, Plan
 from elche_client.cli import main
 from elche_client.events import JobView, RankView
@@ -138,3 +139,8 @@ def test_added_devices_are_shown_beside_what_there_was():
 def test_a_bar_has_a_character_for_each_fortieth():
     assert bar([0.75, 0.05, 0.15, 0.05]) == "█" * 30 + "░" * 2 + "▒" * 6 + "·" * 2
     assert bar([0.75, 0.05, 0.15, 0.05], with_unicode=False) in shown(PLAN, with_unicode=False)
+
+
+def test_a_folder_that_is_not_there_is_not_asked_of_a_coordinator():
+    with pytest.raises(InvalidJob, match="there is no folder runs/typo"):
+        times_like("runs/typo", "nowhere:1")

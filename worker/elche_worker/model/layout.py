@@ -353,8 +353,10 @@ class Layout:
 
     @torch.no_grad()
     def result_digest(self) -> int:
-        """63-bit digest of the result in the flat buffers and of the broadcast tensors, computed where they are."""
-        return digest_of((*self.flat_buffers.values(), *(entry.tensor for entry in self.of_kind("broadcast"))))
+        """63-bit digest of the result in the flat buffers and of the broadcast tensors that training changes, computed
+        where they are. Not of frozen ones: they were equal when the round was entered, and newer steps may change them.
+        """
+        return digest_of((*self.flat_buffers.values(), *(entry.tensor for entry in self._buffers)))
 
     @torch.no_grad()
     def buffer_bytes(self, copies: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:

@@ -266,7 +266,8 @@ class Training:
         for rank in parted:
             if self._told_parted.setdefault(rank, received.id) == received.id:
                 text = (
-                    f"{received.difference_of(parted)}: a memory or a device may be faulty; --verify fails the job then"
+                    f"{received.difference_of(parted)}: a memory or a device may be faulty, or the job changes on one "
+                    "rank what is averaged; --verify fails the job then"
                 )
                 self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
         return None
