@@ -129,7 +129,8 @@ def attempts_of(run: RunFolder) -> list[Attempt]:
 
 def _attempt(run: RunFolder, number: int) -> Attempt:
     files = [file for file in run.files if file.attempt == number]
-    first = min(files, key=lambda file: (file.start.version, file.start.incarnation)).start
+    loaded = [file for file in files if file.start.resume] or files  # a rank that joins later begins at version 0
+    first = min(loaded, key=lambda file: (file.start.version, file.start.incarnation)).start
     attempt = Attempt(number, first.version, first.samples, files)
     candidates: dict[int, list[Round]] = {}
     for one in _rounds(files):

@@ -152,14 +152,7 @@ class _Judge:
             self._lack(f"and {len(lacking) - MAX_LACKING} more rounds like these")
 
     def _check_round(self, one: Round, samples: int) -> None:
-        contents_ = {name: result.content for name, result in one.results.items()}
-        first, *others = contents_.items()
-        found = [
-            f"version {one.version} ({one.words}) has two contents: {what} differs between {first[0]} and {name}"
-            for name, content in others
-            for what, value in content.items()
-            if value != first[1][what]
-        ]
+        found = _differing(one)
         num_rows = one.result.num_rows
         if one.version != (newest := max(entry.version for entry in one.entries.values())) + 1:
             found.append(f"{one.words} made version {one.version} of version {newest}")
@@ -325,6 +318,19 @@ class _Judge:
             if rest:
                 add(file, sum(batch.size for batch in rest), len(rest), _reason(file))
         self._verdict.thrown = [one for one in found.values() if one.samples]
+
+
+def _differing(one: Round) -> list[str]:
+    """The values of a round that two ranks tell differently, a line each."""
+    found = []
+    told: dict[str, tuple[int, str]] = {}
+    for name, result in one.results.items():
+        for what, value in result.content.items():
+            first = told.setdefault(what, (value, name))
+            if first[0] != value:
+                two = f"{what} differs between {first[1]} and {name}"
+                found.append(f"version {one.version} ({one.words}) has two contents: {two}")
+    return found
 
 
 def _lacks_ranks(one: Round) -> str:

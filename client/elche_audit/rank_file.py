@@ -106,17 +106,18 @@ class Received:
         return bool(self.flags & LEFT_OUT)
 
     @property
-    def content(self) -> dict[str, object]:
-        """The values that must be equal on all ranks, by name."""
-        digest = self.digest if self.flags & HAS_DIGEST else None
-        return {
+    def content(self) -> dict[str, int]:
+        """The values that must be equal on all ranks that tell them, by name."""
+        content = {
             "the version": self.version,
             "the number of samples": self.samples,
             "the samples that were left out": self.left_out,
             "the number of ranks": self.num_rows,
             "the header": self.header,
-            "the digest of the parameters": digest,
         }
+        if self.flags & HAS_DIGEST:
+            content["the digest of the parameters"] = self.digest
+        return content
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,7 @@ def read_run(folder: Path, *others: Path) -> RunFolder:
         run.missing.append(f"{folder / AUDIT}: it has {has}")
         return run
     run.job = jobs[0]
-    for path in sorted(path for one in folders for path in (one / AUDIT / run.job).glob("rank-*.bin")):
-        try:
-            run.files.append(read(path))
-        except Damaged as error:
-            run.missing.append(str(error))
-            run.has_all_files = False
+    _read_files(sorted(path for one in folders for path in (one / AUDIT / run.job).glob("rank-*.bin")), run)
     _check_same_job(run)
     _read_record(folder, run)
     _read_rounds(folder, run)
@@ -86,6 +82,24 @@ def read_run(folder: Path, *others: Path) -> RunFolder:
         if not path.parent.name.startswith("."):
             _read_checkpoint(path, run)
     return run
+
+
+def _read_files(paths: Iterable[Path], run: RunFolder) -> None:
+    """Reads each rank process's file. Copies of one, as where a folder is named twice, are one file."""
+    found: dict[str, tuple[RankFile, Path]] = {}
+    lacking: dict[str, None] = {}
+    for path in paths:
+        try:
+            file = read(path)
+        except Damaged as error:
+            lacking[str(error)] = None
+            continue
+        first, place = found.setdefault(path.name, (file, path.parent))
+        if first != file:
+            lacking[f"{path.name} differs between {place} and {path.parent}: name the folder that has the whole"] = None
+    run.files += [file for file, _ in found.values()]
+    run.missing += lacking
+    run.has_all_files = run.has_all_files and not lacking
 
 
 def _check_same_job(run: RunFolder) -> None:
@@ -160,9 +174,13 @@ def _recorded(message: job_pb2.RecordedRound) -> RecordedRound:
 
 def _read_checkpoint(path: Path, run: RunFolder) -> None:
     try:
-        run.checkpoints.append(read_books(path))
+        books = read_books(path)
     except Damaged as error:
-        run.missing.append(str(error))
+        if str(error) not in run.missing:
+            run.missing.append(str(error))
+        return
+    if books not in run.checkpoints:
+        run.checkpoints.append(books)
 
 
 def read_books(path: Path) -> CheckpointBooks:

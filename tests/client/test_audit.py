@@ -6,6 +6,7 @@ The files are written here byte by byte, by the format in docs/audit.md, not by 
 import hashlib
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -570,7 +571,8 @@ def test_a_round_is_given_up_and_its_work_goes_into_the_next_one(tmp_path: Path)
     assert code == 0, text
 
 
-def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+def went_back(tmp_path: Path) -> tuple[Run, list[str]]:
+    """The job has lost version 4 and goes on from version 3 with two new rank processes."""
     run = begun(tmp_path)
     samples, steps = run.samples, run.steps
     run.train(A, 1, 0, 8)
@@ -578,7 +580,11 @@ def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     run.average(A, B)
     run.attempt, run.generation, run.version, run.samples, run.steps = 2, 7, 3, samples, steps
     run.round, run.lease, run.covered[1] = 0, 0, []
-    names = [run.begin(rank, 3 + rank, resume="checkpoint", version=3, samples=samples) for rank in (0, 1)]
+    return run, [run.begin(rank, 3 + rank, resume="checkpoint", version=3, samples=samples) for rank in (0, 1)]
+
+
+def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    run, names = went_back(tmp_path)
     run.train(names[0], 1, 0, 20)
     run.train(names[1], 1, 20, 12)
     run.average(*names)
@@ -587,6 +593,43 @@ def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     code, text = judged(run)
     assert code == 0, text
     assert "not in the model: 8 samples (2 batches) of rank 0, incarnation 1: the job went back to version 3" in text
+
+
+def test_a_rank_is_added_after_the_job_went_back(tmp_path: Path) -> None:
+    """The added rank begins without a checkpoint, at version 0, and gets the model from the others."""
+    run, names = went_back(tmp_path)
+    run.train(names[0], 1, 0, 20)
+    added = run.begin(2, 5)
+    run.average(*names, added)
+    run.logs[added].find("entered")[4] = 0
+    run.train(added, 1, 20, 12)
+    run.average(*names, added)
+    run.checkpoint()
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "the job went back to version 3" in text
+
+
+def digested(run: Run, at: int, **values: int) -> None:
+    """The named ranks, `a` or `b`, have told these digests with their results number `at`."""
+    for name, value in values.items():
+        record = run.logs[{"a": A, "b": B}[name]].find("received", at)
+        record[FLAGS] |= HAS_DIGEST
+        record[DIGEST] = value
+
+
+def test_ranks_tell_digests_of_some_rounds_each_of_its_own(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    digested(run, 2, a=5, b=5)
+    digested(run, 3, a=6)
+    digested(run, 4, b=7)
+    code, text = judged(run)
+    assert code == 0, text
+    digested(run, 2, b=6)
+    code, text = judged(run)
+    assert code == 1, text
+    assert "version 3 (round 3 of generation 1) has two contents: the digest of the parameters differs" in text
 
 
 def test_samples_that_were_left_out_of_an_average_are_named(tmp_path: Path) -> None:
@@ -664,7 +707,8 @@ def test_a_job_that_did_not_train_all(tmp_path: Path, state: str, more: dict[str
     assert f"32 of 64 samples are in version 3, each once; {words}" in text
 
 
-def resumed(tmp_path: Path) -> Run:
+def resumed(tmp_path: Path, *, is_joined: bool = False) -> Run:
+    """A run goes on from a checkpoint of another. If `is_joined`, a rank without a checkpoint joins it."""
     before = begun(tmp_path / "before")
     before.train(A, 1, 0, 8)
     before.average(A, B)
@@ -675,7 +719,11 @@ def resumed(tmp_path: Path) -> Run:
     place = str(tmp_path / "before" / "checkpoints" / JOB / name)
     run.begin(0, 1, resume=place, version=run.version, samples=run.samples)
     run.train(A, 1, 8, 24)
-    run.average(A)
+    if is_joined:
+        run.begin(1, 2)
+    run.average(*run.logs)
+    if is_joined:
+        run.logs[B].find("entered")[4] = 0
     run.checkpoint()
     run.end()
     return run
@@ -686,6 +734,13 @@ def test_a_resumed_run_is_judged_together_with_its_checkpoint(tmp_path: Path) ->
     code, text = judged(run)
     assert code == 0, text
     assert "each of 64 samples of 2 epochs is in version 5 once" in text
+
+
+def test_a_rank_is_added_to_a_resumed_run(tmp_path: Path) -> None:
+    run = resumed(tmp_path, is_joined=True)
+    code, text = judged(run)
+    assert code == 0, text
+    assert "each of 64 samples of 2 epochs is in version 5 once (2 files of ranks" in text
 
 
 def test_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
@@ -723,6 +778,27 @@ def test_the_files_of_several_hosts_are_one_run(tmp_path: Path) -> None:
     assert elche_audit.exit_code(alone) == 2
     assert len(alone.missing) == 4, "three rounds are named, and the number of others"
     assert alone.missing[-1] == "and 2 more rounds like these"
+
+
+def test_a_folder_and_its_copy_are_judged_as_one(tmp_path: Path) -> None:
+    run = whole(tmp_path / "one")
+    run.write()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    verdict = elche_audit.judge(tmp_path / "one", tmp_path / "one", tmp_path / "copy")
+    text = "\n".join(elche_audit.lines(verdict))
+    assert elche_audit.exit_code(verdict) == 0, text
+    assert "2 files of ranks, 16 batches, 5 rounds, 3 checkpoints" in text
+
+
+def test_two_files_of_one_rank_process_that_differ_are_not_judged(tmp_path: Path) -> None:
+    run = whole(tmp_path / "one")
+    run.write()
+    shutil.copytree(tmp_path / "one", tmp_path / "older")
+    shortened(tmp_path / "older" / "audit" / JOB / B, 50)
+    verdict = elche_audit.judge(tmp_path / "one", tmp_path / "older")
+    text = "\n".join(elche_audit.lines(verdict))
+    assert elche_audit.exit_code(verdict) == 2, text
+    assert f"cannot be judged: {B} differs between {tmp_path}/older/audit/{JOB} and {tmp_path}/one/audit/{JOB}" in text
 
 
 # The command
