@@ -269,6 +269,8 @@ class _Judge:
             sum(end - start for start, end in trained.get(epoch, [])) for epoch in range(len(self._sizes))
         ]
         verdict.left_out = sum(part.samples for one in rounds for part in one.parts if part.is_left_out)
+        batches = [batch for one in rounds for part in one.parts for batch in part.batches if batch.is_skipped]
+        verdict.skipped_batches, verdict.skipped_samples = len(batches), sum(batch.size for batch in batches)
         self._check_result(gaps(trained, self._sizes))
 
     def _check_result(self, absent: list[tuple[int, int, int]]) -> None:

@@ -11,7 +11,7 @@ MAGIC, FORMAT = b"ELCHEAUD", 1
 HEAD = Struct("<8sHHI")
 CRC = Struct("<I")
 MAX_START_BYTES = 1 << 20
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED = range(1, 7)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
 LAYOUTS = {
     BATCH: "<QIQIQ",
     ENTERED: "<QQQQQQQ",
@@ -19,6 +19,7 @@ LAYOUTS = {
     LOST: "<QQ",
     COMMITTED: "<QQQ",
     ENDED: "<Q",
+    SKIPPED: "<QIQIQ",
 }
 """The numbers of each record, between its type and its checksum."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
@@ -62,13 +63,15 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A trained batch."""
+    """A batch that is done."""
 
     lease: int
     epoch: int
     offset: int
     size: int
     step: int
+    is_skipped: bool = False
+    """True if the job's data gave None for it: it counts as trained, and has changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +224,8 @@ class _Reader:
 
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
-        if kind == BATCH:
-            self._take_batch(Batch(*numbers))
+        if kind in (BATCH, SKIPPED):
+            self._take_batch(Batch(*numbers, is_skipped=kind == SKIPPED))
         elif kind == ENTERED:
             self._take_entry(Entered(*numbers))
         elif kind == RECEIVED:

@@ -51,7 +51,11 @@ def _claim(verdict: Verdict) -> str:
         text = f"each of {total} samples of {len(verdict.epoch_sizes)} epochs is in version {verdict.version} once"
     else:
         text = f"{samples} of {total} samples are in version {verdict.version}, each once; the job {_ended(verdict)}"
-    return text + (f", but for {verdict.left_out} that were left out of averages" if verdict.left_out else "")
+    if verdict.left_out:
+        text += f", but for {verdict.left_out} that were left out of averages"
+    if verdict.skipped_batches:
+        text += f"; {verdict.skipped_samples} samples of {verdict.skipped_batches} batches were skipped as None"
+    return text
 
 
 def _ended(verdict: Verdict) -> str:

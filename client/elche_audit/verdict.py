@@ -32,6 +32,9 @@ class Verdict:
     """By epoch: samples to be trained."""
     left_out: int = 0
     """Samples of committed rounds whose rank was left out of the average."""
+    skipped_samples: int = 0
+    skipped_batches: int = 0
+    """Batches of these rounds for which the job's data gave None, and their samples."""
     version: int = 0
     """The last committed version."""
     num_rounds: int = 0

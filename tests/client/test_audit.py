@@ -29,6 +29,7 @@ LAYOUTS = {
     "lost": (4, "<QQ"),
     "committed": (5, "<QQQ"),
     "ended": (6, "<Q"),
+    "skipped": (7, "<QIQIQ"),
 }
 LEFT_OUT, HAS_DIGEST = 1, 4
 VERSION, SAMPLES, OUT, ROWS, FLAGS, HEADER, DIGEST = range(3, 10)
@@ -49,7 +50,7 @@ class Log:
     """Batches that are in committed rounds."""
 
     def batches(self) -> list[list[Any]]:
-        return [record for record in self.records if record[0] == "batch"]
+        return [record for record in self.records if record[0] in ("batch", "skipped")]
 
     def find(self, kind: str, number: int = -1) -> list[Any]:
         return [record for record in self.records if record[0] == kind][number]
@@ -653,6 +654,17 @@ def test_a_dead_rank_that_was_left_out_is_known_by_the_others(tmp_path: Path) ->
     code, text = judged(run)
     assert code == 0, text
     assert "but for 16 that were left out of averages" in text
+
+
+def test_samples_of_skipped_batches_are_counted(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    for log, number in ((run.logs[A], 2), (run.logs[A], 3), (run.logs[B], -1)):
+        log.batches()[number][0] = "skipped"
+    code, text = judged(run)
+    assert code == 0, text
+    assert "once; 12 samples of 3 batches were skipped as None (" in text
+    run.logs[A].batches()[2][3] += 8
+    assert judged(run)[0] == 1, "their positions are those of trained batches to all other checks"
 
 
 def test_a_watcher_that_was_away_lacks_a_round(tmp_path: Path) -> None:

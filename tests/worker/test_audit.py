@@ -21,6 +21,7 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
     log.received(**RESULT, is_left_out=False, is_finite=True, header=9, digest=None)
     log.lost(generation=1, round_id=2)
     log.committed(round_id=1, version=2, global_step=3)
+    log.batch(lease=1, epoch=2, offset=3, size=4, step=5, is_skipped=True)
     log.end(9)
     text = json.dumps({"rank": 0}).encode()
     records = [
@@ -31,6 +32,7 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
         b"\3" + struct.pack("<QQQQQIBQQ", 2, 3, 4, 5, 6, 7, 0, 9, 0),
         b"\4" + struct.pack("<QQ", 1, 2),
         b"\5" + struct.pack("<QQQ", 1, 2, 3),
+        b"\7" + struct.pack("<QIQIQ", 1, 2, 3, 4, 5),
         b"\6" + struct.pack("<Q", 9),
     ]
     expected, crc = b"", 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from elche_audit.rank_file import read as audited
 from elche_worker import outer, this_rank
@@ -455,6 +456,21 @@ def test_a_replica_writes_what_its_loader_has_fetched(world: Make) -> None:
     assert contents[0] == contents[1]
     assert (contents[0]["the version"], contents[0]["the number of samples"]) == (2, 12)
     assert not any(file.problems for file in files)
+
+
+def test_a_replica_writes_which_batches_it_has_skipped(world: Make) -> None:
+    seen: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        seen.append(len(samples))
+        return None if len(seen) == 2 else default_collate(samples)
+
+    (rank,) = world(1, averaging="blocking", audit=True, collate_fn=collate).ranks
+    rank.train(3)
+    log = rank.replica.audit
+    assert log is not None
+    log.end(3)
+    assert [(one.offset, one.is_skipped) for one in audited(log._path).batches] == [(0, False), (4, True), (8, False)]
 
 
 def test_a_job_that_does_not_ask_has_no_file(world: Make) -> None:

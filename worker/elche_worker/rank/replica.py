@@ -374,7 +374,7 @@ class Replica:
         self._leased[batch.epoch] -= batch.size
         if data is None:
             self.meter.skip_batch(batch.epoch, batch.size)
-            self._note_trained(batch)
+            self._note_batch(batch, is_skipped=True)
             return
         self.timer.start()
         started_s = time.perf_counter()
@@ -384,7 +384,7 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
-        self._note_trained(batch)
+        self._note_batch(batch, is_skipped=False)
         self._norm.note_batch(self.local_step - self.entered.local_step)
         if self.local_step - self.meter.num_skipped == 1:  # the first step has made the optimizers' state
             check_state(self.optimizers)
@@ -392,10 +392,15 @@ class Replica:
         if self.replica_group.is_leader:  # the others report to nobody
             self.meter.add_times(times_ms)
 
-    def _note_trained(self, batch: Batch) -> None:
+    def _note_batch(self, batch: Batch, *, is_skipped: bool) -> None:
         if self.audit is not None:
             self.audit.batch(
-                lease=batch.lease, epoch=batch.epoch, offset=batch.offset, size=batch.size, step=self.local_step
+                lease=batch.lease,
+                epoch=batch.epoch,
+                offset=batch.offset,
+                size=batch.size,
+                step=self.local_step,
+                is_skipped=is_skipped,
             )
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 MAGIC, FORMAT = b"ELCHEAUD", 1
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED = range(1, 7)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 MAX_BUFFERED_BYTES = 4096
 
@@ -36,9 +36,11 @@ class AuditLog:
             self._give_up(error)
         self.flush()
 
-    def batch(self, *, lease: int, epoch: int, offset: int, size: int, step: int) -> None:
-        """Adds a trained batch: positions of the epoch from `offset`, the rank's batch number `step`, from 1."""
-        self._add(pack("<BQIQIQ", BATCH, lease, epoch, offset, size, step))
+    def batch(self, *, lease: int, epoch: int, offset: int, size: int, step: int, is_skipped: bool = False) -> None:
+        """Adds a batch that was trained, or skipped because it is None: positions of the epoch from `offset`, the
+        rank's batch number `step`, from 1.
+        """
+        self._add(pack("<BQIQIQ", SKIPPED if is_skipped else BATCH, lease, epoch, offset, size, step))
         if len(self._buffer) > MAX_BUFFERED_BYTES:
             self.flush()
 
