@@ -107,8 +107,13 @@ class _Judge:
 
     def _read_base(self, attempt: Attempt) -> None:
         resume = next((file.start.resume for file in attempt.files if file.start.version == attempt.base), "")
+        place = self._run.folder.joinpath("checkpoints", *Path(resume).parts[-2:]) if "://" in resume else Path(resume)
+        if "://" in resume and not place.exists():
+            text = f"the run has resumed {resume}: elche audit reads no URLs"
+            self._lack(f"{text}: copy the checkpoint of version {attempt.base} to {place}")
+            return
         try:
-            self._base = read_books(Path(resume) / "manifest.json")
+            self._base = read_books(place / "manifest.json")
         except Damaged as error:
             self._lack(f"the run has resumed {resume}: {error}")
             return

@@ -37,7 +37,7 @@ class Start:
     rank: int
     incarnation: int
     resume: str
-    """The checkpoint from which it began; empty if it began without one."""
+    """The checkpoint from which it began, or the URL from which one was read; empty if it began without one."""
     version: int
     samples: int
     """Version of that checkpoint, and the job's samples in it; 0 without one."""

@@ -51,6 +51,7 @@ class CheckpointBooks:
 class RunFolder:
     """The content of a run's folder."""
 
+    folder: Path
     job: str = ""
     files: list[RankFile] = field(default_factory=list)
     has_all_files: bool = True
@@ -66,7 +67,7 @@ class RunFolder:
 
 def read_run(folder: Path, *others: Path) -> RunFolder:
     """Reads what is there; `missing` says what is not, or is damaged. `others` are the job's folders of other hosts."""
-    run, folders = RunFolder(), (folder, *others)
+    run, folders = RunFolder(folder), (folder, *others)
     run.missing += [f"there is no folder {one}" for one in folders if not one.is_dir()]
     jobs = sorted({path.name for one in folders for path in (one / AUDIT).glob("*") if path.is_dir()})
     if len(jobs) != 1:

@@ -763,6 +763,20 @@ def test_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     assert f"the run has resumed {tmp_path}/gone: checkpoint gone: its manifest cannot be read" in text
 
 
+def test_the_checkpoint_of_a_run_that_was_resumed_from_a_url_is_copied(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    (place,) = (tmp_path / "before" / "checkpoints" / JOB).glob("*-4")
+    run.logs[A].start["resume"] = f"s3://bucket/digits-0/{place.name}"
+    code, text = judged(run)
+    copy = run.folder / "checkpoints" / "digits-0" / place.name
+    assert code == 2, text
+    assert f"the run has resumed s3://bucket/digits-0/{place.name}: elche audit reads no URLs" in text
+    assert f": copy the checkpoint of version 4 to {copy}" in text
+    shutil.copytree(place, copy)
+    code, text = judged(run)
+    assert code == 0, text
+
+
 def test_a_resumed_run_began_with_another_number_of_samples(tmp_path: Path) -> None:
     run = resumed(tmp_path)
     run.logs[A].start["samples"] += 8

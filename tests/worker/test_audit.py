@@ -1,5 +1,7 @@
 """What a rank writes for `elche audit`: in the documented format, in time, and without harm where it cannot."""
 
+import errno
+import io
 import json
 import struct
 from collections.abc import Callable
@@ -83,3 +85,28 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path: Path, capsys: p
     note_entry(full)
     note_entry(full)
     assert capsys.readouterr().err.count("rank-1-2.bin cannot be written (No space left on device)") == 1
+
+
+class FullAtClose(io.BytesIO):
+    """A file whose data are lost when it is closed, as on NFS without room."""
+
+    def close(self) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+class Full(FullAtClose):
+    """It takes no data either."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("file", "reason"), [(FullAtClose, "Disk quota exceeded"), (Full, "No space left on device")])
+def test_a_file_that_cannot_be_closed_ends_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: type[FullAtClose], reason: str
+) -> None:
+    log = AuditLog(tmp_path / "rank-0-1.bin", {})
+    log._file = file()
+    note_entry(log)
+    log.end(0)
+    assert capsys.readouterr().err.count(f"rank-0-1.bin cannot be written ({reason}): this rank trains on") == 1

@@ -473,5 +473,18 @@ def test_a_replica_writes_which_batches_it_has_skipped(world: Make) -> None:
     assert [(one.offset, one.is_skipped) for one in audited(log._path).batches] == [(0, False), (4, True), (8, False)]
 
 
+def test_a_replica_writes_from_which_checkpoint_it_resumes(world: Make) -> None:
+    """The place that was submitted may be a folder of checkpoints, with newer ones when the run is audited."""
+    first = world(1)
+    first.round(1)
+    first.ranks[0].train(2)
+    first.all(lambda at, rank: rank.enter(2, may_be_checkpoint=True))
+    first.all(lambda at, rank: rank.replica.apply_result())
+    loaded = written(first.ranks[0].replica, 2, training='{"version": 2, "samples": 8}')
+    log = world(1, loaded=loaded, audit=True).ranks[0].replica.audit
+    assert log is not None
+    assert audited(log._path).start.resume == loaded.path
+
+
 def test_a_job_that_does_not_ask_has_no_file(world: Make) -> None:
     assert [rank.replica.audit for rank in world(1).ranks] == [None]

@@ -237,12 +237,12 @@ class Replica:
 
     def _new_audit(self) -> AuditLog:
         """The file of what this rank trains, beside its other files."""
-        launch, extent = self._launch, self._parts.extent
+        launch, extent, loaded = self._launch, self._parts.extent, self._parts.loaded
         about = {
             "job": launch.job_id,
             "rank": launch.rank,
             "incarnation": launch.incarnation,
-            "resume": launch.resume,
+            "resume": "" if loaded is None else loaded.path,
             "version": self.version,
             "samples": self._result.samples,
             "dataset_size": extent.dataset_size,

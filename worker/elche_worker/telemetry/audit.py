@@ -7,6 +7,7 @@ that the records of every committed round outlive the process.
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -85,9 +86,13 @@ class AuditLog:
         """Adds that the process ends in order, and closes the file."""
         self._add(pack("<BQ", ENDED, step))
         self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        try:
+            self._file.close()  # some file systems say only now that there is no room
+        except OSError as error:
+            self._give_up(error)
+        self._file = None
 
     def flush(self) -> None:
         """Writes what was collected to the operating system, not to the disk."""
@@ -98,7 +103,8 @@ class AuditLog:
             if self._file.write(self._buffer) != len(self._buffer):
                 raise OSError("no space is left")
         except OSError as error:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._give_up(error)
         self._buffer.clear()
 
