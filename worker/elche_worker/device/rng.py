@@ -16,19 +16,45 @@ GENERATORS = ("torch", "python", "numpy")
 def seed_all(seed: int) -> None:
     """Seeds all generators."""
     torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def _seed_others(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which all generators are seeded, and after which those of the host are as before."""
-    before = capture_rng_state(of_gpu=False)  # which would begin to use one
-    seed_all(seed)
+    """Context in which all generators are seeded, and after which they are as before. Devices that are not in use are
+    neither seeded nor used: their seed would stay.
+    """
+    host, devices = capture_rng_state(of_gpu=False), _in_use()
+    before = [device.get_rng_state_all() for device in devices]
+    torch.default_generator.manual_seed(seed)
+    _seed_others(seed)
+    for device in devices:
+        device.manual_seed_all(seed)
     try:
         yield
     finally:
-        restore_rng_state(before)
+        restore_rng_state(host)
+        for device, state in zip(devices, before, strict=True):
+            device.set_rng_state_all(state)
+
+
+class _Mps:
+    """The generator of Apple's GPU, by the names that the others have."""
+
+    get_rng_state_all = staticmethod(torch.mps.get_rng_state)
+    set_rng_state_all = staticmethod(torch.mps.set_rng_state)
+    manual_seed_all = staticmethod(torch.mps.manual_seed)
+
+
+def _in_use() -> list[Any]:
+    """PyTorch's modules of the kinds of devices that this process uses, or, for Apple's, may use."""
+    cards: list[Any] = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
+    return [*cards, _Mps] if torch.backends.mps.is_available() else cards
 
 
 def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Contexts with seeded random generators, which leave those of devices as they were."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elche_worker.device.rng import seeded
+
+
+class Generator(SimpleNamespace):
+    """A device's generators, as PyTorch's module of its kind has them."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.in_use)
+        monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(self.states))
+        monkeypatch.setattr(torch.cuda, "set_rng_state_all", self.seed)
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: self.seed([seed]))
+
+    def seed(self, states: list[int]) -> None:
+        self.states = states
+
+
+@pytest.fixture(params=[True, False])
+def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generator]:
+    one = Generator(in_use=request.param, states=[1234])
+    one.install(monkeypatch)
+    yield one
+
+
+def test_devices_go_on_with_their_own_random_numbers_after_a_seeded_context(generator: Generator) -> None:
+    """A GPU that is not in use yet would begin with the context's seed, on all ranks alike."""
+    with pytest.raises(KeyError), seeded(7):
+        assert generator.states == [7 if generator.in_use else 1234]
+        raise KeyError
+    assert generator.states == [1234]
