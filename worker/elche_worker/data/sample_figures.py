@@ -22,6 +22,10 @@ BUDGET_S = 0.2
 """Seconds after which no further sample is read."""
 NUM_READS = 3
 """How often each is read: one that comes out different is drawn at random."""
+LEAST_SAMPLES = 2
+"""Fewer of a larger data set are not compared: one that is drawn at random may be equal by chance in all reads."""
+MOST_ENTRIES = 2**20
+"""Of larger values, about as many are read."""
 NUM_ENTRIES = 8
 """Entries of each value that are compared."""
 MAX_DIMS = 32
@@ -34,11 +38,11 @@ class Looked:
 
     samples: tuple[rank_pb2.SampleRead, ...] = ()
     are_random: bool = False
-    """True if a sample comes out different each time, from equal random generators."""
+    """True if a sample comes out different each time."""
 
 
 def look_at(dataset: Any, seed: int, *, budget_s: float = BUDGET_S) -> Looked:
-    """Reads some samples, each with the random generators seeded alike on every rank. Leaves out those that raise, and
+    """Reads some samples, each several times with random generators seeded otherwise. Leaves out those that raise, and
     those for which there is no time. Reads none of a stream, since it would be read from its beginning.
     """
     if isinstance(dataset, Shards):
@@ -46,21 +50,40 @@ def look_at(dataset: Any, seed: int, *, budget_s: float = BUDGET_S) -> Looked:
     fetch, until_s = Fetch(dataset, None, ""), time.monotonic() + budget_s
     found: list[rank_pb2.SampleRead] = []
     for index in positions_to_compare(len(dataset), seed):
-        reads = []
-        for _ in range(NUM_READS):
-            with seeded(seed):
-                samples = fetch.__getitems__([index])
-            if isinstance(samples, FetchError):
-                break
-            reads.append(figures_of(samples))
-            if time.monotonic() > until_s:
-                return Looked(tuple(found))
+        reads = _read(fetch, index, seed, until_s)
         if not all(are_alike(reads[0], one) for one in reads[1:]):
             return Looked(are_random=True)
         if len(reads) == NUM_READS:
             values = [rank_pb2.ValueFigures(figures=one) for one in reads[0]]
             found.append(rank_pb2.SampleRead(index=index, values=values))
-    return Looked(tuple(found))
+        if time.monotonic() > until_s:
+            break
+    return Looked(tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else ())
+
+
+def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> list[list[list[float]]]:
+    """The sample's figures, of `NUM_READS` reads, or of fewer where it raises or there is no time."""
+    reads: list[list[list[float]]] = []
+    for number in range(NUM_READS):
+        if reads and time.monotonic() > until_s:
+            break
+        with seeded(seed + number):
+            samples = fetch.__getitems__([index])
+            figures = None if isinstance(samples, FetchError) else figures_or_none(samples)
+        if figures is None:
+            break
+        reads.append(figures)
+    return reads
+
+
+def figures_or_none(sample: Any) -> list[list[float]] | None:
+    """The figures of a sample; None where it has a value that cannot be read, such as a truncated image, which is
+    decoded only now, or that no array can have.
+    """
+    try:
+        return figures_of(sample)
+    except Exception:
+        return None
 
 
 def figures_of(sample: Any) -> list[list[float]]:
@@ -111,19 +134,20 @@ def _as_array(value: Any) -> npt.NDArray[Any] | None:
 
 
 def _of_array(array: npt.NDArray[Any]) -> list[float]:
-    """Numbers such as labels and tokens are compared exactly, images and what was computed with a tolerance."""
-    if array.dtype.kind in "biu" and (array.size == 1 or array.dtype.itemsize > 1):
-        return [0.0, float(array.ndim), *map(float, array.shape), *_hash(array.astype(np.int64).tobytes())]
-    values = array.reshape(-1)
+    """Numbers such as labels and tokens are compared exactly; images, sound and what was computed with a tolerance."""
+    shape = [float(array.ndim), *map(float, array.shape)]
+    values: npt.NDArray[Any] = array.flat[:: array.size // MOST_ENTRIES or 1]
+    if array.dtype.kind in "biu" and (array.size == 1 or (array.dtype.itemsize >= 4 and array.ndim <= 2)):
+        return [0.0, *shape, *_hash(values.astype(np.int64).tobytes())]
     values = np.concatenate([values.real, values.imag]) if array.dtype.kind == "c" else values
     values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     some = values[:: math.ceil(values.size / NUM_ENTRIES) or 1][:NUM_ENTRIES]
     greatest = np.abs(values).max() if values.size else 0.0
-    return [TOLERANCE, float(array.ndim), *map(float, array.shape), float(greatest), *some.tolist()]
+    return [TOLERANCE, *shape, float(greatest), *some.tolist()]
 
 
 def _of_text(text: bytes) -> list[float]:
-    return [0.0, 1.0, float(len(text)), *_hash(text)]
+    return [0.0, 1.0, float(len(text)), *_hash(text[:: len(text) // MOST_ENTRIES or 1])]
 
 
 def _hash(data: bytes) -> list[float]:

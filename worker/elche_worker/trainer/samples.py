@@ -16,7 +16,7 @@ from elche.errors import Misuse
 from elche.samples import are_alike
 from elche_worker.collectives.world import World
 from elche_worker.data.fetching import Fetch, FetchError, Indices
-from elche_worker.data.sample_figures import figures_of
+from elche_worker.data.sample_figures import figures_or_none
 from elche_worker.device.rng import seeded
 
 Figures = list[list[float]] | None
@@ -77,8 +77,8 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
 
 
 def _figures_of(batch: Any) -> Figures:
-    """The figures of a batch that ranks compare."""
-    return None if isinstance(batch, FetchError) else figures_of(batch)
+    """The figures of a batch that ranks compare; None of one that cannot be read."""
+    return None if isinstance(batch, FetchError) else figures_or_none(batch)
 
 
 def _alike(one: Figures, other: Figures) -> bool:
