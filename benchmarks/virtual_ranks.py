@@ -26,7 +26,7 @@ from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
-from elche_worker.collectives.gains import Rows, Spread, most_gain
+from elche_worker.collectives.gains import Bounds, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import Shuffled
@@ -119,6 +119,7 @@ class World:
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
         self._spread: Spread | None = None
+        self._bounds = [Bounds() for _ in range(num_ranks)]
         self._ema = Ema(way.ema) if way.ema else None
         self._samples = 0
         self._num_points = num_points
@@ -217,10 +218,15 @@ class World:
         squares = [
             rows.squares(one, self.last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
         ]
-        self._spread.learn(torch.stack(squares).sum(0), self._spread.newest_of_mean)
-        self._spread.newest_of_mean = rows.squares(mean, self.last)
+        brought = torch.stack(squares).sum(0)
+        self._spread.learn(brought, self._spread.newest_of_mean)
+        self._spread.newest_of_mean = rows.squares(mean, self.last) * (brought > 0)
+        said = [
+            bounds.say("float32", list(rows.parts(one)), one.device)
+            for bounds, one in zip(self._bounds, steps, strict=True)
+        ]
         if (most := most_gain(weights)) > 1.0:
-            rows.go_further(mean, self.last, self._spread.gains(most))
+            rows.go_further(mean, self.last, self._spread.gains(most), bounds_of(torch.stack(said).sum(0)))
 
     def schedule_rounds(self, divergence: float) -> None:
         """Sets the anchor of the rounds to come, once for each round."""
