@@ -1,4 +1,4 @@
-"""Trainings in virtual time (`benchmarks/virtual_ranks.py`), by which the defaults are chosen: they use what ranks use."""
+"""Trainings in virtual time (`benchmarks/virtual_ranks.py`), by which the defaults are chosen, do what ranks do."""
 
 import sys
 from collections.abc import Iterator
