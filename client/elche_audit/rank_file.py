@@ -225,7 +225,7 @@ class _Reader:
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
         if kind in (BATCH, SKIPPED):
-            self._take_batch(Batch(*numbers, is_skipped=kind == SKIPPED))
+            self._take_batch(Batch(*(*numbers, kind == SKIPPED)))
         elif kind == ENTERED:
             self._take_entry(Entered(*numbers))
         elif kind == RECEIVED:
