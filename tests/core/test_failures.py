@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from core.test_scaling import joins, submit
 
-from elche_coordinator.core.messages.commands import SendShutdown, StopRank
+from elche_coordinator.core.messages.commands import SendShutdown, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
@@ -16,7 +17,7 @@ from elche_coordinator.core.messages.events import (
     SessionLost,
 )
 from elche_coordinator.core.messages.ids import AgentId
-from elche_coordinator.core.messages.reports import Outcome, UserEvent
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import SampleRead, Slot, ValueFigures
 from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
@@ -117,13 +118,28 @@ def test_data_that_differ_by_their_decoder_or_by_chance_or_that_were_not_read_ar
     assert simulation.run().outcome is Outcome.SUCCEEDED
 
 
-def test_a_rank_that_is_started_again_with_other_data_does_not_train_on_them(simulate):
-    """On another host, say, whose copy is older."""
-    simulation = simulate(ranks(5, 5, 5))
+def test_a_rank_that_is_started_again_with_other_data_is_left_out_and_the_others_train_on(simulate):
+    """On another host, say, whose copy is older. It is tried again later and later."""
+    simulation = simulate(ranks(5, 5, 5), dataset_size=20_000)
     reading(simulation, (READ, READ, READ), restarted=(sample(3, OTHER_IMAGE),))
     in_mid_training(simulation)
     simulation.kill(1)
-    fails(simulation, "ranks have different data: sample 3 of rank 1 on ", " is not that of rank 0 on ")
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    told = [report.text for report in simulation.reports if isinstance(report, MembershipReport)]
+    why = [text for text in told if "is left out: ranks have different data: sample 3 of rank 1 on " in text]
+    assert " is not that of rank 0 on " in why[0]
+    assert len(why) == len([one for one in simulation.sent(StartRank) if one.rank == 1]) - 1
+    assert 2 <= len(why) <= 4, "at once, after 1 s, 5 s, 30 s"
+    assert simulation.job.ranks[1].base_step == 0
+
+
+def test_a_job_that_may_lose_no_rank_fails_by_one_that_joins_with_other_data(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=20_000, on_rank_loss="fail")
+    reading(simulation, (READ, READ, (sample(3, OTHER_IMAGE),)))
+    submit(simulation, num_ranks=3, min_ranks=2, num_slots=2)
+    in_mid_training(simulation)
+    joins(simulation, "b", 1)
+    fails(simulation, "ranks have different data: sample 3 of rank 2 on ", " is not that of rank 0 on ")
 
 
 def test_an_unknown_policy_fails_the_job_as_invalid(simulate):

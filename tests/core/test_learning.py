@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
 )
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, Rank
-from elche_coordinator.core.messages.reports import Outcome, UserEvent
+from elche_coordinator.core.messages.reports import EpochReport, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow
 from elche_coordinator.core.pacing.asynchronous import Async
 from elche_coordinator.core.pacing.cadence import Cadence
@@ -211,6 +211,17 @@ def test_an_epoch_of_which_nothing_was_trained_fails_the_job():
     _, result = skipping(lambda number: True, epochs=2)
     assert result.outcome is Outcome.FAILED
     assert result.error == "nothing was trained in epoch 1: collate_fn or the data set gave None for every batch"
+
+
+def test_a_later_epoch_of_which_nothing_was_trained_is_told_and_fails_nothing():
+    """It may be the stump of a shard, after days of training."""
+    simulation, result = skipping(lambda number: False, epochs=2)
+    num_batches = sum(simulation.job.work_done().values())
+    simulation, result = skipping(lambda number: number >= num_batches // 4, epochs=2)
+    assert result.outcome is Outcome.SUCCEEDED
+    *_, event = [report for report in simulation.reports if isinstance(report, UserEvent)]
+    assert event.text.endswith(" in epoch 2: collate_fn or the data set gave None for them")
+    assert [report.loss for report in simulation.reports if isinstance(report, EpochReport)][1] is None
 
 
 def test_what_was_skipped_of_an_epoch_is_known_after_a_checkpoint():

@@ -178,10 +178,10 @@ class _Rank(RateSetters):
 
 
 def _tell_skipped(epoch: int, sums: EpochSums) -> None:
-    """Says how many batches were skipped. Raises `InvalidJob` if none was trained."""
+    """Says how many batches were skipped. Raises `InvalidJob` if none was trained in the first epoch."""
     if not sums.num_skipped:
         return
-    if not sums.num_batches:
+    if not sums.num_batches and epoch == 0:
         raise InvalidJob(
             f"{FILE}: nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch"
         )

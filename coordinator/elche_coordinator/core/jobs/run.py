@@ -104,10 +104,14 @@ class Run:
         if difference is not None:
             error = f"rank {record.rank} was restarted with other settings than the job trains with: {difference}"
             return Failure(error, invalid=True)
-        if other := self._startup.other_data(self._roster.ranks, record.rank, event):
-            return Failure(other, invalid=True)
         self.membership.change_members()
         return None
+
+    def other_data(self, record: RankRecord, event: RankReady) -> str | None:
+        """Describes a sample that the rank has read otherwise than those that train; None when it has the same data,
+        and while nobody trains.
+        """
+        return self._startup.other_data(self._roster.ranks, record.rank, event) if self.training is not None else None
 
     def begin(self, record: RankRecord) -> Failure | None:
         """Called when all ranks are ready, `record` last: if they agree, they form their first group."""

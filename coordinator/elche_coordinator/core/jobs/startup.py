@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
-from elche_coordinator.core.messages.ids import Attempt, Rank
+from elche_coordinator.core.messages.ids import Attempt, Incarnation, Rank
 from elche_coordinator.core.messages.reports import Checkpoint
-from elche_coordinator.core.messages.spec import Architecture, first_disagreement, whole_number
+from elche_coordinator.core.messages.spec import Architecture, SampleRead, first_disagreement, whole_number
 from elche_coordinator.core.records.failure import Failure
-from elche_coordinator.core.records.ranks import RankRecords
+from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 
 
 class Startup:
@@ -26,8 +27,7 @@ class Startup:
         """The training's state in the checkpoint from which the job resumes."""
         self._architecture: Architecture | None = None
         """The training's state as text, of the first rank that was ready."""
-        self._read: dict[Rank, RankReady] = {}
-        """Per rank, its report, with the samples that it has read."""
+        self._read: dict[Rank, _Read] = {}
         self._difference: str | None = None
         """The first difference found between ranks' models or checkpoints."""
 
@@ -37,7 +37,7 @@ class Startup:
         if self._architecture is None:
             self._architecture = architecture
         self._difference = self._difference or self._architecture.difference(architecture)
-        self._read[rank] = event
+        self._read[rank] = _Read.of(event)
         if event.resumed:
             self._add_resumed(event.resumed)
 
@@ -66,24 +66,41 @@ class Startup:
 
     def other_data(self, ranks: RankRecords, rank: Rank, event: RankReady) -> str | None:
         """Describes a sample that a rank which joins has read otherwise; None when it has the same data."""
-        self._read[rank] = event
+        self._read[rank] = _Read.of(event)
         return self._other_data(ranks)
 
     def _other_data(self, ranks: RankRecords) -> str | None:
         """Describes the first sample that a rank has read otherwise than the lowest; None when all have the same, and
-        when a rank reads its samples otherwise each time.
+        when a rank reads its samples otherwise each time. Forgets ranks that are gone.
         """
-        read = {rank: event for rank, event in sorted(self._read.items()) if rank in ranks}
-        if any(event.are_samples_random for event in read.values()):
+        there = present(ranks)
+        self._read = {rank: read for rank, read in sorted(self._read.items()) if read.is_of(there.get(rank))}
+        if not self._read or any(read.are_random for read in self._read.values()):
             return None
-        (lowest, first), *others = read.items()
-        for rank, event in others:
-            samples = {sample.index: sample for sample in event.samples}
+        (lowest, first), *others = self._read.items()
+        for rank, read in others:
+            samples = {sample.index: sample for sample in read.samples}
             for sample in first.samples:
                 if sample.index in samples and not sample.is_like(samples[sample.index]):
                     where = f"rank {rank} on {ranks[rank].host}", f"rank {lowest} on {ranks[lowest].host}"
                     return _told(sample.index, *where)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The samples that a process of a rank has read."""
+
+    incarnation: Incarnation
+    samples: tuple[SampleRead, ...]
+    are_random: bool
+
+    @classmethod
+    def of(cls, event: RankReady) -> "_Read":
+        return cls(event.incarnation, event.samples, event.are_samples_random)
+
+    def is_of(self, record: RankRecord | None) -> bool:
+        return record is not None and record.incarnation == self.incarnation
 
 
 def _told(index: int, one: str, other: str) -> str:

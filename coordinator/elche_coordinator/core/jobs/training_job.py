@@ -222,6 +222,9 @@ class TrainingJob(PlacedJob):
         """Handles a rank that has read the user's file. When all have, and agree, the group forms."""
         record.life.advance(RankTrigger.LOADED)
         is_first = self.run.membership is None
+        if (other := self.run.other_data(record, event)) is not None:
+            self._refuse_data(record, other, now_s)
+            return
         failure = self.run.admit(record, event)
         if is_first and self.phase is JobPhase.STARTING and not self.roster.num_in(RankPhase.STARTING):
             failure = self.run.begin(record)
@@ -385,6 +388,17 @@ class TrainingJob(PlacedJob):
         self.silence.on_left_out(record.rank, now_s)
         self.roster.leave_out(record)
         self.roster.tell_lost(record, hang_notice(record, why))
+        self._on_lost(record, now_s)
+
+    def _refuse_data(self, record: RankRecord, other: str, now_s: float) -> None:
+        """Leaves out a rank that has other data than those that train on, and tries it again as one that died. The job
+        fails if it may lose none.
+        """
+        if not self._can_lose(record):
+            self.fail(Failure(other, invalid=True))
+            return
+        self.roster.leave_out(record)
+        self.roster.tell_lost(record, f"rank {record.rank} on {record.host} is left out: {other}")
         self._on_lost(record, now_s)
 
     def _check_links(self, now_s: float) -> None:

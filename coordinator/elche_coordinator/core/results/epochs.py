@@ -35,7 +35,7 @@ class Epochs:
         self._due: dict[int, EpochReport] = {}
         """Finished epochs that were not sent yet, because their evaluation is missing."""
         self.untrained: Failure | None = None
-        """Set when an epoch has ended of which no batch was trained."""
+        """Set when the first epoch has ended and nothing was trained. A later one may be a stump of few batches."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's work in a committed round."""
@@ -75,7 +75,8 @@ class Epochs:
         if notice := tally.notice_of_skipped(epoch):
             rank, text = notice
             self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
-        if tally.is_all_skipped:
+        has_trained = epoch > 0 or any(other.num_batches for other in self._tallies.values())
+        if tally.is_all_skipped and not has_trained:
             self.untrained = self.untrained or Failure(
                 f"nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch",
                 invalid=True,
