@@ -66,13 +66,13 @@ IMAGE, SAME_IMAGE, OTHER_IMAGE = (
 READ = (sample(3, IMAGE), sample(30, IMAGE))
 
 
-def reading(simulation: WatchedSimulation, read, *, random_on=-1, restarted=None) -> None:
-    """Ranks have read these samples, each its own, and one that is `restarted` others."""
+def reading(simulation: WatchedSimulation, read, *, random_on=-1, restarted=()) -> None:
+    """Ranks have read these samples, each its own, and those that are `restarted` others."""
     tell, seen = simulation.handle, set()
 
     def tell_another(event):
         if isinstance(event, RankReady):
-            samples = restarted if event.rank in seen and restarted is not None else read[event.rank]
+            samples = restarted[event.rank] if event.rank in seen and event.rank in restarted else read[event.rank]
             seen.add(event.rank)
             event = replace(event, samples=samples, are_samples_random=event.rank == random_on)
         tell(event)
@@ -121,7 +121,7 @@ def test_data_that_differ_by_their_decoder_or_by_chance_or_that_were_not_read_ar
 def test_a_rank_that_is_started_again_with_other_data_is_left_out_and_the_others_train_on(simulate):
     """On another host, say, whose copy is older. It is tried again later and later."""
     simulation = simulate(ranks(5, 5, 5), dataset_size=20_000)
-    reading(simulation, (READ, READ, READ), restarted=(sample(3, OTHER_IMAGE),))
+    reading(simulation, (READ, READ, READ), restarted={1: (sample(3, OTHER_IMAGE),)})
     in_mid_training(simulation)
     simulation.kill(1)
     assert simulation.run().outcome is Outcome.SUCCEEDED
@@ -131,6 +131,20 @@ def test_a_rank_that_is_started_again_with_other_data_is_left_out_and_the_others
     assert len(why) == len([one for one in simulation.sent(StartRank) if one.rank == 1]) - 1
     assert 2 <= len(why) <= 4, "at once, after 1 s, 5 s, 30 s"
     assert simulation.job.ranks[1].base_step == 0
+
+
+def test_ranks_are_compared_with_those_that_train_and_not_with_one_that_was_left_out(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=20_000)
+    reading(simulation, (READ, READ, READ), restarted={0: (sample(3, OTHER_IMAGE),)})
+    in_mid_training(simulation)
+    simulation.kill(0)
+    simulation.run_until(lambda: any("is left out" in getattr(one, "text", "") for one in simulation.reports))
+    simulation.kill(2)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert [one.rank for one in simulation.sent(StartRank)].count(2) == 2
+    assert simulation.job.ranks[2].base_step > 0, "it trains again"
+    left_out = [one.rank for one in simulation.reports if "is left out" in getattr(one, "text", "")]
+    assert set(left_out) == {0}
 
 
 def test_a_job_that_may_lose_no_rank_fails_by_one_that_joins_with_other_data(simulate):
