@@ -52,9 +52,9 @@ class Cluster:
         self.core = self.core if ended else pickle.loads(pickle.dumps(self.core))
         return commands
 
-    def host(self, agent_id: AgentId, num_slots: int) -> list[Command]:
+    def host(self, agent_id: AgentId, num_slots: int, **more: Any) -> list[Command]:
         slots = (Slot(device="cpu"),) * num_slots
-        return self.handle(AgentJoined(agent_id=agent_id, host=str(agent_id), slots=slots))
+        return self.handle(AgentJoined(agent_id=agent_id, host=str(agent_id), slots=slots, **more))
 
     def submit(self, num_ranks: int = 2, job_id: JobId = JOB, **more: Any) -> list[Command]:
         spec = JobSpec(
@@ -69,7 +69,7 @@ class Cluster:
         """All ranks of the job start and set up their trainers."""
         for rank in self.core.jobs[JOB].ranks:
             agent_id = self.core.jobs[JOB].ranks[rank].agent_id
-            self.handle(RankStarted(**self.of(rank), agent_id=agent_id, log_path=f"/work/rank-{rank}.log"))
+            self.handle(RankStarted(**self.of(rank), agent_id=agent_id, log_path=f"/logs/rank-{rank}.log"))
             self.handle(SessionOpened(**self.of(rank)))
             self.handle(LoopBegan(**self.of(rank), policy="El Che"))
 
@@ -126,6 +126,32 @@ def test_a_loop_waits_until_one_host_has_slots_for_all_its_ranks() -> None:
         "all on one host, though there was room before"
     )
     assert cluster.state == "starting"
+
+
+def test_a_loop_waits_for_a_worker_that_starts_loops() -> None:
+    """An older one took the script for a job's file, and ran it on each rank alone."""
+    cluster = Cluster()
+    cluster.host(FIRST, 2, starts_loops=False)
+    assert started(cluster.submit()) == []
+    assert cluster.reason == (
+        "waits for 2 free slots on one host: 2 of 2 slots are free; workers of an older version do not start a script "
+        "with its own loop: upgrade them"
+    )
+    assert len(started(cluster.submit(1, OTHER, is_loop=False))) == 1, "it holds back no others"
+    assert [agent_id for agent_id, _, _ in started(cluster.host(SECOND, 2))] == [SECOND, SECOND]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "reason"),
+    [
+        (1, "waits for 1 free slot: no host offers any; start more workers"),
+        (2, "waits for 2 free slots on one host: no host offers any; start more workers"),
+    ],
+)
+def test_a_loop_waits_for_workers_while_there_are_none(num_ranks: int, reason: str) -> None:
+    cluster = Cluster()
+    cluster.submit(num_ranks)
+    assert cluster.reason == reason
 
 
 def test_a_loop_gets_its_slots_when_the_job_before_it_has_ended() -> None:
@@ -190,7 +216,7 @@ def test_a_rank_that_exits_with_another_code_ends_the_others(training: Cluster) 
     training.exit(0, 0)
     training.exit(1, 3, "Traceback ...\nValueError: on purpose\n")
     assert training.result.error == (
-        "rank 1 on first (cpu) left with exit code 3 at batch 0; its log is /work/rank-1.log: ValueError: on purpose"
+        "rank 1 on first (cpu) left with exit code 3 at batch 0; its log is /logs/rank-1.log: ValueError: on purpose"
     )
 
 

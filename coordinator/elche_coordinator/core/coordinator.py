@@ -312,7 +312,12 @@ class Coordinator:
                 self._forget({job_id for job_id in event.job_ids if job_id in self.jobs and self.jobs[job_id].result})
             case AgentJoined():
                 host = AgentRecord(
-                    host=event.host, slots=event.slots, labels=event.labels, folder=event.folder, jobs=event.jobs
+                    host=event.host,
+                    slots=event.slots,
+                    labels=event.labels,
+                    folder=event.folder,
+                    jobs=event.jobs,
+                    starts_loops=event.starts_loops,
                 )
                 self.fleet.join(event.agent_id, host)
                 self._may_place = True

@@ -109,7 +109,9 @@ def found_by(job: Job, core: Coordinator) -> Found:
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
     for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.conditions):
         agent = core.fleet.agents[place.agent_id]
-        places.setdefault((place.agent_id, agent.host, agent.folder), {})[place.slot] = agent.slots[place.slot].device
+        if agent.starts_loops or not job.spec.is_loop:
+            devices = places.setdefault((place.agent_id, agent.host, agent.folder), {})
+            devices[place.slot] = agent.slots[place.slot].device
     return Found(
         hosts=tuple(
             FreeSlots(agent_id=agent_id, host=host, devices=devices, folder=folder)

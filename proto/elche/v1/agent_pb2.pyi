@@ -332,6 +332,7 @@ class AgentHello(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
     STORES_ARTIFACTS_FIELD_NUMBER: _builtins.int
+    STARTS_LOOPS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -348,6 +349,8 @@ class AgentHello(_message.Message):
     """Identifies its work folder, whichever agent has it; empty: none could be kept there."""
     stores_artifacts: _builtins.bool
     """Whether it knows `StoreArtifacts`."""
+    starts_loops: _builtins.bool
+    """Whether it starts scripts with their own loop (`JobSpec.is_loop`); an older one would take them for files of jobs."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -379,10 +382,11 @@ class AgentHello(_message.Message):
         folder: _builtins.str = ...,
         jobs: _abc.Iterable[_builtins.str] | None = ...,
         stores_artifacts: _builtins.bool = ...,
+        starts_loops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "starts_loops", b"starts_loops", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -217,6 +217,7 @@ class Agent:
             num_ranks=self._processes.num_running,
             measures_links=True,
             stores_artifacts=True,
+            starts_loops=True,
             folder=self._folders.id,
             jobs=self._folders.newest(),
         )

@@ -143,7 +143,11 @@ class Placing:
                 ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
                 num_free = 0 if ahead is not None else offers.num_free(spec)  # one job's journal lacks the others
                 self._reasons[job.id] = slots_notice(
-                    spec, num_free, offers.num_slots(spec), is_possible=not spec.is_loop or holds_back(job, fleet)
+                    spec,
+                    num_free,
+                    offers.num_slots(spec),
+                    is_possible=not spec.is_loop or holds_back(job, fleet),
+                    is_known=not spec.is_loop or fleet.starts_loops(spec.conditions),
                 )
                 if ahead is not None:
                     self.behind[job.id] = ahead.id

@@ -34,6 +34,8 @@ class AgentRecord:
     """Id of its work folder; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
     """Jobs that ended before it joined, and whose folders it has."""
+    starts_loops: bool = True
+    """False for an older worker, which knows no scripts with their own loop."""
 
     def meeting(self, conditions: Iterable[str]) -> frozenset[int]:
         """The slots that meet all conditions."""
@@ -209,11 +211,16 @@ class Fleet:
                 found.append(place)
         return found
 
-    @staticmethod
-    def _groups(places: Iterable[Place], spec: JobSpec) -> list[tuple[Place, ...]]:
+    def starts_loops(self, conditions: tuple[str, ...]) -> bool:
+        """True if a host with slots that meet all conditions starts scripts with their own loop."""
+        meeting = self._slots_meeting(conditions)
+        return any(agent.starts_loops and meeting[agent_id] for agent_id, agent in self.agents.items())
+
+    def _groups(self, places: Iterable[Place], spec: JobSpec) -> list[tuple[Place, ...]]:
         hosts: dict[AgentId, list[Place]] = {}
         for place in places:
-            hosts.setdefault(place.agent_id, []).append(place)
+            if not spec.is_loop or self.agents[place.agent_id].starts_loops:
+                hosts.setdefault(place.agent_id, []).append(place)
         group_size = spec.group_size
         fullest = max(hosts.values(), key=len, default=[])
         return [
