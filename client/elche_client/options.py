@@ -106,13 +106,29 @@ def has_own_loop(path: Path) -> bool:
         tree = ast.parse(read_source(path))
     except (InvalidJob, SyntaxError, ValueError):
         return False
-    for node in ast.walk(tree):
-        names = [node.targets] if isinstance(node, ast.Assign) else []
-        if any(isinstance(one, ast.Name) and one.id == "job" for targets in names for one in targets):
-            return False
+    if _defines_job(tree):
+        return False
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
     return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
+
+
+def _defines_job(tree: ast.Module) -> bool:
+    """True if a file's top level, or a function by `global`, gives the name `job` a value in any way."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.Name(id="job", ctx=ast.Store()) | ast.FunctionDef(name="job") | ast.ClassDef(name="job"):
+                return True
+            case ast.alias(name=name, asname=other) if (other or name.partition(".")[0]) == "job":
+                return True
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                if any(isinstance(one, ast.Global) and "job" in one.names for one in ast.walk(node)):
+                    return True
+            case _:
+                waiting += ast.iter_child_nodes(node)
+    return False
 
 
 def check_loop(path: Path, options: JobOptions) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from elche.v1 import job_pb2 as pb
 from elche_client.cli import cli, main
+from elche_client.options import has_own_loop
 from support.scripted import (
     CANCELLED,
     EPOCH,
@@ -174,6 +175,34 @@ def test_a_script_with_its_own_loop_is_submitted_as_such_and_does_not_run_here(
     assert (spec.is_loop, spec.num_ranks) == (True, 2)
     assert not (tmp_path / "ran").exists()
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job = 1",
+        "job: object = 1",
+        "if True:\n    job = 1",
+        "with open('a') as job: ...",
+        "other, (job, *_) = 1, (2, 3)",
+        "def job(): ...",
+        "from jobs import job",
+        "from jobs import digits as job",
+        "def make():\n    global job\n    job = 1",
+    ],
+)
+def test_a_file_that_defines_a_job_in_any_way_is_no_script_with_its_own_loop(tmp_path: Path, text: str) -> None:
+    """One with `job: TrainingJob = ...` was submitted as a script, and succeeded without having trained."""
+    file = tmp_path / "file.py"
+    file.write_text(f"from elche_worker import shard\n{text}\n")
+    assert not has_own_loop(file)
+
+
+@pytest.mark.parametrize("text", ["", "def run(job):\n    job = 1", "import joblib", "x.job = 1", "print(job)"])
+def test_a_script_with_its_own_loop_may_use_the_name_job_inside(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(f"from elche_worker import Trainer\n{text}\n")
+    assert has_own_loop(file)
 
 
 def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
