@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from elche_worker.collectives import world
 from elche_worker.device import discovery, kinds
 from elche_worker.device.kinds import GIB, KINDS, Cards, Host, MemoryUse, kind_of
+from elche_worker.device.share import SHARE_VARIABLE
 
 XPU = torch.device("xpu:1")
 
@@ -52,6 +54,24 @@ def test_apples_gpu_has_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kind_of(mps).described(mps) == ("Apple", 0)
     kind_of(mps).empty_cache()
     assert kind_of(mps).memory(mps).total == kind_of(torch.device("cpu")).memory(mps).total > GIB
+
+
+@pytest.mark.parametrize(("share", "limits"), [("4", [0.25]), ("1", []), (None, [])])
+def test_a_process_has_its_part_of_a_gpu_that_is_offered_several_times(
+    monkeypatch: pytest.MonkeyPatch, share: str | None, limits: list[float]
+) -> None:
+    """Ranks of jobs had; those of scripts with their own loop took what they liked."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: seen.append(fraction))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(world, "own_device", lambda wanted, index, may_move: SimpleNamespace(device="cuda:0"))
+    monkeypatch.delenv(SHARE_VARIABLE, raising=False)
+    if share is not None:
+        monkeypatch.setenv(SHARE_VARIABLE, share)
+    assert world.choose_device("auto") == torch.device("cuda:0")
+    assert seen == limits
 
 
 def test_a_card_of_nvidia_comes_first(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elche.cgroup import memory_limit_bytes
+from elche_worker.device.share import memory_fraction
 
 GIB = 2**30
 
@@ -50,7 +51,9 @@ class Host:
         return "", 0
 
     def select(self, device: torch.device) -> None:
-        """Makes it the process's default device of its kind."""
+        """Makes it the process's default device of its kind. Of a GPU that is offered several times the process gets a
+        part of the memory (`share`).
+        """
 
     def empty_cache(self) -> None:
         """Frees the allocator's cached memory, for libraries and other streams."""
@@ -95,6 +98,8 @@ class Cards(Host):
 
     def select(self, device: torch.device) -> None:
         self._of.set_device(device)
+        if self._kind == "cuda" and (fraction := memory_fraction()) < 1:
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def empty_cache(self) -> None:
         self._of.empty_cache()

@@ -33,7 +33,6 @@ from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
-from elche_worker.device.share import memory_fraction
 from elche_worker.device.streams import Streams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
@@ -217,8 +216,6 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
     device = torch.device(launch.device)
     _check_device(device)
     kind_of(device).select(device)
-    if device.type == "cuda" and (fraction := memory_fraction()) < 1:
-        torch.cuda.set_per_process_memory_fraction(fraction, device)
     return job
 
 
