@@ -387,6 +387,7 @@ class Agent:
                 Start(
                     launch_line=self._launch(start, folder, member).to_line(),
                     group_size=1 + len(start.more_slots),
+                    is_loop=start.spec.is_loop,
                     log_path=log_path.with_suffix(f".{member}.log") if member else log_path,
                 )
                 for member in range(1 + len(start.more_slots))

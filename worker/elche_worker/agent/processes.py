@@ -25,6 +25,7 @@ from elche.processors import THREADS, environment_of_ranks, threads_per_rank
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
+from elche_worker.process.leaving import ASK
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.process.sealed import sealed
 from elche_worker.process.stacks import ask
@@ -57,6 +58,8 @@ class Start:
     launch_line: str
     log_path: Path
     group_size: int = 1
+    is_loop: bool = False
+    """True for a script with a loop of its own, which cannot be asked to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class _Running:
     first: Exit | None = None
     """Exit of the process that ended first."""
     was_stopped: bool = False
+    is_loop: bool = False
 
 
 class Processes:
@@ -135,7 +139,9 @@ class Processes:
             spawner = self._need_spawner()
             with ExitStack() as stack:
                 launches = [stack.enter_context(sealed(one.launch_line)) for one in starts]
-                running = self._running[key] = _Running([one.log_path for one in starts], spawner)
+                running = self._running[key] = _Running(
+                    [one.log_path for one in starts], spawner, is_loop=any(one.is_loop for one in starts)
+                )
                 for member, (one, launch) in enumerate(zip(starts, launches, strict=True)):
                     self._num_started += 1
                     running.living[self._num_started] = member
@@ -201,10 +207,13 @@ class Processes:
         return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number), self.files)
 
     def ask_all(self) -> None:
-        """Sends SIGTERM to each rank's leader: it leaves, or stops by itself where no coordinator answers."""
+        """Asks each rank's leader to leave, or to stop by itself where no coordinator answers; scripts with a loop of
+        their own go on.
+        """
         with self._changed:
-            for key in self._running:
-                self._signal_leader(key, signal.SIGTERM)
+            for key, running in self._running.items():
+                if not running.is_loop:
+                    self._signal_leader(key, ASK)
 
     def kill_all(self) -> None:
         """Kills every process and waits until they have ended."""

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank: it asks to leave its job, and is ended when that takes too long."""
+"""SIGTERM to a rank, or its agent's signal: it asks to leave its job, and is ended when that takes too long."""
 
 import os
 import signal
@@ -8,14 +8,21 @@ from collections.abc import Callable
 LEAVE_S = 25.0
 """Seconds for which a rank may go on after SIGTERM, to commit its work. Kubernetes and Slurm kill after 30 s."""
 
+ASK = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGTERM
+"""The agent's signal to a rank that is to leave. A rank that is leaving ignores it: it may have got SIGTERM before, as
+all processes of a host do when that is shut down.
+"""
+
 
 def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> None:
-    """Calls `ask` at the first SIGTERM, on another thread since it may take locks; a second SIGTERM ends the process.
-    Forked processes end at the first.
+    """Calls `ask` at the first SIGTERM or `ASK`, on another thread since it may take locks; a SIGTERM after that ends
+    the process. Forked processes end at the first.
     """
-    rank = os.getpid()
+    rank, is_told = os.getpid(), False
 
     def on_sigterm(*_: object) -> None:
+        nonlocal is_told
+        is_told = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != rank:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -25,4 +32,9 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> None:
         timer.daemon = True
         timer.start()
 
-    signal.signal(signal.SIGTERM, on_sigterm)
+    def on_ask(*_: object) -> None:
+        if not is_told:
+            on_sigterm()
+
+    signal.signal(ASK, on_ask)
+    signal.signal(signal.SIGTERM, on_sigterm)  # last: where there are no real-time signals both are the same

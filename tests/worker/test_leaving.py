@@ -1,0 +1,61 @@
+"""SIGTERM to a rank, and its agent's own signal: told twice by two of them, it still ends in its own time."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from elche_worker.agent.processes import Processes, Start
+from elche_worker.process.leaving import ASK
+
+RANK = """
+import os, signal, sys, threading
+from elche_worker.process.leaving import ASK, leave_on_sigterm
+
+asked = threading.Event()
+leave_on_sigterm(asked.set)
+for number in map(int, sys.argv[1:]):
+    os.kill(os.getpid(), number)
+assert asked.wait(10)
+print("asked", flush=True)
+"""
+
+
+def run(*signals: int) -> subprocess.CompletedProcess[str]:
+    """A process that sends itself these signals."""
+    command = [sys.executable, "-c", RANK, *(str(int(one)) for one in signals)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("told", [[ASK], [signal.SIGTERM], [signal.SIGTERM, ASK], [ASK, ASK]])
+def test_a_rank_that_is_leaving_is_not_ended_by_its_agent(told: list[int]) -> None:
+    """A host that shuts down sends SIGTERM to all processes, and the agent tells its ranks after that."""
+    done = run(*told)
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+
+
+def test_a_second_sigterm_ends_a_rank() -> None:
+    assert run(signal.SIGTERM, signal.SIGTERM).returncode == -signal.SIGTERM
+
+
+def test_scripts_with_a_loop_of_their_own_are_not_asked(tmp_path: Path) -> None:
+    """They know nothing of the agent's signal, which would end them."""
+    sent: list[tuple[int, int]] = []
+    spawner = types.SimpleNamespace(
+        num_slots=0,
+        fork=lambda number, start, launch: os.fstat(launch),
+        signal=lambda number, value: sent.append((number, value)),
+        hear=lambda: iter(()),
+        wait=lambda: threading.Event().wait(),
+        pids={},
+    )
+    processes = Processes(lambda key, ended: None, 2, spawner=spawner)  # type: ignore[arg-type]
+    processes.start(("loop", 0, 1), [Start(launch_line="", log_path=tmp_path / "0.log", is_loop=True)])
+    processes.start(("job", 0, 2), [Start(launch_line="", log_path=tmp_path / "1.log")])
+    processes.ask_all()
+    assert sent == [(2, ASK)]
