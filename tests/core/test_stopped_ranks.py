@@ -2,8 +2,8 @@
 
 import pytest
 
-from elche_coordinator.core.messages.commands import SendOutcome, WriteCheckpoint
-from elche_coordinator.core.messages.events import RankStopped
+from elche_coordinator.core.messages.commands import SendOutcome, SendShutdown, WriteCheckpoint
+from elche_coordinator.core.messages.events import GenerationAbandoned, RankStopped
 from elche_coordinator.core.messages.ids import Rank, RoundId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import JobPhase
@@ -18,6 +18,14 @@ def stop(simulation: WatchedSimulation, rank: int, round_id: int) -> None:
 def orders(simulation: WatchedSimulation) -> list[tuple[Rank, int, WriteCheckpoint]]:
     sent = simulation.sent(SendOutcome)
     return [(one.rank, one.version, one.checkpoint) for one in sent if one.checkpoint is not None]
+
+
+def abandon(simulation: WatchedSimulation, rank: int, reason: str) -> None:
+    """The rank has given its generation up: by itself, for this reason, or, without one, as it was ordered to."""
+    generation = simulation.generation.id
+    simulation.handle(
+        GenerationAbandoned(**simulation.processes[Rank(rank)].address, generation=generation, reason=reason)
+    )
 
 
 @pytest.mark.parametrize(("policy", "averaging"), [("cadence", "blocking"), ("async", "overlapped")])
@@ -59,3 +67,49 @@ def test_a_draft_that_is_no_newer_than_the_newest_checkpoint_is_not_used(simulat
     for rank in range(len(UNEQUAL)):
         stop(simulation, rank, simulation.training.last_round)
     assert orders(simulation) == before
+
+
+def test_a_rank_with_the_draft_is_not_let_go_before_it_is_known_whether_others_train_on(simulate):
+    """What the other host's rank had left to say may be that its group broke; that it has stopped comes after that."""
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=8000)
+    in_mid_training(simulation)
+    last, generation = simulation.training.last_round, simulation.generation
+    simulation.freeze(1)  # it is no more, and its worker speaks for it
+    stop(simulation, 0, last)
+    abandon(simulation, 1, "the other end is gone")
+    abandon(simulation, 1, "")
+    simulation.run_until(lambda: generation.is_abandoned)
+    assert simulation.sent(SendShutdown) == []
+    stop(simulation, 1, 0)
+    ((writer, _, _),) = orders(simulation)
+    assert writer == 0
+    assert simulation.sent(SendShutdown) == []
+
+
+def test_a_draft_of_a_round_that_commits_after_all_have_stopped_becomes_a_checkpoint(simulate):
+    """One has the round's result, and the other's collective broke: it commits once both have given the group up."""
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=8000, latency_ms=2.0)
+    in_mid_training(simulation)
+    rounds, version = simulation.generation.rounds, simulation.training.version
+    simulation.run_until(lambda: bool(rounds) and len(rounds[0].results) == 1)
+    (has,) = rounds[0].results
+    simulation.cut_off(Rank(1 - has), 1e6)
+    stop(simulation, has, rounds[0].id)
+    stop(simulation, 1 - has, 0)
+    assert orders(simulation) == []
+    abandon(simulation, 1 - has, "it broke")
+    abandon(simulation, 1 - has, "")
+    simulation.run_until(lambda: simulation.training.version > version)
+    ((writer, written, _),) = orders(simulation)
+    assert (writer, written) == (has, simulation.training.version)
+
+
+def test_a_draft_becomes_a_checkpoint_when_who_had_not_stopped_has_died(simulate):
+    """As a rank that hung: it leaves nothing, and its worker's next one says at once that it is gone."""
+    simulation = simulate(ranks(*UNEQUAL), dataset_size=8000)
+    in_mid_training(simulation)
+    stop(simulation, 0, simulation.training.last_round)
+    simulation.kill(1)
+    simulation.run_until(lambda: bool(simulation.job.roster.num_lost))
+    ((writer, _, _),) = orders(simulation)
+    assert writer == 0

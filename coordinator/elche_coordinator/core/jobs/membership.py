@@ -284,7 +284,7 @@ class Membership:
             return failure
         there = self._staying(self._roster.ranks)
         for record in present(standing.members).values():
-            if record.rank not in there:
+            if record.rank not in there and record.stopped_round is None:  # else its draft may be all that is left
                 failure = failure or self._dismiss(record)
         self.form({rank: record for rank, record in there.items() if record.phase is not RankPhase.STARTING})
         return failure

@@ -239,7 +239,8 @@ class TrainingJob(PlacedJob):
         if self.run.membership is None or not self.is_open:
             self.refuse_now(event, "no group is being formed")
             return
-        before = self.run.generation
+        before, training = self.run.generation, self.run.training
+        version = training.version if training is not None else None
         match event:
             case GroupFormed():
                 self._go_on(self.run.on_formed(record, event, now_s), before, now_s)
@@ -247,6 +248,8 @@ class TrainingJob(PlacedJob):
                 self._go_on(self.run.membership.on_abandoned(record, event, now_s), before, now_s)
                 self._check_links(now_s)
         self._hold_or_go_on(now_s)
+        if training is not None and training.version != version:
+            self._save_stopped(now_s)
 
     def _on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> None:
         """Handles reports of batches and rounds."""
@@ -457,6 +460,8 @@ class TrainingJob(PlacedJob):
         self.run.model.lose(record)
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
+        if record.stopped_round is None:  # else all of the others may have stopped long ago
+            self._save_stopped(now_s)
         self._finish()
 
     def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
@@ -496,12 +501,17 @@ class TrainingJob(PlacedJob):
             training.checkpoints.request()
 
     def _on_stopped(self, record: RankRecord, event: RankStopped, now_s: float) -> None:
-        """Handles a rank that has stopped without a coordinator. Once all have, and so every round of theirs is known,
-        the draft of the last committed one becomes a checkpoint, to which the job goes back. While others train on,
-        its host's agent tells of its end.
+        """Handles a rank that has stopped without a coordinator. While others train on, its host's agent tells of its
+        end.
         """
         record.stopped_round = event.round
         record.departs(DepartureTrigger.ASKED)
+        self._save_stopped(now_s)
+
+    def _save_stopped(self, now_s: float) -> None:
+        """Once all present ranks have stopped, and so every round of theirs is known, has the draft of the last
+        committed one become a checkpoint, to which the job goes back.
+        """
         training = self.run.training
         if training is None or self.phase is not JobPhase.TRAINING or training.replay is not None:
             return
