@@ -82,9 +82,13 @@ def write_manifest(draft: Path, unfinished: Mapping[str, Any], training: Mapping
 
 def finish(draft: Path, path: Path, training: Mapping[str, Any]) -> int:
     """Makes a draft that a stopped rank has left a checkpoint at `path`; returns its size in bytes. Never overwrites
-    anything. Raises `OSError`, and `ValueError` for a draft that is damaged.
+    anything. Raises `OSError`, and `ValueError` for a draft that is damaged or not whole.
     """
     unfinished = json.loads((draft / UNFINISHED).read_text(encoding="utf-8"))
+    for name, file in unfinished["files"].items():
+        size_bytes = (draft / name).stat().st_size
+        if size_bytes != file["bytes"]:
+            raise ValueError(f"{draft / name} has {size_bytes} bytes and had {file['bytes']}")
     write_manifest(draft, unfinished, training)
     draft.rename(path)
     sync(path.parent)

@@ -1,5 +1,6 @@
 """Checkpoints as folders: whole or not there, whatever ends the process that writes them."""
 
+import os
 import random
 import subprocess
 import sys
@@ -116,6 +117,26 @@ def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(
     assert torch.equal(one.weights["weight"], like.weights["weight"])
     files = sorted(file.name for file in (tmp_path / "1-00000007").iterdir())
     assert files == sorted(file.name for file in Path(path).iterdir())
+
+
+def test_a_draft_that_is_not_whole_becomes_no_checkpoint(tmp_path: Path) -> None:
+    """As after a host lost its power: the job goes back to one that can be read."""
+    draft = Target(str(tmp_path)).write_draft(kept(), ABOUT)
+    os.truncate(draft / "model.safetensors", 10)
+    with pytest.raises(ValueError, match=r"model\.safetensors has 10 bytes and had"):
+        finish(draft, tmp_path / "1-00000007", TRAINING)
+    with pytest.raises(InvalidJob, match="contains none"):
+        newest(tmp_path)
+
+
+def test_a_draft_that_a_stopped_rank_has_just_left_stays(tmp_path: Path) -> None:
+    """A rank that stopped a moment later had a checkpoint to write, and removes older ones after that."""
+    target = Target(str(tmp_path))
+    target.write("1-00000001", kept(), ABOUT, TRAINING)
+    new, old = (target.write_draft(kept(), ABOUT) for _ in range(2))
+    os.utime(old, (0, 0))
+    target.keep_only(["1-00000001"])
+    assert {path.name for path in tmp_path.iterdir()} == {"1-00000001", new.name}
 
 
 def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ from elche_worker.model.tensors import (
 
 PIECES = "pieces"
 MODEL_PIECE = "model "
+STOPPED = ".stopped."
+"""Prefix of drafts that stopped ranks have left."""
+SPARED_S = 60.0
+"""Seconds for which such drafts are kept where a new checkpoint replaces others: they may still become one."""
 """Prefix of the names of parameters among the pieces."""
 
 
@@ -146,7 +150,7 @@ class Target:
         """
         parent = Path(self.place)
         parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".stopped.", dir=parent))
+        draft = Path(tempfile.mkdtemp(prefix=STOPPED, dir=parent))
         try:
             unfinished = _write_files(draft, kept, about, None)
             (draft / UNFINISHED).write_text(json.dumps(unfinished), encoding="utf-8")
@@ -180,7 +184,7 @@ class Target:
         that has just become whole.
 
         Checkpoints that the same attempt has begun since are left alone: another rank may be writing them, or may have
-        finished first.
+        finished first. So are drafts that ranks have just left as they stopped.
         """
         if self._fs:
             for path in self._fs.ls(self._root, detail=False):
@@ -192,7 +196,7 @@ class Target:
             return
         for path in Path(self.place).iterdir():
             is_draft = any(path.name.startswith(f".{name}.") for name in names)  # which another rank may be writing
-            if path.name not in names and not is_draft and not _is_later(path.name, names):
+            if path.name not in names and not (is_draft or _is_later(path.name, names) or _was_just_left(path)):
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -201,6 +205,14 @@ def _is_later(name: str, names: Sequence[str]) -> bool:
     """Whether a checkpoint, or its draft, was begun after the last of these, in the same attempt, as its name says."""
     this, last = NUMBERED.match(name), NUMBERED.match(names[-1]) if names else None
     return bool(this and last and this["attempt"] == last["attempt"] and this["at"] > last["at"])
+
+
+def _was_just_left(path: Path) -> bool:
+    """True for a draft that a rank has left as it stopped, until nobody has written to it for `SPARED_S`."""
+    try:
+        return path.name.startswith(STOPPED) and time.time() - path.stat().st_mtime < SPARED_S
+    except FileNotFoundError:  # it has become a checkpoint meanwhile, or was removed
+        return True
 
 
 def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
