@@ -23,13 +23,17 @@ class Generator(SimpleNamespace):
 
 @pytest.fixture(params=[True, False])
 def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator:
-    one = Generator(in_use=request.param, states=[1234])
+    one = Generator(in_use=request.param, states=[0])
     one.install(monkeypatch)
     return one
 
 
 def test_devices_go_on_with_their_own_random_numbers_after_a_seeded_context(generator: Generator) -> None:
-    """A GPU that is not in use yet would begin with the context's seed, on all ranks alike."""
+    """Of a GPU that is not in use yet, PyTorch keeps the seed with which it begins: the context's, on all ranks."""
+    torch.manual_seed(1234)
+    if generator.in_use:
+        generator.states = [99, 98]
+    before = generator.states
     with seeded(7):
-        assert generator.states == [7 if generator.in_use else 1234]
-    assert generator.states == [1234]
+        assert generator.states == [7]
+    assert generator.states == before

@@ -16,31 +16,24 @@ GENERATORS = ("torch", "python", "numpy")
 def seed_all(seed: int) -> None:
     """Seeds all generators."""
     torch.manual_seed(seed)
-    _seed_others(seed)
-
-
-def _seed_others(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which all generators are seeded, and after which they are as before. Devices that are not in use are
-    neither seeded nor used: their seed would stay.
-    """
-    host, devices = capture_rng_state(of_gpu=False), _in_use()
-    before = [device.get_rng_state_all() for device in devices]
-    torch.default_generator.manual_seed(seed)
-    _seed_others(seed)
-    for device in devices:
-        device.manual_seed_all(seed)
+    """Context in which all generators are seeded, and after which they are as before. Begins to use no device."""
+    host, (in_use, others) = capture_rng_state(of_gpu=False), _devices()
+    before = [device.get_rng_state_all() for device in in_use]
+    seed_all(seed)
     try:
         yield
     finally:
         restore_rng_state(host)
-        for device, state in zip(devices, before, strict=True):
+        for device, state in zip(in_use, before, strict=True):
             device.set_rng_state_all(state)
+        for device in others:
+            device.manual_seed_all(torch.initial_seed())  # with which PyTorch would have begun to use it
 
 
 class _Mps:
@@ -48,13 +41,14 @@ class _Mps:
 
     get_rng_state_all = staticmethod(torch.mps.get_rng_state)
     set_rng_state_all = staticmethod(torch.mps.set_rng_state)
-    manual_seed_all = staticmethod(torch.mps.manual_seed)
 
 
-def _in_use() -> list[Any]:
-    """PyTorch's modules of the kinds of devices that this process uses, or, for Apple's, may use."""
-    cards: list[Any] = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
-    return [*cards, _Mps] if torch.backends.mps.is_available() else cards
+def _devices() -> tuple[list[Any], list[Any]]:
+    """PyTorch's modules of the kinds of devices that this process uses, and of those that it may begin to use."""
+    cards: list[Any] = [torch.cuda, torch.xpu]
+    in_use = [module for module in cards if module.is_initialized()]
+    others = [module for module in cards if module not in in_use]
+    return [*in_use, _Mps] if torch.backends.mps.is_available() else in_use, others
 
 
 def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:
