@@ -47,7 +47,8 @@ class Presence:
         stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
         if stream is None or stream.is_over:
             return
-        if agent_id is not None and (agent := self._streams.agents.get(agent_id)) is not None and agent.is_lost:
+        agent = self._streams.agents.get(agent_id) if agent_id is not None else None
+        if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
             self.lose_agent(agent_id)
         elif not stream.is_resumable:
             self._handle(SessionLost(**address))
@@ -79,7 +80,7 @@ class Presence:
 
     def _is_lost(self, address: Address) -> bool:
         stream = self._streams.of_rank(address)
-        return stream is not None and stream.is_lost
+        return stream is not None and stream.is_lost and self._core.has_session_due(address)
 
     def _await_agent(self, agent_id: AgentId, stream: Stream[object], grace_s: float) -> None:
         num_connections = stream.num_connections

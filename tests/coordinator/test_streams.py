@@ -11,7 +11,14 @@ import pytest
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec, streams, tape
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import GroupFormed, JobSubmitted, RankStarted, RoundEntered
+from elche_coordinator.core.messages.events import (
+    GroupFormed,
+    JobSubmitted,
+    LoopBegan,
+    LoopLeft,
+    RankStarted,
+    RoundEntered,
+)
 from elche_coordinator.core.messages.ids import GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
@@ -21,7 +28,9 @@ from elche_coordinator.sessions import attend, open_session
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.streams import Secrets, Stream, Superseded
 
-HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
+HELLO = agent_pb2.AgentHello(
+    host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent", starts_loops=True
+)
 RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
 
 
@@ -190,6 +199,34 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
         assert queue is not None
         assert said(queue)[0].welcome.taken == 0
         abandon(driver)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("goes_first", ["agent", "rank"])
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_script_that_has_ended_its_loop_owes_no_stream(tmp_path: Path, goes_first: str, *, has_left: bool) -> None:
+    """A break of its agent's stream was taken for the death of both, and the host's other jobs lost their ranks."""
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        agent_id, agents, to_agent = attend(driver, HELLO)
+        spec = JobSpec(name="job", source_hash="hash", file_name="loop.py", num_ranks=1, is_loop=True)
+        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        to_rank = open_session(driver, RANK, 0)
+        driver.handle(LoopBegan(**RANK, policy="El Che"), number=1)
+        if has_left:
+            driver.handle(LoopLeft(**RANK), number=2)
+        ranks = driver.streams.of_rank(RANK)
+        assert ranks is not None
+        ends = {
+            "rank": lambda: ranks.disconnect(to_rank) and driver.presence.on_rank_away(RANK),
+            "agent": lambda: agents.disconnect(to_agent) and driver.presence.on_agent_away(agent_id),
+        }
+        for who in sorted(ends, key=lambda one: one != goes_first):
+            ends[who]()
+        assert [host.agent_id for host in driver.agents.hosts()] == [agent_id] * has_left
+        driver.stop()
 
     asyncio.run(story())
 

@@ -235,6 +235,11 @@ class Coordinator:
         record = placed.ranks.get(address["rank"]) if placed else None
         return record.agent_id if record else None
 
+    def has_session_due(self, address: Address) -> bool:
+        """True unless the process of an agent may run on without a session."""
+        placed = self.placed.get(address["job_id"])
+        return placed is None or placed.has_session_due(address["rank"])
+
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
         """The processes on a host."""
         return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]

@@ -36,6 +36,10 @@ class PlacedJob(Job):
     def can_scale(self) -> bool:
         """True while its number of ranks can be changed."""
 
+    def has_session_due(self, rank: Rank) -> bool:
+        """True if a process of the rank that has no session any more may be dead."""
+        return True
+
     @abstractmethod
     def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
         """Starts one rank in each place, or group of places of one host."""

@@ -124,6 +124,10 @@ class SubmittedLoop(Loop, PlacedJob):
         """True while the rank's loop goes on, and is not paused."""
         return record.rank not in self._left and super().has_batch_due(record)
 
+    def has_session_due(self, rank: Rank) -> bool:
+        """True until the rank's loop has ended: its script may go on without a session."""
+        return rank not in self._left
+
     def duties(self) -> dict[Rank, Duty]:
         """Each rank's duty: a step, until its loop has ended."""
         return {rank: duty for rank, duty in super().duties().items() if rank not in self._left}
