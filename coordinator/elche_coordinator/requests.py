@@ -79,6 +79,8 @@ async def resume(
     if spec.is_attached:
         where = f"ELCHE_RESUME={checkpoints[-1].path} " if checkpoints else ""
         raise InvalidJob(f"job {view.job_id} is a script with its own loop: start the script again, {where}to resume")
+    if spec.is_loop and result.outcome == "succeeded":
+        raise InvalidJob(f"job {view.job_id} has its own training loop, and has succeeded: submit the script again")
     if spec.is_loop and settings:
         raise InvalidJob(f"job {view.job_id} has its own training loop: set {', '.join(settings)} in the script")
     if not checkpoints:
@@ -124,6 +126,9 @@ def model_chunks(
 ) -> AsyncGenerator[bytes]:
     """The job's model, from its host, or from the artifact store where none has it any more. Raises `InvalidJob`."""
     result = catalogue.result(view.job_id)
+    spec = catalogue.spec(view.job_id)
+    if spec is not None and spec.is_loop:
+        raise InvalidJob(f"job {view.job_id} has its own training loop, and such scripts save their models themselves")
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
     transfer = transfers.begin()

@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outco
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.requests import resume
+from elche_coordinator.requests import model_chunks, resume
 from elche_coordinator.sql.store import SqlStore
 
 WRITTEN = (Checkpoint(name="1-2", path="/runs/old/checkpoints/1-2", version=2, epoch=2, global_step=20, size_bytes=1),)
@@ -91,7 +91,14 @@ def test_a_complete_job_goes_on_with_more_to_do(tmp_path: Path, settings: Mappin
         (COMPLETE, {"seed": "8"}, {}, IS_COMPLETE),
         (None, {}, {}, "job old has not ended"),
         (replace(COMPLETE, checkpoints=()), {"epochs": "9"}, {}, "job old has no checkpoint"),
-        (COMPLETE, {"seed": "8"}, {"is_loop": True}, "has its own training loop: set seed in the script"),
+        (COMPLETE, {}, {"is_loop": True}, "has its own training loop, and has succeeded: submit the script again"),
+        (COMPLETE, {"epochs": "9"}, {"is_loop": True}, "and has succeeded: submit the script again"),
+        (
+            replace(COMPLETE, outcome=Outcome.CANCELLED),
+            {"seed": "8"},
+            {"is_loop": True},
+            "has its own training loop: set seed in the script",
+        ),
         (
             COMPLETE,
             {},
@@ -105,6 +112,16 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(InvalidJob, match=why):
         resumed(tmp_path, result, settings, **more)
+
+
+def test_who_asks_for_the_model_of_a_loop_is_told_who_has_it() -> None:
+    """Of one that had succeeded it was said that only those that have succeeded have one."""
+    spec = JobSpec(name="old", file_name="old.py", source_hash="hash", is_loop=True)
+    catalogue: Any = SimpleNamespace(result=lambda job_id: COMPLETE, spec=lambda job_id: spec)
+    nothing: Any = None
+    view: Any = SimpleNamespace(job_id="old")
+    with pytest.raises(InvalidJob, match="job old has its own training loop, and such scripts save their models them"):
+        model_chunks(catalogue, nothing, nothing, nothing, view)
 
 
 def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:
