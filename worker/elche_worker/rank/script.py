@@ -21,8 +21,10 @@ from elche_worker.session import submitted
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import run_script
 
-FOLDER = "script"
-"""Folder of the job's output in which the script lies, if it was sent without its folder."""
+FOLDER = ".script-"
+"""With the job's id after it, the folder of its output in which the script lies, if it was sent without its folder. The
+output may be a folder of the user's, and of several jobs.
+"""
 
 
 def become_script(launch: Launch) -> NoReturn:
@@ -66,7 +68,7 @@ def _prepared(launch: Launch) -> str:
 
 def _written(launch: Launch) -> str:
     """Writes the script, as all ranks do; returns its path."""
-    path = Path(launch.output_dir) / FOLDER / Path(launch.file_name).name
+    path = Path(launch.output_dir) / f"{FOLDER}{launch.job_id}" / Path(launch.file_name).name
     draft = path.with_name(f".{path.name}.{launch.rank}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
