@@ -107,17 +107,15 @@ def found_by(job: Job, core: Coordinator) -> Found:
     for record in ranks:
         devices = places.setdefault((record.agent_id, record.host, record.folder), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
-    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.conditions):
+    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.needs):
         agent = core.fleet.agents[place.agent_id]
-        if agent.starts_loops or not job.spec.is_loop:
-            devices = places.setdefault((place.agent_id, agent.host, agent.folder), {})
-            devices[place.slot] = agent.slots[place.slot].device
+        places.setdefault((place.agent_id, agent.host, agent.folder), {})[place.slot] = agent.slots[place.slot].device
     return Found(
         hosts=tuple(
             FreeSlots(agent_id=agent_id, host=host, devices=devices, folder=folder)
             for (agent_id, host, folder), devices in places.items()
         ),
-        num_slots=core.fleet.num_slots(job.spec.conditions),
+        num_slots=core.fleet.num_slots(job.spec.needs),
         incarnation=min((record.incarnation for record in ranks), default=Incarnation(0)),
     )
 

@@ -27,19 +27,19 @@ class _Offers:
 
     def num_free(self, spec: JobSpec) -> int:
         """Number of free slots that the job may have."""
-        if spec.conditions not in self._num_free:
-            self._num_free[spec.conditions] = len(self._fleet.free_for_one(spec.conditions, self.kept))
-        return self._num_free[spec.conditions]
+        if spec.needs not in self._num_free:
+            self._num_free[spec.needs] = len(self._fleet.free_for_one(spec.needs, self.kept))
+        return self._num_free[spec.needs]
 
     def num_slots(self, spec: JobSpec) -> int:
         """Number of slots that meet the job's conditions."""
-        if spec.conditions not in self._num_slots:
-            self._num_slots[spec.conditions] = self._fleet.num_slots(spec.conditions)
-        return self._num_slots[spec.conditions]
+        if spec.needs not in self._num_slots:
+            self._num_slots[spec.needs] = self._fleet.num_slots(spec.needs)
+        return self._num_slots[spec.needs]
 
     def overlap(self, one: JobSpec, other: JobSpec) -> bool:
         """True if there is a slot that both jobs could have."""
-        return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
+        return one.needs == other.needs or not self._of(one).isdisjoint(self._of(other))
 
     def keep(self, spec: JobSpec) -> None:
         """Keeps the slots that a waiting job could have from jobs behind it."""
@@ -51,9 +51,9 @@ class _Offers:
         self._num_free.clear()
 
     def _of(self, spec: JobSpec) -> set[Place]:
-        if spec.conditions not in self._offered:
-            self._offered[spec.conditions] = set(self._fleet.offered(spec.conditions))
-        return self._offered[spec.conditions]
+        if spec.needs not in self._offered:
+            self._offered[spec.needs] = set(self._fleet.offered(spec.needs))
+        return self._offered[spec.needs]
 
 
 class Placing:
@@ -94,7 +94,7 @@ class Placing:
         self._place_missing(jobs.values(), fleet, now_s)
         shares = Shares(jobs, fleet, quotas)
         waiting = self._place_queued(jobs, fleet, shares, now_s)
-        kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
+        kept = {place for job in waiting for place in fleet.free_places(job.spec.needs)}
         self._place_more(jobs.values(), fleet, shares, kept)
         self.asked = []
         for job in waiting:
@@ -147,7 +147,7 @@ class Placing:
                     num_free,
                     offers.num_slots(spec),
                     is_possible=not spec.is_loop or holds_back(job, fleet),
-                    is_known=not spec.is_loop or fleet.starts_loops(spec.conditions),
+                    has_older=spec.is_loop and fleet.num_slots(spec.conditions) > offers.num_slots(spec),
                 )
                 if ahead is not None:
                     self.behind[job.id] = ahead.id

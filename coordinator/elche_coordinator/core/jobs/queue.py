@@ -29,8 +29,8 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
     None for what needs several slots of one host, which would have to come free there. A job with slots that the
     waiting one cannot use is not asked either: those might come free.
     """
-    jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
-    lack = least - len(fleet.free_for_one(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
+    jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.needs)], waiting.spec.least_ranks
+    lack = least - len(fleet.free_for_one(waiting.spec.needs)) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
     richer = {
         job.spec.account: shares.held(job) - shares.held(waiting) - least
