@@ -6,23 +6,27 @@ and so the draft that one rank has left becomes a checkpoint. Only then does the
 own agent, and so the ranks, are gone: the job would go back to an older checkpoint.
 """
 
+import fcntl
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 
 from elche.channel import HEALTH, NOBODY, open_channel
 from elche.manifest import finish
+from elche.status import hint
 from elche.tls import BadCertificate
 from elche.v1 import rank_pb2
 from elche_worker.agent.job_folders import JobFolders
-from elche_worker.session.outbound import MAX_RETRY_S
-from elche_worker.session.session import Session
+from elche_worker.session.outbound import MAX_RETRY_S, SAY_EVERY_S
+from elche_worker.session.session import LOST, Session
 from elche_worker.session.stopped import FOLDER, StoppedRank, stopped_ranks
 
 log = logging.getLogger(__name__)
@@ -30,46 +34,88 @@ log = logging.getLogger(__name__)
 LIMIT_S = 15.0
 """Seconds for the coordinator to take what was left: other hosts' ranks may have to come back first."""
 ANSWER_S = 5.0
+LOCK = ".lock"
+"""File in a job's folder of records: its lock is held by the worker that hands them in, of several with one folder."""
 
 
 def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.Event) -> None:
     """Waits for the coordinator, hands in what ranks have left in these folders, and removes it. Returns at once if
     there is nothing, and when `is_over` is set.
     """
-    left = {job: ranks for job in folders.newest() if (ranks := _left_in(folders.find(job)))}
+    found = {job: folder for job in folders.newest() if (folder := folders.find(job)) is not None}
+    left = {job: folder for job, folder in found.items() if _left_in(folder)}
     if not left:
         return
-    for job_id, ranks in left.items():
-        log.info("job=%s hands in what %d stopped ranks have left, once the coordinator answers", job_id, len(ranks))
+    for job_id, folder in left.items():
+        log.info("job=%s hands in what stopped ranks have left in %s, once the coordinator answers", job_id, folder)
     try:
         with open_channel(coordinator, tls) as channel:
-            if not _answers(channel, is_over):
-                return
-            jobs = [
-                _Job(job_id, folders.find(job_id), [_Ghost(channel, rank) for rank in ranks])
-                for job_id, ranks in left.items()
-            ]
-            until_s = time.monotonic() + LIMIT_S
-            _wait(lambda: all(one.has_said_all for one in jobs), until_s, is_over)
-            for one in jobs:
-                one.tell_stopped()
-            _wait(lambda: all(one.is_done for one in jobs), until_s, is_over)
-            for one in jobs:
-                one.close(is_over=is_over.is_set())
+            if _answers(channel, coordinator, is_over):
+                _hand_in_now(channel, left, is_over)
     except BadCertificate:
         return  # the agent says so when it attends
 
 
-def _left_in(folder: Path | None) -> list[StoppedRank]:
+def _hand_in_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading.Event) -> None:
+    """Hands in what is in these folders, and waits for other workers that do so."""
+    until_s, others = time.monotonic() + LIMIT_S, []
+    with ExitStack() as locks:
+        jobs = []
+        for job_id, folder in left.items():
+            if not locks.enter_context(_Lock(folder)).is_mine:
+                others.append(folder)
+            elif ranks := _left_in(folder):  # another worker may have handed them in by now
+                jobs.append(_Job(job_id, folder, [_Ghost(channel, rank) for rank in ranks]))
+        _wait(lambda: all(one.has_said_all for one in jobs), until_s, is_over)
+        for one in jobs:
+            one.tell_stopped()
+        _wait(lambda: all(one.is_done for one in jobs), until_s, is_over)
+        for one in jobs:
+            one.close(is_over=is_over.is_set())
+    _wait(lambda: all(map(_is_free, others)), until_s, is_over)
+
+
+class _Lock:
+    """The lock of a job's records while it is a context, unless another worker has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_mine = True
+        """False while another worker has it. Where files cannot be locked each has it."""
+        self._file: int | None = None
+        try:
+            self._file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.is_mine = False
+        except OSError:
+            pass
+
+    def __enter__(self) -> "_Lock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _is_free(folder: Path) -> bool:
+    if not (folder / FOLDER / LOCK).exists():  # they are handed in
+        return True
+    with _Lock(folder) as lock:
+        return lock.is_mine
+
+
+def _left_in(folder: Path) -> list[StoppedRank]:
     try:
-        return stopped_ranks(folder) if folder is not None else []
+        return stopped_ranks(folder)
     except (OSError, ValueError, TypeError) as error:
         log.warning("%s: what stopped ranks have left cannot be read: %s", folder, error)
         return []
 
 
-def _answers(channel: grpc.Channel, is_over: threading.Event) -> bool:
+def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) -> bool:
     """Waits until a coordinator answers, whatever it says; False when `is_over` is set first."""
+    said_s = -SAY_EVERY_S
     ask = channel.unary_unary(HEALTH, request_serializer=bytes, response_deserializer=bytes)
     while not is_over.is_set():
         try:
@@ -78,6 +124,11 @@ def _answers(channel: grpc.Channel, is_over: threading.Event) -> bool:
         except grpc.RpcError as error:
             if error.code() not in NOBODY:
                 return True
+            if time.monotonic() - said_s >= SAY_EVERY_S:
+                said_s = time.monotonic()
+                reason = error.details() or error.code().name
+                reason = f"{advice} ({reason})" if (advice := hint(reason)) else reason
+                log.warning("coordinator=%s does not answer yet (%s); trying again", coordinator, reason)
         is_over.wait(MAX_RETRY_S)
     return False
 
@@ -96,8 +147,8 @@ class _Ghost:
         """Why the coordinator does not listen; empty: it does."""
         self.path = ""
         """The checkpoint that the draft has become; empty: none."""
-        self.is_released = False
-        """True once the coordinator wants nothing more of it: another rank's draft is used."""
+        self.released = ""
+        """Why the coordinator wants nothing more of it; empty: it may."""
         self._has_told = False
         self.session = Session(
             channel, left.secret, on_command=self._take, on_lost=self._lose, store=left.store, unsaid=left.unsaid
@@ -122,15 +173,15 @@ class _Ghost:
             self._has_told = True
 
     def _lose(self, reason: str) -> None:
-        self.lost = reason
+        self.lost = reason.removeprefix(LOST)
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
         if command.HasField("shutdown"):
-            self.is_released = True
+            self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):
             abandoned = rank_pb2.Abandoned(generation=command.abandon.generation)
             self.session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
-        elif command.HasField("round_outcome") and command.round_outcome.HasField("checkpoint"):
+        elif not self.path and command.HasField("round_outcome") and command.round_outcome.HasField("checkpoint"):
             answer = self._write(command.round_outcome)
             self.session.send(answer)
             self.path = answer.checkpoint_saved.path
@@ -143,7 +194,7 @@ class _Ghost:
                 raise OSError("the rank was stopped before it was written")
             path = draft.with_name(Path(outcome.checkpoint.name).name)
             size_bytes = finish(draft, path, json.loads(outcome.checkpoint.training))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             failed = rank_pb2.CheckpointFailed(version=outcome.version, reason=str(error))
             return rank_pb2.ConverseRequest(checkpoint_failed=failed)
         saved = rank_pb2.CheckpointSaved(
@@ -155,7 +206,7 @@ class _Ghost:
 class _Job:
     """The stopped ranks of one job."""
 
-    def __init__(self, job_id: str, folder: Path | None, ghosts: list[_Ghost]) -> None:
+    def __init__(self, job_id: str, folder: Path, ghosts: list[_Ghost]) -> None:
         self._id = job_id
         self._folder = folder
         self._ghosts = ghosts
@@ -168,7 +219,7 @@ class _Job:
     @property
     def is_done(self) -> bool:
         """True once nothing more is to be expected."""
-        awaits_order = any(one.left.draft and not (one.lost or one.is_released) for one in self._ghosts)
+        awaits_order = any(one.left.draft and not (one.lost or one.released) for one in self._ghosts)
         is_written = any(one.path for one in self._ghosts)
         return (is_written or not awaits_order) and all(one.lost or one.has_told for one in self._ghosts)
 
@@ -182,23 +233,23 @@ class _Job:
         coordinator has not heard of these ranks, or if the agent ends now.
         """
         path = next((one.path for one in self._ghosts if one.path), "")
-        lost = next((one.lost for one in self._ghosts if one.lost), "")
+        why = next((one.released or one.lost for one in self._ghosts if one.released or one.lost), "")
         is_heard = all(one.lost or one.has_told for one in self._ghosts)
         for one in self._ghosts:
             one.session.close()
         if not path and (is_over or not is_heard):
-            log.warning("job=%s what its ranks had left stays in its folder: no coordinator takes it", self._id)
+            left = self._folder / FOLDER
+            what_to_do = f"remove {left} if none will: each start of a worker here waits {LIMIT_S:.0f} s for one"
+            log.warning(
+                "job=%s what its ranks had left stays in its folder: no coordinator takes it; %s", self._id, what_to_do
+            )
             return
         for one in self._ghosts:
             if one.left.draft:
                 shutil.rmtree(one.left.draft, ignore_errors=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+        shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         if path:
             log.info("job=%s goes on from %s, which its ranks had left", self._id, path)
             return
-        if any(one.is_released for one in self._ghosts):
-            log.info("job=%s goes on from what its ranks on another host had left", self._id)
-            return
-        why = lost or "the coordinator has something newer, or ranks of other hosts did not come back in time"
-        log.warning("job=%s what its ranks had left is not used (%s): it goes on from elsewhere", self._id, why)
+        why = why or "the coordinator has something newer, or ranks of other hosts did not come back in time"
+        log.warning("job=%s what its ranks had left is not used: %s", self._id, why)

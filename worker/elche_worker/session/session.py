@@ -27,6 +27,9 @@ FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, g
 """Status codes after which another stream would get the same answer."""
 Outgoing = queue.SimpleQueue[rank_pb2.ConverseRequest | None]
 
+LOST = "the coordinator is lost: "
+"""Begins the reason for which a session is lost, if the coordinator does not know the rank any more."""
+
 WHEN_TOO_LARGE = {
     "ready": "it contains the names of the model's tensors, the data set's shards and the checkpoint's state; "
     "give tensors shorter names, or make fewer shards",
@@ -142,7 +145,7 @@ class Session:
             except grpc.RpcError as error:
                 reason = error.details() or error.code().name
                 if error.code() in FOR_GOOD:
-                    return self._on_lost(f"the coordinator is lost: {reason}")
+                    return self._on_lost(f"{LOST}{reason}")
             finally:
                 self._outbound.close()
             if self._closing.is_set():

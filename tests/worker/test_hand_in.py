@@ -1,0 +1,176 @@
+"""A worker that hands in what stopped ranks have left, to a coordinator that a test plays."""
+
+import fcntl
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from elche.manifest import UNFINISHED
+from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.agent import hand_in as module
+from elche_worker.agent.hand_in import LOCK, hand_in
+from elche_worker.agent.job_folders import JobFolders
+from elche_worker.session.stopped import FOLDER, StoppedRank
+
+Commands = list[rank_pb2.ConverseResponse]
+ROUND, NAME = 7, "epoch-0001-step-00000010"
+TRAINING = json.dumps({"version": ROUND})
+
+
+class Coordinator(rank_pb2_grpc.RankServiceServicer):
+    """Answers `Stopped` with commands, and remembers what it was told."""
+
+    def __init__(self, commands: Commands, refusal: str = "") -> None:
+        self.commands = commands
+        self.refusal = refusal
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.port = 0
+
+    def Converse(  # noqa: N802
+        self, requests: Iterator[rank_pb2.ConverseRequest], context: grpc.ServicerContext
+    ) -> Iterator[rank_pb2.ConverseResponse]:
+        if self.refusal:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, self.refusal)
+        yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="store", takes_stopped=True))
+        for request in requests:
+            self.told.put(request.WhichOneof("message") or "")
+            if request.HasField("stopped"):
+                for number, command in enumerate(self.commands, 1):
+                    command.seq = number
+                    yield command
+            yield rank_pb2.ConverseResponse(taken=rank_pb2.Taken(seq=request.seq))
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def all_told(self) -> list[str]:
+        """The kinds of all messages so far."""
+        return [self.told.get() for _ in range(self.told.qsize())]
+
+
+@contextmanager
+def serving(commands: Commands, refusal: str = "") -> Iterator[Coordinator]:
+    """A coordinator while the context is open."""
+    server, coordinator = grpc.server(ThreadPoolExecutor(4)), Coordinator(commands, refusal)
+    rank_pb2_grpc.add_RankServiceServicer_to_server(coordinator, server)
+    coordinator.port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield coordinator
+    finally:
+        server.stop(None).wait()
+
+
+def order() -> rank_pb2.ConverseResponse:
+    """That the draft become a checkpoint."""
+    checkpoint = rank_pb2.WriteCheckpoint(name=NAME, training=TRAINING)
+    outcome = rank_pb2.RoundOutcome(round=ROUND, version=ROUND, checkpoint=checkpoint)
+    return rank_pb2.ConverseResponse(round_outcome=outcome)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """The folder of a job of which one rank has left a draft and its record."""
+    job = tmp_path / "job"
+    draft = job / "checkpoints" / ".stopped.abc"
+    draft.mkdir(parents=True)
+    (draft / UNFINISHED).write_text(json.dumps({"files": {}}))
+    JobFolders(tmp_path).remember("job", job)
+    StoppedRank(
+        job_id="job",
+        rank=0,
+        incarnation=1,
+        secret="secret",
+        store="store",
+        num_sent=0,
+        num_heard=0,
+        messages=[],
+        round=ROUND,
+        draft=str(draft),
+    ).save(job)
+    return job
+
+
+Do = Callable[[Coordinator], str]
+
+
+@pytest.fixture
+def do(left: Path, caplog: pytest.LogCaptureFixture) -> Do:
+    """Hands in; returns what was logged."""
+
+    def run(coordinator: Coordinator) -> str:
+        with caplog.at_level(logging.INFO):
+            hand_in(coordinator.address, "", JobFolders(left.parent), threading.Event())
+        return caplog.text
+
+    return run
+
+
+def test_a_draft_becomes_the_checkpoint_and_a_second_order_of_it_changes_nothing(left: Path, do: Do) -> None:
+    """It said that it failed, since the draft was gone, and the checkpoint was not used."""
+    with serving([order(), order()]) as coordinator:
+        said = do(coordinator)
+        assert f"goes on from {left}/checkpoints/{NAME}, which its ranks had left" in said
+        assert coordinator.all_told() == ["stopped", "checkpoint_saved"]
+    assert not (left / FOLDER).exists()
+
+
+def test_why_a_draft_is_not_used_is_said_as_the_coordinator_says_it(left: Path, do: Do) -> None:
+    shutdown = rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="the job is cancelled"))
+    with serving([shutdown]) as coordinator:
+        assert "job=job what its ranks had left is not used: the job is cancelled\n" in do(coordinator)
+    assert not any((left / "checkpoints").iterdir())
+
+
+def test_of_a_job_that_has_ended_nobody_says_that_it_goes_on(left: Path, do: Do) -> None:
+    with serving([], refusal="unknown rank: its job has ended") as coordinator:
+        assert "job=job what its ranks had left is not used: unknown rank: its job has ended\n" in do(coordinator)
+    assert not (left / FOLDER).exists()
+
+
+def test_what_another_worker_hands_in_is_waited_for_and_not_handed_in_twice(
+    left: Path, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers with one work folder: who attended at once would say that the ranks, which still speak, are gone."""
+    waited: list[bool] = []
+    with serving([order()]) as coordinator, (left / FOLDER / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def wait(condition: Callable[[], bool], until_s: float, is_over: threading.Event) -> None:
+            waited.append(condition())
+
+        monkeypatch.setattr(module, "_wait", wait)
+        do(coordinator)
+        assert waited == [True, True, False], "nothing of its own, and not the other's lock"
+        assert coordinator.all_told() == []
+    assert list((left / FOLDER).glob("*.json")), "its records are the other's"
+
+
+def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT_S", 0.0)
+    with serving([]) as coordinator:
+        assert f"stays in its folder: no coordinator takes it; remove {left / FOLDER} if none will" in do(coordinator)
+
+
+def test_a_coordinator_that_does_not_answer_is_named(left: Path, caplog: pytest.LogCaptureFixture) -> None:
+    is_over = threading.Event()
+    with serving([]) as coordinator:
+        pass  # nobody listens there any more
+    waiting = threading.Thread(target=hand_in, args=(coordinator.address, "", JobFolders(left.parent), is_over))
+    waiting.start()
+    try:
+        while f"coordinator={coordinator.address} does not answer yet (" not in caplog.text:
+            waiting.join(0.01)
+            assert waiting.is_alive()
+    finally:
+        is_over.set()
+        waiting.join()
