@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from elche.v1 import rank_pb2
 from elche_worker.agent.processes import Processes, Start
 from elche_worker.process.leaving import ASK
+from elche_worker.rank import main
+from elche_worker.session.control import Control
 
 RANK = """
 import os, signal, sys, threading
@@ -59,3 +62,33 @@ def test_scripts_with_a_loop_of_their_own_are_not_asked(tmp_path: Path) -> None:
     processes.start(("job", 0, 2), [Start(launch_line="", log_path=tmp_path / "1.log")])
     processes.ask_all()
     assert sent == [(2, ASK)]
+
+
+class Flickering:
+    """A session that was away for these times, in seconds, when one looked."""
+
+    def __init__(self, *away_s: float) -> None:
+        self.left_s = list(away_s)
+        self.is_connected = False
+        self.said: list[str | None] = []
+
+    @property
+    def away_s(self) -> float:
+        away_s = self.left_s.pop(0)
+        self.is_connected = not away_s
+        return away_s
+
+    def send(self, message: rank_pb2.ConverseRequest) -> None:
+        self.said.append(message.WhichOneof("message"))
+
+
+def test_a_rank_that_is_to_leave_stops_alone_only_when_no_coordinator_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream that broke for a moment cost the work of the others, which went on without it."""
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    control, session = Control(), Flickering(0.4, 0.9, 0.0, 0.0, 0.3, 0.0, 0.7, 1.6)
+    stops_at: list[int] = []
+    monkeypatch.setattr(Control, "stop", lambda self: stops_at.append(len(session.left_s)))
+    main._ask_to_leave(control, session)  # type: ignore[arg-type]
+    assert (session.said, stops_at) == (["leaving"], [0])

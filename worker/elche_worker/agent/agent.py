@@ -31,6 +31,7 @@ from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, SpawnerProcess, Start, rank_exited
 from elche_worker.process.interfaces import listening_address
+from elche_worker.process.leaving import ALONE_AFTER_S
 from elche_worker.process.log_times import TimesReader
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.session.launch import BEST, MODEL, Launch
@@ -45,10 +46,6 @@ GRACE_S = 25.0
 """Shorter than the 30 s that Kubernetes, and some clouds, leave between a notice and the end."""
 KEEP_S = 600.0
 """How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
-ALONE_AFTER_S = 1.5
-"""Seconds without a coordinator after which a leaving agent has its ranks stop by themselves; one that is only cut off
-for a moment is there again by then.
-"""
 FOLLOW_EVERY_S = 0.2
 MAX_GONE = 100
 REFUSALS = (

@@ -41,7 +41,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.modes import what_is_still
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
-from elche_worker.process.leaving import leave_on_sigterm
+from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
@@ -82,6 +82,8 @@ the group ended, and to end the others.
 """
 VERDICT_S = 10.0
 """Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
+AWAY_POLL_S = 0.1
+"""Seconds between looks whether the coordinator is away."""
 
 
 def main(launch: Launch) -> None:
@@ -487,9 +489,15 @@ def _end_with_agent() -> None:
 
 
 def _ask_to_leave(control: Control, session: Session) -> None:
-    """Asks the coordinator to let the rank leave. If it is away, or goes away meanwhile, the rank stops by itself."""
-    if session.is_connected:
-        session.send(rank_pb2.ConverseRequest(leaving=rank_pb2.Leaving()))
+    """Asks the coordinator to let the rank leave, once it is there. When it has been away for `ALONE_AFTER_S`, has the
+    rank stop by itself.
+    """
+    has_asked = False
+    while session.away_s < ALONE_AFTER_S:
+        if session.is_connected and not has_asked:
+            session.send(rank_pb2.ConverseRequest(leaving=rank_pb2.Leaving()))
+            has_asked = True
+        time.sleep(AWAY_POLL_S)
     control.stop()
 
 

@@ -22,7 +22,7 @@ class Control:
     leaving: str | None = None
     """Reason for which the rank is to leave; None if it is not."""
     is_told_to_stop: bool = False
-    """True once the process is to end (SIGTERM), whoever else knows of it."""
+    """True once the process is to end (SIGTERM), and the coordinator has been away for more than a moment."""
     abandoned: set[int] = field(default_factory=set)
     """Generations that the coordinator has ordered to abandon."""
     clock: tuple[float, float] | None = None

@@ -80,6 +80,7 @@ class Session:
         """Id of the coordinator's store; empty before its first welcome."""
         self.takes_stopped = False
         """True if the coordinator understands `Stopped`, as its last welcome says."""
+        self._away_since_s = time.monotonic()
         self._closing = threading.Event()
         self._is_leaving = False
         """Set once the session is closing: the coordinator's absence is not reported any more."""
@@ -102,6 +103,11 @@ class Session:
     def is_connected(self) -> bool:
         """True while a stream to the coordinator is open."""
         return self._outbound.is_open
+
+    @property
+    def away_s(self) -> float:
+        """Seconds for which there has been no stream to the coordinator; 0 while one is open."""
+        return 0.0 if self.is_connected else time.monotonic() - self._away_since_s
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
         """Queues a message. Raises `ElcheError` for one that is too large."""
@@ -147,6 +153,8 @@ class Session:
                 if error.code() in FOR_GOOD:
                     return self._on_lost(f"{LOST}{reason}")
             finally:
+                if self.is_connected:
+                    self._away_since_s = time.monotonic()
                 self._outbound.close()
             if self._closing.is_set():
                 break
