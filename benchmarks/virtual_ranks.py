@@ -21,12 +21,12 @@ from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_coordinator.core.messages.events import Event, ResultReceived
 from elche_coordinator.core.messages.ids import RoundId
 from elche_coordinator.core.messages.spec import HeaderRow
-from elche_coordinator.simulator.collective import Entry, Parameters
+from elche_coordinator.simulator.collective import Parameters, RoundEntry
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
-from elche_worker.collectives.gains import Bounds, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import Shuffled
@@ -119,7 +119,7 @@ class World:
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
         self._spread: Spread | None = None
-        self._bounds = [Bounds() for _ in range(num_ranks)]
+        self._bounds = [BoundsWatch() for _ in range(num_ranks)]
         self._ema = Ema(way.ema) if way.ema else None
         self._samples = 0
         self._num_points = num_points
@@ -357,7 +357,7 @@ class TrainingRank(SyntheticRank):
         round_id: RoundId,
         header: tuple[HeaderRow, ...],
         result: Parameters,
-        entry: Entry,
+        entry: RoundEntry,
         collective_s: float,
     ) -> None:
         trained = sum(one.numel() for one in self._model.parameters())

@@ -9,7 +9,7 @@ Ranges = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CoveredPiece:
     """Consecutive positions of an epoch, and where they come from."""
 
     epoch: int
@@ -28,7 +28,7 @@ def words(epoch: int, start: int, end: int) -> str:
     return f"epoch {epoch}: positions {start} to {end - 1} ({end - start} samples)"
 
 
-def joined(pieces: Iterable[Piece]) -> list[tuple[int, int, int]]:
+def joined(pieces: Iterable[CoveredPiece]) -> list[tuple[int, int, int]]:
     """The pieces as (epoch, start, end), with each one that continues the one before it joined to it."""
     found: list[tuple[int, int, int]] = []
     for piece in pieces:
@@ -39,7 +39,7 @@ def joined(pieces: Iterable[Piece]) -> list[tuple[int, int, int]]:
     return found
 
 
-def ranges_of(pieces: Iterable[Piece]) -> Ranges:
+def ranges_of(pieces: Iterable[CoveredPiece]) -> Ranges:
     """The positions of the pieces, by epoch."""
     ordered = sorted((piece.epoch, piece.start, piece.end) for piece in pieces if piece.size)
     found: Ranges = {}
@@ -52,12 +52,12 @@ def ranges_of(pieces: Iterable[Piece]) -> Ranges:
     return found
 
 
-def overlaps(pieces: Iterable[Piece]) -> list[str]:
+def overlaps(pieces: Iterable[CoveredPiece]) -> list[str]:
     """The positions that are in more than one piece, a line each."""
     found = []
     ordered = sorted(pieces, key=lambda piece: (piece.epoch, piece.start, piece.end))
     for epoch, group in groupby(ordered, key=lambda piece: piece.epoch):
-        last: Piece | None = None
+        last: CoveredPiece | None = None
         for piece in group:
             if last is not None and piece.start < last.end:
                 end = min(piece.end, last.end)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elche_audit.coverage import Piece, Ranges, joined, ranges_of
-from elche_audit.rank_file import Batch, Entered, RankFile, Received
+from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
+from elche_audit.rank_file import Entered, RankFile, Received, TrainedBatch
 from elche_audit.run_folder import RunFolder
 
 
@@ -13,7 +13,7 @@ class Part:
     """What one rank process brought to a committed round."""
 
     file: RankFile
-    batches: list[Batch]
+    batches: list[TrainedBatch]
     is_left_out: bool = False
 
     @property
@@ -21,13 +21,13 @@ class Part:
         """Samples of its batches."""
         return sum(batch.size for batch in self.batches)
 
-    def pieces(self, version: int) -> list[Piece]:
+    def pieces(self, version: int) -> list[CoveredPiece]:
         """The positions of its batches."""
         return [_piece(batch, f"{self.file.who} in version {version}") for batch in self.batches]
 
 
 @dataclass(slots=True)
-class Round:
+class AuditedRound:
     """One averaging, as far as files tell of it."""
 
     attempt: int
@@ -59,7 +59,7 @@ class Round:
         """True if the files of all its ranks are there."""
         return len(self.entries) >= self.result.num_rows
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[CoveredPiece]:
         """All positions that it has booked."""
         return [piece for part in self.parts for piece in part.pieces(self.version)]
 
@@ -73,13 +73,13 @@ class Attempt:
     """The version with which it began."""
     base_samples: int
     files: list[RankFile]
-    rounds: dict[int, Round] = field(default_factory=dict)
+    rounds: dict[int, AuditedRound] = field(default_factory=dict)
     """The committed rounds, by version."""
     booked: dict[str, int] = field(default_factory=dict)
     """By file: its batches that are in committed rounds."""
-    rivals: list[Round] = field(default_factory=list)
+    rivals: list[AuditedRound] = field(default_factory=list)
     """Further rounds that were committed with the same version as another one."""
-    undecided: list[Round] = field(default_factory=list)
+    undecided: list[AuditedRound] = field(default_factory=list)
     """Rounds with a result of which nobody has heard whether they are committed."""
 
     @property
@@ -113,7 +113,7 @@ class Evidence:
             recorded={(one.generation, one.parts) for one in run.rounds or ()},
         )
 
-    def shows(self, one: Round) -> bool:
+    def shows(self, one: AuditedRound) -> bool:
         """True if a rank with the round's result was told that it is committed, or has gone on from it."""
         return any(
             (name, one.number, result.version) in self.told or (name, result.version) in self.gone_on
@@ -132,7 +132,7 @@ def _attempt(run: RunFolder, number: int) -> Attempt:
     loaded = [file for file in files if file.start.resume] or files  # a rank that joins later begins at version 0
     first = min(loaded, key=lambda file: (file.start.version, file.start.incarnation)).start
     attempt = Attempt(number, first.version, first.samples, files)
-    candidates: dict[int, list[Round]] = {}
+    candidates: dict[int, list[AuditedRound]] = {}
     for one in _rounds(files):
         if one.results:
             candidates.setdefault(one.version, []).append(one)
@@ -142,19 +142,19 @@ def _attempt(run: RunFolder, number: int) -> Attempt:
     return attempt
 
 
-def _rounds(files: Iterable[RankFile]) -> list[Round]:
-    found: dict[tuple[int, int], Round] = {}
+def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
+    found: dict[tuple[int, int], AuditedRound] = {}
     for file in sorted(files, key=lambda file: (file.start.rank, file.start.incarnation)):
         for entry in file.rounds:
             key = (entry.generation, entry.round)
-            one = found.setdefault(key, Round(entry.attempt, *key))
+            one = found.setdefault(key, AuditedRound(entry.attempt, *key))
             one.entries[file.name] = entry
             if key in file.results:
                 one.results[file.name] = file.results[key]
     return list(found.values())
 
 
-def _choose(attempt: Attempt, version: int, candidates: list[Round], evidence: Evidence) -> None:
+def _choose(attempt: Attempt, version: int, candidates: list[AuditedRound], evidence: Evidence) -> None:
     """Decides which of the rounds with this version are committed, and books their parts."""
     said = [one for one in candidates if evidence.shows(one)]
     if not said and len(candidates) == 1 and version in evidence.used:
@@ -174,7 +174,7 @@ def contents(parts: Sequence[Part]) -> tuple[tuple[tuple[int, int, int], ...], .
     return tuple(tuple(joined(map(_piece, part.batches))) for part in parts if part.batches)
 
 
-def _parts(one: Round, attempt: Attempt) -> list[Part]:
+def _parts(one: AuditedRound, attempt: Attempt) -> list[Part]:
     """The batches of each rank since the last committed round that it was in."""
     files = {file.name: file for file in attempt.files}
     parts = []
@@ -185,7 +185,7 @@ def _parts(one: Round, attempt: Attempt) -> list[Part]:
     return parts
 
 
-def _mark_silent(one: Round, parts: list[Part]) -> None:
+def _mark_silent(one: AuditedRound, parts: list[Part]) -> None:
     """Ranks that died before they had the result: they were left out if all samples left out are explained by that."""
     rest = one.result.left_out - sum(part.samples for part in parts if part.is_left_out)
     silent = [part for part in parts if part.file.name not in one.results]
@@ -195,10 +195,10 @@ def _mark_silent(one: Round, parts: list[Part]) -> None:
             part.is_left_out = True
 
 
-def _piece(batch: Batch, source: str = "") -> Piece:
-    return Piece(batch.epoch, batch.offset, batch.offset + batch.size, source)
+def _piece(batch: TrainedBatch, source: str = "") -> CoveredPiece:
+    return CoveredPiece(batch.epoch, batch.offset, batch.offset + batch.size, source)
 
 
-def positions(rounds: Iterable[Round], before: Iterable[Piece] = ()) -> Ranges:
+def positions(rounds: Iterable[AuditedRound], before: Iterable[CoveredPiece] = ()) -> Ranges:
     """All positions that the rounds have booked, and those of `before`, by epoch."""
     return ranges_of([*before, *(piece for one in rounds for piece in one.pieces())])

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from elche_audit.coverage import Piece, Ranges, difference, gaps, overlaps, words
-from elche_audit.history import Attempt, Round, attempts_of, contents, positions
+from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
+from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
 from elche_audit.rank_file import Damaged, RankFile
 from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, RecordedRound, RunFolder, read_books, read_run
 from elche_audit.verdict import Thrown, Verdict
@@ -40,9 +40,9 @@ class _Judge:
         """True if all rounds are known, so that what is in none of them was not trained."""
         self._base: CheckpointBooks | None = None
         """The checkpoint from which the run has resumed."""
-        self._chains: dict[int, list[Round]] = {}
+        self._chains: dict[int, list[AuditedRound]] = {}
         """By attempt: the rounds of this folder that its model consists of."""
-        self._thrown_rounds: list[tuple[Round, int]] = []
+        self._thrown_rounds: list[tuple[AuditedRound, int]] = []
         """Committed rounds before whose version the job went back, with the version to which it went."""
 
     def judge(self) -> None:
@@ -79,7 +79,7 @@ class _Judge:
             if file.start.epoch_sizes() != self._sizes:
                 self._refute([f"{file.who}: it was to train other epochs than the other ranks"])
 
-    def _is_inside(self, piece: Piece) -> bool:
+    def _is_inside(self, piece: CoveredPiece) -> bool:
         return piece.epoch < len(self._sizes) and piece.size > 0 and piece.end <= self._sizes[piece.epoch]
 
     def _check_leases(self) -> None:
@@ -95,7 +95,7 @@ class _Judge:
     # Attempts
 
     def _link_attempts(self) -> None:
-        chain: list[Round] = []
+        chain: list[AuditedRound] = []
         for attempt in self._attempts:
             is_first = attempt is self._attempts[0]
             if is_first and attempt.base:
@@ -126,7 +126,7 @@ class _Judge:
                 ]
             )
 
-    def _go_back(self, chain: list[Round], attempt: Attempt) -> list[Round]:
+    def _go_back(self, chain: list[AuditedRound], attempt: Attempt) -> list[AuditedRound]:
         """The rounds that stay when the job goes back."""
         first = self._base.version if self._base is not None else 0
         last = chain[-1].version if chain else first
@@ -156,7 +156,7 @@ class _Judge:
         if len(lacking) > MAX_LACKING:
             self._lack(f"and {len(lacking) - MAX_LACKING} more rounds like these")
 
-    def _check_round(self, one: Round, samples: int) -> None:
+    def _check_round(self, one: AuditedRound, samples: int) -> None:
         found = _differing(one)
         num_rows = one.result.num_rows
         if one.version != (newest := max(entry.version for entry in one.entries.values())) + 1:
@@ -231,16 +231,16 @@ class _Judge:
     def _has(self, ranges: Ranges, one: tuple[int, int, int]) -> bool:
         return any(start <= one[1] < end for start, end in ranges.get(one[0], []))
 
-    def _with_base(self, rounds: Sequence[Round]) -> Ranges:
+    def _with_base(self, rounds: Sequence[AuditedRound]) -> Ranges:
         """All positions of the rounds, and of the checkpoint from which the run has resumed."""
         return positions(rounds, self._base_pieces())
 
-    def _base_pieces(self) -> list[Piece]:
+    def _base_pieces(self) -> list[CoveredPiece]:
         if self._base is None:
             return []
         source = f"checkpoint {self._base.name}"
         ranges = self._base.ranges(self._full_size)
-        return [Piece(epoch, start, end, source) for epoch in ranges for start, end in ranges[epoch]]
+        return [CoveredPiece(epoch, start, end, source) for epoch in ranges for start, end in ranges[epoch]]
 
     # The coordinator's record
 
@@ -327,7 +327,7 @@ class _Judge:
         self._verdict.thrown = [one for one in found.values() if one.samples]
 
 
-def _differing(one: Round) -> list[str]:
+def _differing(one: AuditedRound) -> list[str]:
     """The values of a round that two ranks tell differently, a line each."""
     found = []
     told: dict[str, tuple[int, str]] = {}
@@ -340,18 +340,18 @@ def _differing(one: Round) -> list[str]:
     return found
 
 
-def _lacks_ranks(one: Round) -> str:
+def _lacks_ranks(one: AuditedRound) -> str:
     return (
         f"{one.words} (version {one.version}) had {one.result.num_rows} ranks, and the files of {len(one.entries)} "
         "tell of it: the file of a rank is missing, or not whole"
     )
 
 
-def _pieces(file: RankFile) -> list[Piece]:
-    return [Piece(one.epoch, one.offset, one.offset + one.size) for one in file.batches]
+def _pieces(file: RankFile) -> list[CoveredPiece]:
+    return [CoveredPiece(one.epoch, one.offset, one.offset + one.size) for one in file.batches]
 
 
-def _outside(file: RankFile, piece: Piece) -> str:
+def _outside(file: RankFile, piece: CoveredPiece) -> str:
     return f"{words(piece.epoch, piece.start, piece.end)} of {file.who} are outside the epochs of the job"
 
 
@@ -361,11 +361,11 @@ def _reason(file: RankFile) -> str:
     return "its process was killed, or has crashed, before a round took them"
 
 
-def _is_same(entry: RecordedRound, one: Round) -> bool:
+def _is_same(entry: RecordedRound, one: AuditedRound) -> bool:
     return (entry.generation, entry.parts) == (one.generation, contents(one.parts))
 
 
-def _differs(entry: RecordedRound, one: Round) -> str:
+def _differs(entry: RecordedRound, one: AuditedRound) -> str:
     made = RecordedRound(one.generation, contents(one.parts))
     return f"version {one.version} has two contents: {CADENCE} says {_told(entry)}, and the ranks made {_told(made)}"
 

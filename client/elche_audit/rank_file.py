@@ -62,7 +62,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainedBatch:
     """A batch that is done."""
 
     lease: int
@@ -138,7 +138,7 @@ class RankFile:
 
     name: str
     start: Start
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[TrainedBatch] = field(default_factory=list)
     rounds: list[Entered] = field(default_factory=list)
     results: dict[tuple[int, int], Received] = field(default_factory=dict)
     """Results by generation and round."""
@@ -225,7 +225,7 @@ class _Reader:
     def take(self, kind: int, numbers: tuple[Any, ...]) -> None:
         """Adds a record."""
         if kind in (BATCH, SKIPPED):
-            self._take_batch(Batch(*(*numbers, kind == SKIPPED)))
+            self._take_batch(TrainedBatch(*(*numbers, kind == SKIPPED)))
         elif kind == ENTERED:
             self._take_entry(Entered(*numbers))
         elif kind == RECEIVED:
@@ -237,7 +237,7 @@ class _Reader:
         else:
             self._file.has_ended = True
 
-    def _take_batch(self, batch: Batch) -> None:
+    def _take_batch(self, batch: TrainedBatch) -> None:
         self._step += 1
         self._cut += batch.size
         if batch.step != self._step:

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from elche.v1 import job_pb2
-from elche_audit.coverage import Piece, Ranges, joined, ranges_of
+from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
 from elche_audit.rank_file import Damaged, RankFile, read
 
 AUDIT, CADENCE, RECORD, RUN = "audit", "cadence.binpb", "record.json", "run.json"
@@ -168,7 +168,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _recorded(message: job_pb2.RecordedRound) -> RecordedRound:
     parts = [
-        joined(Piece(one.epoch, one.offset, one.offset + one.size) for one in part.slices) for part in message.parts
+        joined(CoveredPiece(one.epoch, one.offset, one.offset + one.size) for one in part.slices)
+        for part in message.parts
     ]
     return RecordedRound(message.generation, tuple(tuple(part) for part in parts if part))
 
@@ -194,7 +195,7 @@ def read_books(path: Path) -> CheckpointBooks:
         training = manifest["training"]
         ledger = training["ledger"]
         books = ranges_of(
-            Piece(int(epoch), int(start), int(end))
+            CoveredPiece(int(epoch), int(start), int(end))
             for epoch, book in ledger["books"].items()
             for start, end in book["committed"]
         )

@@ -94,7 +94,7 @@ def up(
     """
     from elche.errors import ElcheError
     from elche_client import contexts
-    from elche_client.launchers import Fleet, launcher_of
+    from elche_client.launchers import AgentFleet, launcher_of
     from elche_client.notices import print_notice
 
     if not token_file and os.environ.get("ELCHE_TOKEN"):
@@ -102,7 +102,7 @@ def up(
     if token_file and not Path(token_file).is_file():
         raise ElcheError(f"--token-file {token_file}: there is no such file")
     launcher = launcher_of(engine, target, options or ())
-    fleet = Fleet(
+    fleet = AgentFleet(
         name=name,
         num_agents=agents,
         gpus_per_agent=gpus_per_agent,

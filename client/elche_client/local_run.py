@@ -48,7 +48,7 @@ from elche_client.record import JobRecord, to_json
 
 if TYPE_CHECKING:
     from elche_client.client import JobHandle
-    from elche_client.progress import Progress
+    from elche_client.progress import ProgressDisplay
 
 COMMAND = "run.json"
 CADENCE = "cadence.binpb"
@@ -315,7 +315,7 @@ class LocalRun:
             except Interrupted as interrupted:
                 return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
 
-    def _show(self, event: Shown, progress: "Progress") -> None:
+    def _show(self, event: Shown, progress: "ProgressDisplay") -> None:
         self._record(event)
         if isinstance(event, ProcessRestarted):
             print_notice(f"the {event.process} was killed by {signal_name(event.number)}; it is started again")

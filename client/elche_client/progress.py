@@ -39,7 +39,7 @@ leave its old border behind.
 MIN_WIDTH = 20
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Shows a job's events and the output of its ranks, between `__enter__` and `__exit__`."""
 
     def show(self, event: Event) -> None: ...
@@ -53,13 +53,13 @@ class Progress(Protocol):
     ) -> None: ...
 
 
-def make_progress(*, on_stderr: bool, as_events: bool = False) -> Progress:
+def make_progress(*, on_stderr: bool, as_events: bool = False) -> ProgressDisplay:
     """The display of this process; in a pod of Kubeflow's trainer it also reports to that."""
     shown = _shown(on_stderr=on_stderr, as_events=as_events)
     return Told(shown, Reporter()) if kubeflow.URL in os.environ else shown
 
 
-def _shown(*, on_stderr: bool, as_events: bool) -> Progress:
+def _shown(*, on_stderr: bool, as_events: bool) -> ProgressDisplay:
     if as_events:
         return EventLines()
     console = Console(stderr=on_stderr, highlight=False)
@@ -72,7 +72,7 @@ def _shown(*, on_stderr: bool, as_events: bool) -> Progress:
 class Told:
     """Wraps a display, and reports events to Kubeflow."""
 
-    def __init__(self, shown: Progress, reporter: Reporter) -> None:
+    def __init__(self, shown: ProgressDisplay, reporter: Reporter) -> None:
         self._shown = shown
         self._reporter = reporter
 

@@ -21,7 +21,7 @@ from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput
 from elche_client.options import read_source
 from elche_client.output import exit_code_of
 from elche_client.processes import ChildProcess, ProcessError, exit_error, signal_name
-from elche_client.progress import Progress, make_progress
+from elche_client.progress import ProgressDisplay, make_progress
 
 RUNNER = "elche_worker.trainer"
 POLL_S = 0.2
@@ -92,7 +92,7 @@ class ScriptRun(LocalRun):
             )
             self._running.add(name)
 
-    def _follow_loop(self, client: Client, progress: Progress) -> tuple[JobResult, int]:
+    def _follow_loop(self, client: Client, progress: ProgressDisplay) -> tuple[JobResult, int]:
         """Shows the job once the script has attached itself as one. Returns when all its processes have exited."""
         handle: JobHandle | None = None
         result: JobResult | None = None
@@ -167,7 +167,7 @@ class ScriptRun(LocalRun):
         if is_over:
             self._give_up_s = min(self._give_up_s, time.monotonic() + PEERS_GRACE_S)
 
-    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: Progress) -> JobResult:
+    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: ProgressDisplay) -> JobResult:
         with suppress(ElcheError, TimeoutError):
             if handle is not None:
                 self._save_and_cancel(handle, lambda event: self._show(event, progress), interrupted)

@@ -30,7 +30,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TimelineMark:
     """A point in time: a message of the coordinator to a rank, or an event of the job (`rank` is None)."""
 
     rank: int | None
@@ -44,7 +44,7 @@ class Timeline:
     """All spans and marks of one job, in order of time."""
 
     spans: list[Span] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[TimelineMark] = field(default_factory=list)
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """(offset of its clock from the coordinator's, error of the offset) in seconds, by rank."""
     num_dropped: int = 0
@@ -71,10 +71,10 @@ def read(lines: Iterable[str], where: str) -> Timeline:
             timeline.num_dropped += row["dropped"]
         elif "told" in row:
             facts = {name: value for name, value in row.items() if name not in ("told", "at", "name")}
-            timeline.marks.append(Mark(row["told"], row["name"], row["at"], facts))
+            timeline.marks.append(TimelineMark(row["told"], row["name"], row["at"], facts))
         elif "event" in row:
             facts = {name: value for name, value in row.items() if name not in ("event", "at")}
-            timeline.marks.append(Mark(None, row["event"], row["at"], facts))
+            timeline.marks.append(TimelineMark(None, row["event"], row["at"], facts))
     timeline.spans.sort(key=lambda span: span.start_s)
     timeline.marks.sort(key=lambda mark: mark.at_s)
     timeline.spans = sorted([*_explained(timeline), *_gaps(timeline)], key=lambda span: span.start_s)
@@ -162,7 +162,7 @@ class _Marks:
         self._all = [one for one in timeline.marks if one.rank == rank and name in ("", one.name)]
         self._at_s = [one.at_s for one in self._all]
 
-    def last_until(self, at_s: float) -> Mark | None:
+    def last_until(self, at_s: float) -> TimelineMark | None:
         """The last mark up to a time; None before the first."""
         index = bisect_right(self._at_s, at_s)
         return self._all[index - 1] if index else None

@@ -16,7 +16,7 @@ from elche.token import FILE_VARIABLE, read_token
 from elche_client.client import Client
 from elche_client.contexts import tls_of
 from elche_client.events import JobResult
-from elche_client.launchers import Fleet
+from elche_client.launchers import AgentFleet
 from elche_client.launchers.ray import Ray
 
 __all__ = ["Scaling", "run"]
@@ -64,7 +64,7 @@ def run(
             token, tls = read_token({FILE_VARIABLE: token_file}), ""
         else:
             tls = tls_of(coordinator)
-        fleet = Fleet(
+        fleet = AgentFleet(
             name=f"run-{secrets.token_hex(3)}",
             num_agents=scaling.num_agents,
             gpus_per_agent=scaling.gpus_per_agent,

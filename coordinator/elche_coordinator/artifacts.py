@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, Place, problem_of, rank_log, reason_of
+from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, problem_of, rank_log, reason_of
 from elche.errors import ElcheError, InvalidJob
 from elche.manifest import EMA, WEIGHTS
 from elche.v1 import agent_pb2
@@ -267,7 +267,7 @@ class Artifacts:
         if entry is None:
             raise InvalidJob(f"the artifact store has no {name} of job {job_id}")
         try:
-            place = await self._in_thread(Place, entry["root"], entry["folder"])
+            place = await self._in_thread(StoreFolder, entry["root"], entry["folder"])
             reading = place.read(name, entry["files"][name])
             while (data := await self._in_thread(next, reading, None)) is not None:
                 yield data
@@ -393,7 +393,7 @@ def _manifest_of(path: str) -> str:
 
 def _check(root: str, folder: str, host: str, manifest: bytes) -> None:
     """Raises `InvalidJob` unless this process finds what the host says that it has stored."""
-    place = Place(root, folder)
+    place = StoreFolder(root, folder)
     try:
         found = b"".join(place.read(MANIFEST))
     except Exception as error:  # packages of fsspec raise what they like

@@ -28,11 +28,11 @@ SMALL_BYTES = 1 << 14
 Part = averaging_pb2.Part
 
 
-class RoundAborted(ElcheError):
+class RelayAborted(ElcheError):
     """The round was aborted."""
 
 
-class Member:
+class RelayedRank:
     """One rank's stream in a round, with a bounded queue of parts in each direction."""
 
     def __init__(self) -> None:
@@ -82,16 +82,16 @@ class RelayRound:
         """The reason why the round was aborted; empty if it was not."""
         self.is_complete = False
         self.ended = asyncio.Event()
-        self._members: list[Member | None] = [None] * size
+        self._members: list[RelayedRank | None] = [None] * size
         self._stall_s = stall_s
         self._pool = pool
         self._running: asyncio.Task[None] | None = None
 
-    def join(self, position: int) -> Member:
+    def join(self, position: int) -> RelayedRank:
         """Adds a member; the operations begin with the last. Raises `RoundAborted` when they have begun or ended."""
         if self._running is not None or self.ended.is_set():
-            raise RoundAborted(self.reason or "this rank has joined the round before")
-        member = self._members[position] = Member()
+            raise RelayAborted(self.reason or "this rank has joined the round before")
+        member = self._members[position] = RelayedRank()
         members = [one for one in self._members if one is not None]
         if len(members) == len(self._members):
             self._running = asyncio.ensure_future(self._run(members))
@@ -102,7 +102,7 @@ class RelayRound:
         is_gathered = part.operation == averaging_pb2.OPERATION_GATHER
         return max(1, MAX_PART_BYTES // len(self._members)) if is_gathered else MAX_PART_BYTES
 
-    def leave(self, position: int, member: Member) -> None:
+    def leave(self, position: int, member: RelayedRank) -> None:
         """Removes a member whose stream has ended. Before all have joined, it may join again."""
         member.leave()
         if self._running is None and self._members[position] is member:
@@ -114,7 +114,7 @@ class RelayRound:
             self._running.cancel()
         self._end(reason)
 
-    async def _run(self, members: list[Member]) -> None:
+    async def _run(self, members: list[RelayedRank]) -> None:
         try:
             while not self.is_complete:
                 parts = await self._take_parts(members)
@@ -122,10 +122,10 @@ class RelayRound:
                 if not self.is_complete:
                     await self._answer(members, await self._combine(parts))
             self._end("")
-        except RoundAborted as error:
+        except RelayAborted as error:
             self._end(str(error))
 
-    async def _take_parts(self, members: list[Member]) -> list[Part]:
+    async def _take_parts(self, members: list[RelayedRank]) -> list[Part]:
         """The next part of every member, in rank order. Raises `RoundAborted` when they differ in operation or size."""
         parts = []
         try:
@@ -133,16 +133,16 @@ class RelayRound:
                 for position, member in enumerate(members):
                     part = await member.next_part()
                     if part is None:
-                        raise RoundAborted(f"rank {position} left the averaging")
+                        raise RelayAborted(f"rank {position} left the averaging")
                     parts.append(part)
         except TimeoutError:
-            raise RoundAborted(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
+            raise RelayAborted(f"rank {len(parts)} has sent nothing for {self._stall_s:.0f} s") from None
         first = parts[0]
         for position, part in enumerate(parts):
             if part.operation != first.operation or part.source != first.source or part.source >= len(parts):
-                raise RoundAborted(f"ranks 0 and {position} have sent different operations")
+                raise RelayAborted(f"ranks 0 and {position} have sent different operations")
             if part.operation != averaging_pb2.OPERATION_BROADCAST and len(part.data) != len(first.data):
-                raise RoundAborted(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
+                raise RelayAborted(f"ranks 0 and {position} have sent {len(first.data)} and {len(part.data)} bytes")
         return parts
 
     async def _combine(self, parts: list[Part]) -> list[bytes]:
@@ -162,22 +162,22 @@ class RelayRound:
             case averaging_pb2.OPERATION_SUM_FLOAT64:
                 return [await self._sum(data, "float64")] * size
             case unknown:
-                raise RoundAborted(f"operation {unknown} is not known")
+                raise RelayAborted(f"operation {unknown} is not known")
 
     async def _sum(self, data: list[bytes], kind: str) -> bytes:
         if len(data[0]) % (4 if kind == "float32" else 8):
-            raise RoundAborted(f"{len(data[0])} bytes are no whole number of {kind} values")
+            raise RelayAborted(f"{len(data[0])} bytes are no whole number of {kind} values")
         if len(data[0]) < SMALL_BYTES:
             return _add_up(data, kind)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _add_up, data, kind)
 
-    async def _answer(self, members: list[Member], answers: list[bytes]) -> None:
+    async def _answer(self, members: list[RelayedRank], answers: list[bytes]) -> None:
         for position, (member, answer) in enumerate(zip(members, answers, strict=True)):
             try:
                 async with asyncio.timeout(self._stall_s):
                     await member.put_answer(answer)
             except TimeoutError:
-                raise RoundAborted(f"rank {position} has received nothing for {self._stall_s:.0f} s") from None
+                raise RelayAborted(f"rank {position} has received nothing for {self._stall_s:.0f} s") from None
 
     def _end(self, reason: str) -> None:
         if not self.ended.is_set():
@@ -250,12 +250,12 @@ async def take_part(
             task.cancel()
         relay.leave(position, member)
     if not relay.is_complete:
-        raise RoundAborted(relay.reason)
+        raise RelayAborted(relay.reason)
     yield b""
 
 
 async def _read(
-    requests: AsyncIterator[averaging_pb2.AverageRequest], relay: RelayRound, position: int, member: Member
+    requests: AsyncIterator[averaging_pb2.AverageRequest], relay: RelayRound, position: int, member: RelayedRank
 ) -> None:
     """Reads a member's parts at the pace of the relay."""
     async for request in requests:

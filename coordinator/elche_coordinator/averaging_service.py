@@ -8,7 +8,7 @@ import grpc
 from elche.status import answering
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.access import authenticated
-from elche_coordinator.averaging import Averager, RoundAborted, take_part
+from elche_coordinator.averaging import Averager, RelayAborted, take_part
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup, SessionCommand
 from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.driver import Driver
@@ -43,7 +43,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
             generation, round_id = GenerationId(join.generation), RoundId(join.round)
             seat = self._driver.core.position_in_round(address, generation, round_id)
             if seat is None:
-                raise RoundAborted(f"round {round_id} is not open")
+                raise RelayAborted(f"round {round_id} is not open")
             position, size = seat
             relay = self._averager.relay(address["job_id"], round_id, size)
             async for data in take_part(relay, position, request_iterator):

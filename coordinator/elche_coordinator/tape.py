@@ -23,7 +23,7 @@ from elche_coordinator.job_rows import Record
 from elche_coordinator.snapshots import Snapshots, join
 from elche_coordinator.store import Store
 from elche_coordinator.unpickling import loads, unsealed
-from elche_coordinator.writer import Batch, Writer
+from elche_coordinator.writer import Transaction, Writer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Tape:
         self._snapshots = snapshots
         self._rows = rows
         self._sources = sources
-        self._batch = Batch(last=first - 1)
+        self._batch = Transaction(last=first - 1)
         self._num_since = SAVE_EVERY
         """Events since the last saved state. The first one is made with the first event."""
         self._next_save_s = 0.0
@@ -101,7 +101,7 @@ class Tape:
         may_save = self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s
         if may_save or self._snapshots.is_due:
             self._save_state()
-        batch, self._batch = self._batch, Batch(last=self._batch.last)
+        batch, self._batch = self._batch, Transaction(last=self._batch.last)
         if batch.entries or batch.saved:
             batch.rows |= {job_id: row for job_id, row in self._rows().items() if job_id not in batch.forgotten}
             batch.sources |= self._sources()

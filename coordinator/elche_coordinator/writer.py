@@ -23,7 +23,7 @@ RETRY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class Transaction:
     """Changes that become durable together, atomically."""
 
     last: int
@@ -47,7 +47,7 @@ class Batch:
             self.rows.pop(job_id, None)
             self.specs.pop(job_id, None)
 
-    def add(self, later: "Batch") -> None:
+    def add(self, later: "Transaction") -> None:
         """Merges a later batch."""
         self.last = later.last
         self.entries = [] if later.saved else self.entries + later.entries
@@ -74,7 +74,7 @@ class Writer:
         self._store = store
         self._on_written = on_written
         self._on_refused = on_refused
-        self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Transaction | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.num_failures = 0
         self.failing = ""
@@ -83,7 +83,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: Transaction) -> None:
         """Queues a batch to be written."""
         self._queue.put(batch)
 
@@ -103,7 +103,7 @@ class Writer:
             if self._stopped.is_set() and self._queue.empty():
                 return
 
-    def _encode(self, batch: Batch) -> list[JobRow]:
+    def _encode(self, batch: Transaction) -> list[JobRow]:
         """The newest row of each job as JSON, and its spec if the batch has one."""
         encoded = []
         for job_id, row in batch.rows.items():
@@ -121,7 +121,7 @@ class Writer:
                 self._on_refused(job_id, f"its record cannot be written: {error}")
         return encoded
 
-    def _write_until_done(self, batch: Batch) -> bool:
+    def _write_until_done(self, batch: Transaction) -> bool:
         rows, entries = self._encode(batch), sealed(pickle.dumps(batch.entries)) if batch.entries else b""
         while True:
             started_s = time.perf_counter()

@@ -70,7 +70,7 @@ def reason_of(error: BaseException) -> str:
     return " ".join(said.split())[:MAX_REASON_CHARS]
 
 
-class Place:
+class StoreFolder:
     """One folder of a store. Calls raise what the store raises: `OSError`, or other errors of fsspec's packages."""
 
     def __init__(self, root: str, folder: str) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from elche_client.launchers import ENGINES, BadFleet, Fleet, launcher_of
+from elche_client.launchers import ENGINES, AgentFleet, BadFleet, launcher_of
 from elche_client.launchers.slurm import script_of
 from elche_client.launchers.ssh import Host, _files, hosts_of
 
 
-def fleet(**changes: object) -> Fleet:
-    return Fleet(**{"coordinator": "gpu1:7717", **changes})  # type: ignore[arg-type]
+def fleet(**changes: object) -> AgentFleet:
+    return AgentFleet(**{"coordinator": "gpu1:7717", **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["", "Pool", "a b", "-a", "a-", "a" * 41, "a;rm", "../a"])

@@ -17,7 +17,7 @@ from elche_client.events import JobResult, JobState
 from elche_client.notifications import ProcessExited
 from elche_client.options import JobOptions
 from elche_client.processes import ProcessError
-from elche_client.progress import Progress
+from elche_client.progress import ProgressDisplay
 from elche_client.script_run import ScriptRun
 
 
@@ -43,7 +43,7 @@ def follow(client: Jobs) -> tuple[JobResult, int]:
     run.notifications.put(ProcessExited(process="rank 1", code=-9, log=None))
     run.notifications.put(ProcessExited(process="rank 0", code=0, log=None))
     shown = SimpleNamespace(show=lambda event: None)
-    return run._follow_loop(cast(Any, client), cast(Progress, shown))
+    return run._follow_loop(cast(Any, client), cast(ProgressDisplay, shown))
 
 
 def test_a_rank_that_dies_as_soon_as_the_job_begins_is_the_jobs_to_judge() -> None:

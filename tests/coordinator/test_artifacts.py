@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elche.artifacts import CHUNK_BYTES, MANIFEST, Place, problem_of, reason_of
+from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, problem_of, reason_of
 from elche.errors import InvalidJob
 from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.config import CannotStart
@@ -18,10 +18,10 @@ LARGE = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
 
 @pytest.fixture(params=["folder", "url"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> StoreFolder:
     if request.param == "folder":
-        return Place(str(tmp_path), "job/host")
-    return Place(f"memory://{tmp_path.name}", "job/host")
+        return StoreFolder(str(tmp_path), "job/host")
+    return StoreFolder(f"memory://{tmp_path.name}", "job/host")
 
 
 def broken() -> Iterator[bytes]:
@@ -29,7 +29,7 @@ def broken() -> Iterator[bytes]:
     raise OSError("no room")
 
 
-def test_a_file_is_read_as_it_was_written_or_not_at_all(place: Place) -> None:
+def test_a_file_is_read_as_it_was_written_or_not_at_all(place: StoreFolder) -> None:
     place.begin()
     for name, data in {"large": LARGE, "checkpoints/1/empty": b""}.items():
         entry = place.write(name, (data[:1], data[1:]))
@@ -46,7 +46,7 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(place: Place) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
-    place = Place(str(tmp_path), "job/host")
+    place = StoreFolder(str(tmp_path), "job/host")
     entry = place.write("model", (b"before",))
     with pytest.raises(OSError, match="no room"):
         place.write("model", broken())
@@ -65,10 +65,10 @@ def test_links_in_a_store_lead_nowhere(tmp_path: Path) -> None:
     root = str(tmp_path / "store")
     for folder, name in (("job/host", "secret"), ("job/here", "model")):
         with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-            list(Place(root, folder).read(name))
+            list(StoreFolder(root, folder).read(name))
     with pytest.raises(NotADirectoryError):
-        Place(root, "job/host").write("new", (b"new",))
-    Place(root, "job/here").write("model", (b"model",))  # in place of the link
+        StoreFolder(root, "job/host").write("new", (b"new",))
+    StoreFolder(root, "job/here").write("model", (b"model",))  # in place of the link
     assert {one.name: one.read_bytes() for one in other.iterdir()} == {"secret": b"secret"}
 
 
@@ -104,7 +104,7 @@ def artifacts(root: str, kept: dict[str, str]) -> Artifacts:
 
 def test_the_end_of_a_stored_log(tmp_path: Path) -> None:
     lines = [b"2026-01-31T12:00:00Z one\n", b"2026-01-31T12:00:01Z two\rthree\n", b"2026-01-31T12:00:02Z four"]
-    entry = Place(str(tmp_path), "job/host").write("rank-0.log", lines)
+    entry = StoreFolder(str(tmp_path), "job/host").write("rank-0.log", lines)
     part = {"root": str(tmp_path), "folder": "job/host", "files": {"rank-0.log": entry}, "missing": []}
     found = artifacts("", {"job": json.dumps({"folder": part}), "damaged": "[1]"})
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from elche.v1 import averaging_pb2 as pb
-from elche_coordinator.averaging import MAX_PART_BYTES, Averager, RelayRound, RoundAborted, take_part
+from elche_coordinator.averaging import MAX_PART_BYTES, Averager, RelayAborted, RelayRound, take_part
 from elche_coordinator.core.messages.ids import JobId, RoundId
 
 JOB, ROUND = JobId("job"), RoundId(7)
@@ -36,7 +36,7 @@ async def heard(relay: RelayRound, position: int, script: Script) -> list[bytes]
     try:
         async for answer in take_part(relay, position, spoken(script)):
             answers.append(answer)
-    except RoundAborted as error:
+    except RelayAborted as error:
         return str(error)
     return answers
 

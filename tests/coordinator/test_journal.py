@@ -30,7 +30,7 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Slot
 from elche_coordinator.journal.coding import COMMANDS, EVENTS, decode, encode
 from elche_coordinator.journal.entries import MAX_TEXT, cut_text, fault_text, kept_command, kept_event
-from elche_coordinator.journal.journals import Bounds, Journals
+from elche_coordinator.journal.journals import JournalLimits, Journals
 from elche_coordinator.journal.weights import weight
 
 KINDS = EVENTS | COMMANDS
@@ -208,7 +208,7 @@ def tell(journals: Journals, core: Coordinator, name: str, num: int) -> None:
 
 
 def test_so_many_entries_are_kept_and_the_rest_is_counted() -> None:
-    journals = Journals(Bounds(num_entries=50))
+    journals = Journals(JournalLimits(num_entries=50))
     core = training(journals, "job")
     tell(journals, core, "job", 200)
     extract = journals.extract("job", 0.0)
@@ -221,7 +221,7 @@ def test_so_many_entries_are_kept_and_the_rest_is_counted() -> None:
 
 
 def test_so_many_bytes_are_kept() -> None:
-    bounds = Bounds(num_bytes=200_000)
+    bounds = JournalLimits(num_bytes=200_000)
     journals = Journals(bounds)
     core = training(journals, "job")
     tracemalloc.start()
@@ -240,7 +240,7 @@ def test_so_many_bytes_are_kept() -> None:
 
 
 def test_journals_of_jobs_that_have_ended_make_room_the_oldest_first() -> None:
-    journals = Journals(Bounds(total_bytes=300_000))
+    journals = Journals(JournalLimits(total_bytes=300_000))
     core = training(journals, "one", "two", "three")
     for name in ("one", "two"):
         tell(journals, core, name, 80)

@@ -12,7 +12,7 @@ from elche_coordinator.snapshots import MAX_QUEUED, Snapshots, join
 from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Streams
-from elche_coordinator.writer import Batch
+from elche_coordinator.writer import Transaction
 
 
 class Saving:
@@ -97,7 +97,7 @@ def test_a_save_is_due_when_many_have_come() -> None:
 def test_states_that_are_written_together_are_written_as_the_last_with_the_parts_of_both(tmp_path: Path) -> None:
     store = SqlStore.in_file(tmp_path / "elche.sqlite")
     store.write([], saved=SavedState(1, "code", b"1", parts={"old": b"old", "kept": b"kept"}))
-    first, then = Batch(last=2), Batch(last=3)
+    first, then = Transaction(last=2), Transaction(last=3)
     first.saved = SavedState(2, "code", b"2", parts={"a": b"a2", "b": b"b2", "c": b"c2"}, gone={"old"})
     then.saved = SavedState(3, "code", b"3", parts={"a": b"a3", "old": b"again"}, gone={"b"})
     first.add(then)

@@ -31,7 +31,7 @@ from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome, StallReport
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.journal.entries import MAX_TEXT
-from elche_coordinator.journal.journals import Bounds
+from elche_coordinator.journal.journals import JournalLimits
 from elche_coordinator.journal.replaying import CannotReplay, Differs, replay
 from elche_coordinator.simulator import RankModel
 from support.journalled import JournalledCoordinator, JournalledSimulation
@@ -40,7 +40,7 @@ from support.watched import LONG_ROUNDS, ranks
 JOB = JobId("job")
 
 
-def simulation(*batch_ms: float, journal: Bounds | None = None, **options: object) -> JournalledSimulation:
+def simulation(*batch_ms: float, journal: JournalLimits | None = None, **options: object) -> JournalledSimulation:
     settings = {"dataset_size": 2000, "batch_size": 10, "epochs": 2, "policy": "cadence"} | LONG_ROUNDS
     settings |= {name: value for name, value in options.items() if name in AgreedSettings.__dataclass_fields__}
     rest = {name: value for name, value in options.items() if name not in AgreedSettings.__dataclass_fields__}
@@ -259,7 +259,7 @@ def test_a_job_that_gives_slots_to_another_is_replayed_alone(min_ranks):
 
 
 def test_a_journal_without_its_beginning_is_not_replayed():
-    one = simulation(5, 12, journal=Bounds(num_entries=100))
+    one = simulation(5, 12, journal=JournalLimits(num_entries=100))
     one.run()
     with pytest.raises(CannotReplay, match=r"begins after \d+ events that are not in it"):
         replay(one.core.lines())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elche_worker.collectives.averaging import Averaging, Place
+from elche_worker.collectives.averaging import Averaging, ValuesPlace
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.device import chunks
@@ -45,7 +45,9 @@ class Mixed(nn.Module):
 class Rank:
     """A model on the device, and its rounds."""
 
-    def __init__(self, store: dist.Store, position: int, model: nn.Module, *, place: Place, **options: Any) -> None:
+    def __init__(
+        self, store: dist.Store, position: int, model: nn.Module, *, place: ValuesPlace, **options: Any
+    ) -> None:
         self.position = position
         self.streams = CudaStreams(CUDA)
         self.group = ProcessGroupCollectives(
@@ -77,7 +79,7 @@ class Rank:
             return [self.layout.result_digest(), self.layout.digest()]
 
 
-def digests(places: list[Place], **options: Any) -> list[list[int]]:
+def digests(places: list[ValuesPlace], **options: Any) -> list[list[int]]:
     """Of each rank's results and models after some rounds, which hold values at its place; the last, at the other's."""
     store = dist.HashStore()
     torch.manual_seed(0)
@@ -111,7 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_the_same_wherever_ranks_hold_their_values(case: str) -> None:
-    first, second = digests([Place.DEVICE, Place.DEVICE], **CASES[case])
+    first, second = digests([ValuesPlace.DEVICE, ValuesPlace.DEVICE], **CASES[case])
     assert first[::2] == second[::2], "one result"
-    for places in ([Place.PINNED, Place.PINNED], [Place.DEVICE, Place.PAGEABLE]):
+    for places in ([ValuesPlace.PINNED, ValuesPlace.PINNED], [ValuesPlace.DEVICE, ValuesPlace.PAGEABLE]):
         assert digests(places, **CASES[case]) == [first, second]

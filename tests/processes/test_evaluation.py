@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from elche.errors import InvalidJob, JobFailed
 from elche.settings import AgreedSettings
 from elche_client.events import Checkpoint, EvaluationReport, RoundReport
-from elche_worker.model.checkpoint import About, CheckpointData, Target, load
+from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, load
 from support.noting import BASE, BATCH_SIZE, NUM_SAMPLES, REPLACE, Trained, here, trained
 from support.real_processes import Cluster, eventually
 from support.watched import WatchedSimulation, ranks
@@ -320,9 +320,9 @@ def test_a_rank_that_writes_does_not_disturb_another(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", slowly)
     with ThreadPoolExecutor(1) as slow_rank:
-        first = slow_rank.submit(Target(str(tmp_path)).write, "1-00000001", kept, about, {"version": 1})
+        first = slow_rank.submit(CheckpointTarget(str(tmp_path)).write, "1-00000001", kept, about, {"version": 1})
         assert is_writing.wait(100)
-        fast_rank = Target(str(tmp_path))
+        fast_rank = CheckpointTarget(str(tmp_path))
         fast_rank.write("1-00000002", kept, about, {"version": 2})
         fast_rank.keep_only(["1-00000001", "1-00000002"])
         may_go_on.set()

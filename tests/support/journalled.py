@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import Event
-from elche_coordinator.journal.journals import Bounds, Journals
+from elche_coordinator.journal.journals import JournalLimits, Journals
 from support.watched import WatchedCoordinator, WatchedSimulation
 
-NO_BOUNDS = Bounds(num_entries=10**9, num_bytes=10**12, total_bytes=10**12)
+NO_BOUNDS = JournalLimits(num_entries=10**9, num_bytes=10**12, total_bytes=10**12)
 
 
 class JournalledCoordinator(WatchedCoordinator):
     """A core that tells its journals everything, as the driver does."""
 
-    def __init__(self, bounds: Bounds = NO_BOUNDS) -> None:
+    def __init__(self, bounds: JournalLimits = NO_BOUNDS) -> None:
         super().__init__()
         self.journals = Journals(bounds)
 

@@ -18,7 +18,7 @@ from elche_worker.collectives.compression import CODECS, Compression
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
-from elche_worker.device.streams import HostStreams, Streams
+from elche_worker.device.streams import DeviceStreams, HostStreams
 from elche_worker.model.layout import Layout
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def row(layout: Layout, **changes: int) -> Row:
 class Ranks:
     """A thread and a real process group for each model; rounds go over all of them."""
 
-    def __init__(self, models: list[nn.Module], *, streams: Streams | None = None, **options: Any) -> None:
+    def __init__(self, models: list[nn.Module], *, streams: DeviceStreams | None = None, **options: Any) -> None:
         self.models = models
         self.layouts = [Layout(model) for model in models]
         self._store = dist.HashStore()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from elche.errors import InvalidJob
-from elche_worker.model.checkpoint import About, CheckpointData, Target
+from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget
 from elche_worker.model.state import save_weights
 from elche_worker.rank.best import keep_best
 
@@ -21,7 +21,7 @@ def last(tmp_path: Path) -> Path:
 
 
 def checkpoint(place: str) -> str:
-    path, _ = Target(place).write(
+    path, _ = CheckpointTarget(place).write(
         "best", CheckpointData({"w": torch.tensor([2.0])}, {}), About(job="j", file_name="f", source=""), {}
     )
     return path

@@ -14,7 +14,7 @@ from torch import nn
 
 from elche.errors import InvalidJob
 from elche.manifest import EMA, checkpoints_in, finish, newest
-from elche_worker.model.checkpoint import About, CheckpointData, Target, load, other_buffers, weights_of
+from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, load, other_buffers, weights_of
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
 TRAINING = {"attempt": 1, "version": 7}
@@ -63,14 +63,14 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path
         assert 1 <= len(found) <= 3
         versions = [load(str(one)).manifest["training"]["version"] for one in found]
         assert versions == sorted(versions)
-        Target(str(place)).keep_only([newest(place).name])
+        CheckpointTarget(str(place)).keep_only([newest(place).name])
         assert [path.name for path in place.iterdir()] == [f"1-{versions[-1]:08d}"], "drafts go as well"
 
 
 def test_a_slow_writer_leaves_alone_what_was_begun_after_its_own_checkpoint(tmp_path: Path) -> None:
     """Each rank knows of the checkpoints that were there, or begun, when its own was."""
     earlier, own, later = (f"epoch-0001-step-{step:08d}-attempt-2" for step in (10, 20, 30))
-    target = Target(str(tmp_path))
+    target = CheckpointTarget(str(tmp_path))
     for name in (earlier, own, later, "epoch-0009-step-00000090"):
         target.write(name, kept(), ABOUT, TRAINING)
     (tmp_path / f".epoch-0001-step-{40:08d}-attempt-2.abc").mkdir()
@@ -83,7 +83,7 @@ def test_a_slow_writer_leaves_alone_what_was_begun_after_its_own_checkpoint(tmp_
 def test_a_draft_of_what_is_to_stay_is_left_to_the_rank_that_writes_it(tmp_path: Path) -> None:
     """It was begun before one that another rank has had whole by now."""
     earlier, own = (f"epoch-0001-step-{step:08d}" for step in (10, 20))
-    target = Target(str(tmp_path))
+    target = CheckpointTarget(str(tmp_path))
     target.write(own, kept(), ABOUT, TRAINING)
     (tmp_path / f".{earlier}.abc").mkdir()
     target.keep_only([earlier, own])
@@ -91,7 +91,7 @@ def test_a_draft_of_what_is_to_stay_is_left_to_the_rank_that_writes_it(tmp_path:
 
 
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
-    Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    CheckpointTarget(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
     said = subprocess.check_output(
         [sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=100
     )
@@ -101,7 +101,7 @@ def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) ->
 
 
 def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(tmp_path: Path) -> None:
-    target = Target(str(tmp_path))
+    target = CheckpointTarget(str(tmp_path))
     draft = target.write_draft(kept(), ABOUT)
     with pytest.raises(InvalidJob, match="is no checkpoint and contains none"):
         newest(tmp_path)
@@ -121,7 +121,7 @@ def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(
 
 def test_a_draft_that_is_not_whole_becomes_no_checkpoint(tmp_path: Path) -> None:
     """As after a host lost its power: the job goes back to one that can be read."""
-    draft = Target(str(tmp_path)).write_draft(kept(), ABOUT)
+    draft = CheckpointTarget(str(tmp_path)).write_draft(kept(), ABOUT)
     os.truncate(draft / "model.safetensors", 10)
     with pytest.raises(ValueError, match=r"model\.safetensors has 10 bytes and had"):
         finish(draft, tmp_path / "1-00000007", TRAINING)
@@ -131,7 +131,7 @@ def test_a_draft_that_is_not_whole_becomes_no_checkpoint(tmp_path: Path) -> None
 
 def test_a_draft_that_a_stopped_rank_has_just_left_stays(tmp_path: Path) -> None:
     """A rank that stopped a moment later had a checkpoint to write, and removes older ones after that."""
-    target = Target(str(tmp_path))
+    target = CheckpointTarget(str(tmp_path))
     target.write("1-00000001", kept(), ABOUT, TRAINING)
     new, old = (target.write_draft(kept(), ABOUT) for _ in range(2))
     os.utime(old, (0, 0))
@@ -140,7 +140,7 @@ def test_a_draft_that_a_stopped_rank_has_just_left_stays(tmp_path: Path) -> None
 
 
 def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
-    target = Target(str(tmp_path))
+    target = CheckpointTarget(str(tmp_path))
     target.write("1-00000001", kept(), ABOUT, TRAINING)
     with pytest.raises(OSError, match="1-00000001"):
         target.write("1-00000001", kept(5), ABOUT, TRAINING)
@@ -176,7 +176,7 @@ def spoil(path: Path, how: str) -> None:
     ],
 )
 def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str, how: str, said: str) -> None:
-    path, _ = Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    path, _ = CheckpointTarget(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
     spoil(Path(path) / name, how)
     with pytest.raises(InvalidJob) as refused:
         load(path)
@@ -185,7 +185,7 @@ def test_one_that_is_not_as_it_was_written_is_refused(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("url", ["memory://checkpoints", "file://{}"])
 def test_a_url_holds_the_same(tmp_path: Path, url: str) -> None:
-    target = Target(url.format(tmp_path / "remote"))
+    target = CheckpointTarget(url.format(tmp_path / "remote"))
     for number in (1, 2, 3):
         path, size_bytes = target.write(f"1-0000000{number}", kept(number + 3), ABOUT, {**TRAINING, "version": number})
     target.keep_only(["1-00000002", "1-00000003"])
@@ -200,7 +200,7 @@ def test_a_url_holds_the_same(tmp_path: Path, url: str) -> None:
 
 def test_a_url_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(InvalidJob, match="abacus://here/there cannot be reached"):
-        Target("abacus://here/there")
+        CheckpointTarget("abacus://here/there")
 
 
 def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_tied_weights_and_hidden_buffers_come_back(tmp_path: Path) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(5))
     state = {"buffers": other_buffers(model), "rank": 0}
-    Target(str(tmp_path)).write("1-00000001", CheckpointData(weights_of(model), state), ABOUT, TRAINING)
+    CheckpointTarget(str(tmp_path)).write("1-00000001", CheckpointData(weights_of(model), state), ABOUT, TRAINING)
     again = build()
     load(str(tmp_path)).restore_model(again)
     assert again[1].weight is again[0].weight
@@ -232,7 +232,7 @@ def test_a_moving_average_is_a_model_that_plain_pytorch_reads(tmp_path: Path, pl
     """With what is not averaged as it is in the weights, and without buffers that a model does not save."""
     whole = {"weight": torch.zeros(2, dtype=torch.bfloat16), "counter": torch.tensor(3)}
     mean = {"weight": torch.ones(2), "hidden": torch.ones(1)}
-    target = Target(place.format(tmp_path))
+    target = CheckpointTarget(place.format(tmp_path))
     target.write("1-00000001", CheckpointData(whole, {"rank": 0}, mean=mean), ABOUT, TRAINING)
     plain = load_file(tmp_path / "1-00000001" / EMA)
     assert plain.keys() == whole.keys()
@@ -244,7 +244,7 @@ def test_a_moving_average_is_a_model_that_plain_pytorch_reads(tmp_path: Path, pl
 
 
 def test_the_first_tensor_that_has_changed_is_named(tmp_path: Path) -> None:
-    Target(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
+    CheckpointTarget(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
     loaded = load(str(tmp_path))
     loaded.check_model(["weight float32 (3, 4) averaged"])
     for now, said in ((["weight float32 (3, 5) averaged"], r"\(3, 5\)"), ([], "nothing more")):

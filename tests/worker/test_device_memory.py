@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.collectives.averaging import Place
+from elche_worker.collectives.averaging import ValuesPlace
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.device import chunks
 from elche_worker.outer import Adam, Nesterov
@@ -190,19 +190,19 @@ def test_a_round_that_fails_between_two_chunks_leaves_nothing(
         assert all(map(torch.isfinite, map(torch.sum, values(rank))))
 
 
-@pytest.mark.parametrize(("free_bytes", "place"), [(100 * P, Place.DEVICE), (P, Place.PINNED)])
+@pytest.mark.parametrize(("free_bytes", "place"), [(100 * P, ValuesPlace.DEVICE), (P, ValuesPlace.PINNED)])
 def test_auto_holds_them_on_the_device_if_training_leaves_room(
-    device: Device, tmp_path: Path, capfd: pytest.CaptureFixture[str], free_bytes: int, place: Place
+    device: Device, tmp_path: Path, capfd: pytest.CaptureFixture[str], free_bytes: int, place: ValuesPlace
 ) -> None:
     device.memory.total, device.memory.free = 0, free_bytes
     with new_rank(tmp_path, on_device(), **ADAMW) as rank:
         rank.enter()
         rank.hold()
-        assert rank.replica.averaging.place is Place.PAGEABLE, "nothing is known of training"
+        assert rank.replica.averaging.place is ValuesPlace.PAGEABLE, "nothing is known of training"
         assert rank.replica.layout.device == CPU
         for _ in range(2):
             rank.round(meanwhile=1)
             assert rank.replica.averaging.place is place
-            assert rank.replica.layout.device == (CUDA if place is Place.DEVICE else CPU)
+            assert rank.replica.layout.device == (CUDA if place is ValuesPlace.DEVICE else CPU)
     (line,) = [one for one in capfd.readouterr().err.splitlines() if "memory='auto'" in one]
-    assert ("on the device" in line) == (place is Place.DEVICE)
+    assert ("on the device" in line) == (place is ValuesPlace.DEVICE)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worker.test_averaging import Ranks, row
 
-from elche_worker.collectives.gains import Bounds, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain
 
 CPU = torch.device("cpu")
 COLUMNS = 4000
@@ -236,7 +236,7 @@ NO_BOUNDS = torch.tensor([[-inf, inf]])
 
 def bounds_seen(*rounds: list[float]) -> list[float]:
     """Of a tensor that has had these values, round by round."""
-    bounds = Bounds()
+    bounds = BoundsWatch()
     for values in rounds:
         said = bounds.say("float32", [torch.tensor(values)], CPU)
     (seen,) = bounds_of(said).tolist()
@@ -265,12 +265,12 @@ def test_no_bounds_are_seen_in(rounds: list[list[float]]) -> None:
 
 
 def test_a_dtype_of_which_nothing_is_trained_has_no_bounds() -> None:
-    assert bounds_of(Bounds().say("float64", [], CPU)).shape == (0, 2)
+    assert bounds_of(BoundsWatch().say("float64", [], CPU)).shape == (0, 2)
 
 
 def test_values_that_an_optimizer_keeps_within_bounds_stay_there() -> None:
     """Rates that are at least 0.003, on both ranks: the mean's step, three times as long, would lead below."""
-    said = Bounds(), Bounds()
+    said = BoundsWatch(), BoundsWatch()
     for values in ([LEAST, LEAST, 0.5, 0.4], [LEAST, LEAST, 0.1, 0.6]):
         bounds = bounds_of(sum(one.say("float32", [torch.tensor(values)], CPU) for one in said))  # type: ignore[arg-type]
     last, average = torch.tensor([LEAST, LEAST, 0.5, 0.4]), torch.tensor([LEAST, 0.01, 0.1, 0.6])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elche.v1 import rank_pb2
-from elche_worker.agent.processes import Processes, Start
+from elche_worker.agent.processes import Processes, RankStart
 from elche_worker.process.leaving import ASK
 from elche_worker.rank import main
 from elche_worker.session.control import Control
@@ -58,8 +58,8 @@ def test_scripts_with_a_loop_of_their_own_are_not_asked(tmp_path: Path) -> None:
         pids={},
     )
     processes = Processes(lambda key, ended: None, 2, spawner=spawner)  # type: ignore[arg-type]
-    processes.start(("loop", 0, 1), [Start(launch_line="", log_path=tmp_path / "0.log", is_loop=True)])
-    processes.start(("job", 0, 2), [Start(launch_line="", log_path=tmp_path / "1.log")])
+    processes.start(("loop", 0, 1), [RankStart(launch_line="", log_path=tmp_path / "0.log", is_loop=True)])
+    processes.start(("job", 0, 2), [RankStart(launch_line="", log_path=tmp_path / "1.log")])
     processes.ask_all()
     assert sent == [(2, ASK)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elche_worker.trainer.config import TrainerConfig
-from elche_worker.trainer.plans import Balance, Cadence, Decisions, Planner, Step
+from elche_worker.trainer.plans import Balance, CadencePlan, Decisions, Planner, Step
 from elche_worker.trainer.requests import RequestConsensus
 
 
@@ -66,7 +66,7 @@ def test_a_hint_gives_the_first_shares() -> None:
 
 
 def test_a_hint_gives_the_first_counts() -> None:
-    planner = Cadence(3, TrainerConfig(anchor=4, speed_hint=(1, 3.0)))
+    planner = CadencePlan(3, TrainerConfig(anchor=4, speed_hint=(1, 3.0)))
     assert [step.batches for step in steps(planner, 2, batch_size=10)] == [[12, 4, 12]] * 2
     assert planner.ratios == pytest.approx([3 / 7, 1 / 7, 3 / 7])
 
@@ -106,9 +106,9 @@ def test_a_decision_holds_until_the_next_one_takes_its_place() -> None:
 
 def learnt(
     config: TrainerConfig, *, compute_ms: tuple[float, float] = (100.0, 200.0), sync_ms: float = 40.0
-) -> Cadence:
+) -> CadencePlan:
     """After one step, in which averaging took 20 % of the slowest rank's time."""
-    planner = Cadence(2, config)
+    planner = CadencePlan(2, config)
     planner.fit(10_000)
     (step,) = steps(planner, 1, batch_size=10)
     planner.measure(step, [], sync_ms)
@@ -134,18 +134,18 @@ def test_counts_follow_the_speeds_of_the_ranks() -> None:
 
 
 def test_a_rank_measures_the_batches_that_count() -> None:
-    planner = Cadence(2, TrainerConfig(anchor=2))
+    planner = CadencePlan(2, TrainerConfig(anchor=2))
     (step,) = steps(planner, 1, batch_size=10)
     assert planner.measure(step, [(10, 5.0), (0, 7.0), (10, 6.0)], 3.0) == [11.0, 3.0]
 
 
 def test_an_epoch_keeps_twenty_steps_where_nobody_has_said_how_long_they_may_be() -> None:
-    planner = Cadence(2, TrainerConfig(anchor=10))
+    planner = CadencePlan(2, TrainerConfig(anchor=10))
     planner.fit(120)
     assert planner.el_che.anchor == 3
     planner.fit(10_000)
     assert planner.el_che.anchor == 10
-    given = Cadence(2, TrainerConfig(anchor=10, max_anchor=50))
+    given = CadencePlan(2, TrainerConfig(anchor=10, max_anchor=50))
     given.fit(120)
     assert given.el_che.anchor == 10
 
@@ -167,14 +167,14 @@ def test_what_other_ranks_had_learnt_is_left_aside() -> None:
     train(first, [3.0, 1.0], 12)
     again.restore(first.to_json())
     assert again.ratios == pytest.approx([1 / 3] * 3)
-    cadence, other = Cadence(2, TrainerConfig(anchor=4)), Cadence(3, TrainerConfig(anchor=4))
+    cadence, other = CadencePlan(2, TrainerConfig(anchor=4)), CadencePlan(3, TrainerConfig(anchor=4))
     other.restore(cadence.to_json())
     assert len(other.el_che.batch_counts) == 3
 
 
 def test_el_che_goes_on_with_what_it_has_learnt() -> None:
     first = learnt(TrainerConfig(anchor=10, max_anchor=50))
-    again = Cadence(2, TrainerConfig(anchor=10, max_anchor=50))
+    again = CadencePlan(2, TrainerConfig(anchor=10, max_anchor=50))
     again.restore(first.to_json())
     assert again.el_che.to_json() == first.el_che.to_json()
     assert [step.batches for step in steps(again, 1, batch_size=10)] == [first.el_che.batch_counts]

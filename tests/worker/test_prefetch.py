@@ -14,8 +14,8 @@ from elche_worker.data.lease_loader import MAX_READY, Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
+    DeviceMemory,
     HostTransfer,
-    Memory,
     new_transfer,
     prefetch_depth,
 )
@@ -24,7 +24,7 @@ from elche_worker.device.transfer import num_bytes, tensors_in
 from elche_worker.user.device import Device as Found
 from support.simulated_cuda import CUDA, DEFAULT, GB, Device
 
-MEMORY = Memory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
+MEMORY = DeviceMemory(free=60 * GB, total=100 * GB, reserved=40 * GB, allocated=30 * GB, peak=40 * GB)
 """60 GB are free, and 10 of this process's 40 are not in use; 90 may be used: there is room for 60."""
 
 

@@ -19,7 +19,7 @@ class BadFleet(ElcheError):
     """The request is invalid for this engine, or the engine refuses it or is not available."""
 
 
-class State(StrEnum):
+class AgentState(StrEnum):
     """The engine's state of an agent. `elche hosts` shows if it has reached the coordinator."""
 
     WAITING = "waiting"
@@ -32,7 +32,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class AgentFleet:
     """Agents of one shape."""
 
     name: str = "elche"
@@ -67,12 +67,12 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FleetAgent:
     """One agent of a fleet."""
 
     id: str
     """Its id for the engine's own commands."""
-    state: State
+    state: AgentState
     host: str = ""
     """Host on which it runs; empty if not decided yet."""
     why: str = ""
@@ -86,13 +86,13 @@ class Launcher(Protocol):
     ranks to commit their work. Each method raises `BadFleet`.
     """
 
-    def up(self, fleet: Fleet) -> None:
+    def up(self, fleet: AgentFleet) -> None:
         """Brings the fleet to its number of agents: starts missing ones, and has surplus ones leave.
 
         Running ones stay as they are. The engine restarts an agent whose process, host or time has ended, if it can.
         """
 
-    def members(self, name: str) -> list[Member]:
+    def members(self, name: str) -> list[FleetAgent]:
         """The agents of the fleet with this name."""
 
     def down(self, name: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elche.network import BadAddress, split_address
-from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
+from elche_client.launchers.fleet import AgentFleet, AgentState, BadFleet, FleetAgent
 
 NAMESPACE = "elche"
 CPUS = 1
@@ -54,7 +54,7 @@ class Ray:
         """This machine's address for the cluster's nodes."""
         return str(self._ray.util.get_node_ip_address())
 
-    def up(self, fleet: Fleet) -> None:
+    def up(self, fleet: AgentFleet) -> None:
         if fleet.num_agents is None:
             raise BadFleet("say how many: elche up --on ray --agents 4")
         names = self._names(fleet.name)
@@ -67,7 +67,7 @@ class Ray:
             number += 1
         self._leave(sorted(names, key=_number)[fleet.num_agents :])
 
-    def _start(self, name: str, fleet: Fleet) -> None:
+    def _start(self, name: str, fleet: AgentFleet) -> None:
         self._ray.remote(Agent).options(
             name=name,
             namespace=NAMESPACE,
@@ -79,14 +79,14 @@ class Ray:
             scheduling_strategy="SPREAD",
         ).remote(fleet.command, _files(fleet))
 
-    def members(self, name: str) -> list[Member]:
+    def members(self, name: str) -> list[FleetAgent]:
         names = sorted(self._names(name), key=_number)
         asked = [self._ray.get_actor(one, namespace=NAMESPACE).host.remote() for one in names]
         ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
         return [
-            Member(one, State.RUNNING, self._ray.get(answer))
+            FleetAgent(one, AgentState.RUNNING, self._ray.get(answer))
             if answer in ready
-            else Member(one, State.WAITING, why="Ray has no room for it, or starts it")
+            else FleetAgent(one, AgentState.WAITING, why="Ray has no room for it, or starts it")
             for one, answer in zip(names, asked, strict=True)
         ]
 
@@ -150,7 +150,7 @@ class Agent:
         self._process.wait()
 
 
-def _files(fleet: Fleet) -> dict[str, str]:
+def _files(fleet: AgentFleet) -> dict[str, str]:
     """Contents of token and certificates, which are sent to the agent's node."""
     found = {}
     for variable, place in fleet.environment.items():

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
+from elche_client.launchers.fleet import AgentFleet, AgentState, BadFleet, FleetAgent
 
 NOTICE_S = 120
 """Seconds before its time limit at which a job is signalled. Slurm may be up to 60 s early."""
@@ -38,14 +38,14 @@ exit "$code"
 """
 
 STATES = {
-    "PENDING": State.WAITING,
-    "REQUEUED": State.WAITING,
-    "REQUEUE_HOLD": State.WAITING,
-    "SUSPENDED": State.WAITING,
-    "CONFIGURING": State.WAITING,
-    "RUNNING": State.RUNNING,
-    "COMPLETING": State.LEAVING,
-    "SIGNALING": State.LEAVING,
+    "PENDING": AgentState.WAITING,
+    "REQUEUED": AgentState.WAITING,
+    "REQUEUE_HOLD": AgentState.WAITING,
+    "SUSPENDED": AgentState.WAITING,
+    "CONFIGURING": AgentState.WAITING,
+    "RUNNING": AgentState.RUNNING,
+    "COMPLETING": AgentState.LEAVING,
+    "SIGNALING": AgentState.LEAVING,
 }
 
 
@@ -56,22 +56,22 @@ class Slurm:
         """`options` are for sbatch, and precede elche's own."""
         self._options = tuple(options)
 
-    def up(self, fleet: Fleet) -> None:
+    def up(self, fleet: AgentFleet) -> None:
         if fleet.num_agents is None:
             raise BadFleet("say how many: elche up --on slurm --agents 4")
-        there = [one for one in self.members(fleet.name) if one.state in (State.WAITING, State.RUNNING)]
+        there = [one for one in self.members(fleet.name) if one.state in (AgentState.WAITING, AgentState.RUNNING)]
         if lacking := max(0, fleet.num_agents - len(there)):
             _run(["sbatch", *self._options], script_of(fleet, lacking))
-        too_many = sorted(there, key=lambda one: one.state is State.RUNNING)[: len(there) - fleet.num_agents]
+        too_many = sorted(there, key=lambda one: one.state is AgentState.RUNNING)[: len(there) - fleet.num_agents]
         if not lacking and too_many:
             _run(["scancel", *(one.id for one in too_many)])
 
-    def members(self, name: str) -> list[Member]:
+    def members(self, name: str) -> list[FleetAgent]:
         listed = _run(
             ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--name={name}", f"--format={LINE}"]
         )
         return [
-            Member(id, STATES.get(state, State.GONE), host, "" if why == "None" else why)
+            FleetAgent(id, STATES.get(state, AgentState.GONE), host, "" if why == "None" else why)
             for id, state, host, why in (line.split("|", 3) for line in listed.splitlines())
         ]
 
@@ -79,7 +79,7 @@ class Slurm:
         _run(["scancel", f"--user={getpass.getuser()}", f"--name={name}"])
 
 
-def script_of(fleet: Fleet, num_agents: int) -> str:
+def script_of(fleet: AgentFleet, num_agents: int) -> str:
     """The batch script."""
     options = [
         f"--job-name={fleet.name}",

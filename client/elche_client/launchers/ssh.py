@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from elche.tls import AUTHORITY, CERTIFICATE, KEY
-from elche_client.launchers.fleet import BadFleet, Fleet, Member, State
+from elche_client.launchers.fleet import AgentFleet, AgentState, BadFleet, FleetAgent
 
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10", "-T")
 """Options that keep ssh from prompting: a host that does not accept a key is an error."""
@@ -83,7 +83,7 @@ class Ssh:
         self._hosts = hosts_of(path)
         self._options = tuple(options)
 
-    def up(self, fleet: Fleet) -> None:
+    def up(self, fleet: AgentFleet) -> None:
         if fleet.num_agents is not None or fleet.gpus_per_agent:
             raise BadFleet(
                 "the file says which hosts there are; options such as --devices cuda:0 go behind a host in it"
@@ -101,15 +101,15 @@ class Ssh:
 
         self._checked(script)
 
-    def members(self, name: str) -> list[Member]:
+    def members(self, name: str) -> list[FleetAgent]:
         members = []
         for host, (code, said) in self._on_all(lambda _: (ENTER + TELL).format(name=name)):
             _, _, told = said.partition("elche: ")  # skips output of the login shell
             state, _, last = told.partition("\n")
             if code or not told:
-                members.append(Member(host.place, State.GONE, host.place, f"not reached: {said.strip()}"))
+                members.append(FleetAgent(host.place, AgentState.GONE, host.place, f"not reached: {said.strip()}"))
             else:
-                members.append(Member(host.place, State(state), host.place, last.strip()))
+                members.append(FleetAgent(host.place, AgentState(state), host.place, last.strip()))
         return members
 
     def down(self, name: str) -> None:
@@ -145,7 +145,7 @@ def hosts_of(path: Path) -> list[Host]:
     return found
 
 
-def _files(fleet: Fleet) -> list[str]:
+def _files(fleet: AgentFleet) -> list[str]:
     """Shell commands that write token and certificates on the host. They are sent over stdin, not in a command line."""
     lines = []
     if fleet.token_file:

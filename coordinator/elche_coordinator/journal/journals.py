@@ -20,7 +20,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class JournalLimits:
     """Limits of what is kept."""
 
     num_entries: int = 10_000
@@ -74,8 +74,8 @@ class Extract:
 class Journals:
     """The journals of all jobs. `note` runs for each event, so it copies nothing that is short."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = bounds or Bounds()
+    def __init__(self, bounds: JournalLimits | None = None) -> None:
+        self._bounds = bounds or JournalLimits()
         self._journals: dict[JobId, Journal] = {}
         self._ended: dict[JobId, None] = {}
         """Jobs that have ended and have a journal, in the order of their ends."""

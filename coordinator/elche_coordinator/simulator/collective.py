@@ -29,10 +29,10 @@ class Parameters:
 
 
 @dataclass(slots=True)
-class Entry:
+class RoundEntry:
     """One rank's contribution to a collective."""
 
-    rank: "Member"
+    rank: "GroupMember"
     generation: GenerationId
     row: HeaderRow
     pieces: list[Lease]
@@ -40,7 +40,7 @@ class Entry:
     entered_s: float
 
 
-class Member(Protocol):
+class GroupMember(Protocol):
     """A rank, as its process groups know it."""
 
     address: Address
@@ -53,7 +53,7 @@ class Member(Protocol):
         """True if the process is stopped."""
         ...
 
-    def is_in(self, entry: "Entry") -> bool:
+    def is_in(self, entry: "RoundEntry") -> bool:
         """True if it waits for the result of what it brought."""
         ...
 
@@ -66,16 +66,16 @@ class Member(Protocol):
         ...
 
     def receive_result(
-        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry
     ) -> None:
         """The collective has finished."""
         ...
 
-    def give_up(self, round_id: RoundId, entry: Entry) -> None:
+    def give_up(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The round is given up on all members."""
         ...
 
-    def fail(self, round_id: RoundId, entry: Entry) -> None:
+    def fail(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The collective has failed here, since a member is gone."""
         ...
 
@@ -119,10 +119,10 @@ class Collective:
         self.mistaken: set[int] = set()
         """Ranks that say that they reach all."""
         self._relayed: set[tuple[Attempt, GenerationId]] = set()
-        self._groups: dict[tuple[Attempt, GenerationId], list[Member]] = {}
-        self._entries: dict[tuple[Attempt, GenerationId, RoundId], list[Entry]] = {}
+        self._groups: dict[tuple[Attempt, GenerationId], list[GroupMember]] = {}
+        self._entries: dict[tuple[Attempt, GenerationId, RoundId], list[RoundEntry]] = {}
 
-    def join(self, generation: GenerationId, rank: "Member", world_size: int, *, is_relayed: bool) -> None:
+    def join(self, generation: GenerationId, rank: "GroupMember", world_size: int, *, is_relayed: bool) -> None:
         """One member is ready to build the group; it stands a while after the last one is, if all live. A relayed one
         needs no links.
         """
@@ -133,7 +133,7 @@ class Collective:
         if len(members) == world_size:
             self._clock.after(self._build_s, lambda: self._stand(generation, members))
 
-    def can_meet(self, generation: GenerationId, members: "Sequence[Member]") -> bool:
+    def can_meet(self, generation: GenerationId, members: "Sequence[GroupMember]") -> bool:
         """True if no link that they need between any two of them is broken."""
         if (members[0].attempt, generation) in self._relayed:
             return True
@@ -144,7 +144,7 @@ class Collective:
         """Those of the others that the rank says it can reach."""
         return tuple(one for one in others if rank in self.mistaken or {one, rank} not in self.broken)
 
-    def _stand(self, generation: GenerationId, members: "list[Member]") -> None:
+    def _stand(self, generation: GenerationId, members: "list[GroupMember]") -> None:
         if not self.can_meet(generation, members):
             for member in members:
                 self._clock.after(self.unreached_s, partial(member.on_apart, generation))
@@ -154,7 +154,7 @@ class Collective:
             for member in members:
                 member.on_formed(generation)
 
-    def enter(self, round_id: RoundId, entry: Entry) -> None:
+    def enter(self, round_id: RoundId, entry: RoundEntry) -> None:
         """One rank's part; the last one's entry starts the averaging."""
         attempt, generation = entry.rank.attempt, entry.generation
         entries = self._entries.setdefault((attempt, generation, round_id), [])
@@ -163,7 +163,7 @@ class Collective:
             entries.sort(key=lambda one: one.rank.address["rank"])
             self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
 
-    def _finish(self, round_id: RoundId, entries: list[Entry]) -> None:
+    def _finish(self, round_id: RoundId, entries: list[RoundEntry]) -> None:
         members = self._groups[entries[0].rank.attempt, entries[0].generation]
         if any(member.is_frozen for member in members):
             self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))

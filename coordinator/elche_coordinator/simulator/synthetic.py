@@ -55,7 +55,7 @@ from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, 
 from elche_coordinator.core.messages.spec import HeaderRow, Lease, TensorSum
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.simulator.clock import ProcessClock, VirtualClock
-from elche_coordinator.simulator.collective import Collective, Entry, Parameters
+from elche_coordinator.simulator.collective import Collective, Parameters, RoundEntry
 from elche_coordinator.simulator.saved import FOLDER, Saved, work_of
 
 REPORT_EVERY_S = 0.05
@@ -115,7 +115,7 @@ class SyntheticRank:
         self._forming = GenerationId(0)
         self._abandoned = GenerationId(0)
         """The newest generation that was abandoned; announced rounds of it, and of those before it, never come."""
-        self._entry: tuple[RoundId, Entry] | None = None
+        self._entry: tuple[RoundId, RoundEntry] | None = None
         """What it has brought into the round that runs."""
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
@@ -153,7 +153,7 @@ class SyntheticRank:
         """True if the process is stopped."""
         return self.is_alive and self.clock.is_frozen
 
-    def is_in(self, entry: Entry) -> bool:
+    def is_in(self, entry: RoundEntry) -> bool:
         """True if it waits for the result of what it brought."""
         return self._entry is not None and self._entry[1] is entry
 
@@ -277,7 +277,7 @@ class SyntheticRank:
         else:
             self.give_up(*self._entry)
 
-    def fail(self, round_id: RoundId, entry: Entry) -> None:
+    def fail(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The collective has failed here, since a member is gone."""
         if self.is_alive and self.is_in(entry):
             self.give_up(round_id, entry)
@@ -298,7 +298,7 @@ class SyntheticRank:
         self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, **more))
 
     def receive_result(
-        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: Entry
+        self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry
     ) -> None:
         """The collective has finished: the result replaces the parameters, between two batches as in a real rank. The
         batch that is under way ends first, with the gradient at the parameters with which it has begun.
@@ -316,7 +316,7 @@ class SyntheticRank:
         round_id: RoundId,
         header: tuple[HeaderRow, ...],
         result: Parameters,
-        entry: Entry,
+        entry: RoundEntry,
         collective_s: float,
     ) -> None:
         self.parameters = result
@@ -343,7 +343,7 @@ class SyntheticRank:
         )
         self._end_round()
 
-    def give_up(self, round_id: RoundId, entry: Entry) -> None:
+    def give_up(self, round_id: RoundId, entry: RoundEntry) -> None:
         """The round is given up: its work goes into the next one."""
         if not self.is_alive or not self.is_in(entry):
             return
@@ -353,7 +353,7 @@ class SyntheticRank:
         self._tell(RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
         self._end_round()
 
-    def _take_stall_s(self, entry: Entry) -> float:
+    def _take_stall_s(self, entry: RoundEntry) -> float:
         if not self._overlaps:
             return self.clock.now_s - entry.entered_s
         self._end_idling()
@@ -499,7 +499,7 @@ class SyntheticRank:
             compute_us=round(self._compute_s * 1e6),
             version=self.parameters.version,
         )
-        entry = Entry(self, generation, row, self._pieces, self._compute_s, self.clock.now_s)
+        entry = RoundEntry(self, generation, row, self._pieces, self._compute_s, self.clock.now_s)
         self._entry = (round_id, entry)
         self._pieces, self._weight, self._compute_s = [], 0, 0.0
         self._collective.enter(round_id, entry)

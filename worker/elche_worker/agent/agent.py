@@ -26,10 +26,10 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.hand_in import hand_in
-from elche_worker.agent.identity import Identity
+from elche_worker.agent.identity import AgentIdentity
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
-from elche_worker.agent.processes import Exit, Key, Processes, SpawnerProcess, Start, rank_exited
+from elche_worker.agent.processes import Exit, Key, Processes, RankStart, SpawnerProcess, rank_exited
 from elche_worker.process.interfaces import listening_address
 from elche_worker.process.leaving import ALONE_AFTER_S
 from elche_worker.process.log_times import TimesReader
@@ -91,7 +91,7 @@ class Agent:
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
-        self._identity = Identity(work_dir)
+        self._identity = AgentIdentity(work_dir)
         self._store = ""
         """Id of the coordinator's store; empty before the first welcome."""
         self._is_welcome = False
@@ -381,7 +381,7 @@ class Agent:
         log_path = _log_path(folder, start.rank)
         try:
             processes = [
-                Start(
+                RankStart(
                     launch_line=self._launch(start, folder, member).to_line(),
                     group_size=1 + len(start.more_slots),
                     is_loop=start.spec.is_loop,

@@ -11,7 +11,18 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from elche.artifacts import BEST, CHECKPOINTS, CHUNK_BYTES, LAST, MANIFEST, MODEL, RECORD, Place, rank_log, reason_of
+from elche.artifacts import (
+    BEST,
+    CHECKPOINTS,
+    CHUNK_BYTES,
+    LAST,
+    MANIFEST,
+    MODEL,
+    RECORD,
+    StoreFolder,
+    rank_log,
+    reason_of,
+)
 from elche.errors import InvalidJob
 from elche.v1 import agent_pb2
 from elche_worker.agent.job_folders import JobFolders
@@ -92,7 +103,7 @@ class ArtifactWriter:
         limit_s = time.monotonic() + EXIT_S
         while any(self._processes.has(order.job_id, rank) for rank in order.ranks) and time.monotonic() < limit_s:
             time.sleep(LOOK_EVERY_S)
-        place = Place(order.root, order.folder)
+        place = StoreFolder(order.root, order.folder)
         place.begin()
         written: dict[str, Any] = {}
         missing: list[str] = []
@@ -116,7 +127,7 @@ class ArtifactWriter:
         return manifest
 
 
-def _store_checkpoint(folder: Path, place: Place, files: RankFiles) -> dict[str, Any]:
+def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dict[str, Any]:
     """Stores a checkpoint, its own manifest last; nothing where it is not on this host."""
     try:
         with files.read(folder / MANIFEST) as file:

@@ -12,7 +12,7 @@ from elche.folders import keep_out
 FOLDER = "agents"
 
 
-class Identity:
+class AgentIdentity:
     """A new agent's name, with a file that is locked as long as its process lives."""
 
     def __init__(self, work_dir: Path) -> None:

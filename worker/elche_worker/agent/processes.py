@@ -52,7 +52,7 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class RankStart:
     """One process of a rank."""
 
     launch_line: str
@@ -126,7 +126,7 @@ class Processes:
             if self._confinement is None:
                 self._need_spawner()
 
-    def start(self, key: Key, starts: Sequence[Start]) -> None:
+    def start(self, key: Key, starts: Sequence[RankStart]) -> None:
         """Starts a rank's processes, the leader first. Raises `OSError` when a log or a process cannot be made, and
         after `close`.
         """
@@ -379,7 +379,7 @@ class SpawnerProcess:
         """Waits for its end; returns its exit code, negative for a signal."""
         return self._process.wait()
 
-    def fork(self, number: int, start: Start, launch: int) -> None:
+    def fork(self, number: int, start: RankStart, launch: int) -> None:
         """Forks a process. The launch line is passed as a file descriptor, so that the spawner never holds a secret."""
         request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
         if THREADS not in os.environ:

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.gains import SQUARES, Bounds, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.collectives.staged import where
-from elche_worker.device.streams import HostStreams, Streams
+from elche_worker.device.streams import DeviceStreams, HostStreams
 from elche_worker.model.layout import CPU, Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
@@ -30,7 +30,7 @@ from elche_worker.outer import Average as PlainAverage
 ABORT_AGAIN_S = 0.5
 
 
-class Place(Enum):
+class ValuesPlace(Enum):
     """Where a round holds its values."""
 
     DEVICE = "on the device of the group's collectives, which may be the host"
@@ -92,7 +92,7 @@ class Averaging:
         options: AveragingOptions,
         *,
         wake: Callable[[], None],
-        streams: Streams | None = None,
+        streams: DeviceStreams | None = None,
         measures_divergence: bool = True,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
@@ -116,7 +116,7 @@ class Averaging:
         """True once this rank's values may be left out of the running round: it should wait for the result, since steps
         on them would be dropped.
         """
-        self.place = Place.DEVICE
+        self.place = ValuesPlace.DEVICE
         """Where the next round holds its values."""
         self._gathered: Any = None
         """The device event after which the latest round's snapshot is complete; None once it is waited for."""
@@ -158,8 +158,8 @@ class Averaging:
             self._running.set_result(averaged)
             self._wake()
             return
-        is_pinned = self.place is not Place.PAGEABLE
-        self._layout.place(group.device if self.place is Place.DEVICE else CPU, is_pinned=is_pinned)
+        is_pinned = self.place is not ValuesPlace.PAGEABLE
+        self._layout.place(group.device if self.place is ValuesPlace.DEVICE else CPU, is_pinned=is_pinned)
         self._layout.gather_buffers(keep=keeps_snapshot)
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
@@ -190,7 +190,7 @@ class Averaging:
         """
         started_s = time.perf_counter()
         if keeps_result:
-            self._layout.place(group.device if self.place is Place.DEVICE else CPU, is_pinned=False)
+            self._layout.place(group.device if self.place is ValuesPlace.DEVICE else CPU, is_pinned=False)
             self._layout.gather()
             self._streams.finish_compute()
         else:
@@ -299,7 +299,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Memory:
+class OuterState:
     """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments; and
     the moving average of the weights of that dtype.
 
@@ -319,24 +319,26 @@ class Memory:
         """All tensors, in the order in which they are broadcast."""
         return [self.last, *self.moments, self.num_steps, *self.spread.tensors(), self.mean]
 
-    def clone(self) -> "Memory":
+    def clone(self) -> "OuterState":
         """A copy of all tensors."""
         return self._each(torch.Tensor.clone)
 
-    def to(self, device: torch.device) -> "Memory":
+    def to(self, device: torch.device) -> "OuterState":
         """The same on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Memory":
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "OuterState":
         moments = [change(moment) for moment in self.moments]
-        return Memory(change(self.last), moments, change(self.num_steps), self.spread.each(change), change(self.mean))
+        return OuterState(
+            change(self.last), moments, change(self.num_steps), self.spread.each(change), change(self.mean)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
     """State beside the model that ranks which join receive from the source."""
 
-    memories: dict[Kind, Memory]
+    memories: dict[Kind, OuterState]
     state: bytes
 
 
@@ -357,7 +359,7 @@ class Reduction:
         self._agree = agree
         self._layout = layout
         self._options = options
-        self._memories: dict[Kind, Memory] = {}
+        self._memories: dict[Kind, OuterState] = {}
         self._loaded: dict[Kind, Mapping[str, Any]] = {}
         """Memories of a checkpoint, kept until the first round, in which all ranks have the last result."""
         self._loaded_mean: Mapping[str, torch.Tensor] = {}
@@ -368,7 +370,7 @@ class Reduction:
         """
         self._sends_unsent = False
         """True if the round in progress sends the errors in `_unsent`."""
-        self._bounds = Bounds()
+        self._bounds = BoundsWatch()
 
     @property
     def _merges_by_rows(self) -> bool:
@@ -527,7 +529,7 @@ class Reduction:
         group.all_reduce(said)
         return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
 
-    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: Memory, said: Said) -> None:
+    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
         rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
         memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
@@ -565,7 +567,7 @@ class Reduction:
                 mean, weights = (self._layout.weights(kind, one) for one in (memory.mean, flat))
                 self._options.decay.move(mean, weights, num_samples)
 
-    def _memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
+    def _memory(self, kind: Kind, trained: torch.Tensor) -> OuterState:
         if kind not in self._memories:
             self._memories[kind] = self._new_memory(kind, trained)
         memory = self._memories[kind]
@@ -589,19 +591,19 @@ class Reduction:
         parts = [self._loaded_mean.get(name, view).to(flat).reshape(-1) for name, view in weights.items()]
         return torch.cat(parts) if parts else flat.new_empty(0)
 
-    def _new_memory(self, kind: Kind, trained: torch.Tensor) -> Memory:
+    def _new_memory(self, kind: Kind, trained: torch.Tensor) -> OuterState:
         spread = Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, trained.device)
         mean = self._new_mean(kind)
         if kind not in self._loaded:
             moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
             num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
-            return Memory(trained.clone(), moments, num_steps, spread, mean)
+            return OuterState(trained.clone(), moments, num_steps, spread, mean)
         loaded = self._loaded.pop(kind)
         moments = [self._restored(kind, one) for one in loaded["moments"]]
         kept = loaded.get("spread")
         if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
             spread = Spread(*kept).each(lambda one: one.to(SQUARES))  # older checkpoints have float32
-        return Memory(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
+        return OuterState(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
     def memories(self) -> dict[str, Mapping[str, Any]]:
         """Checkpoint state of all memories: plain values, tensors and pieces, without the last result: that is the
@@ -657,9 +659,9 @@ class Reduction:
         group.broadcast(given, source)
         return given.cpu().numpy().tobytes()
 
-    def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, Memory]:
+    def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, OuterState]:
         """Broadcasts the source's memories as they were before the step, for ranks with another version."""
-        handed: dict[Kind, Memory] = {}
+        handed: dict[Kind, OuterState] = {}
         if not self._has_memory:
             return handed
         for kind, flat in self._layout.flat_buffers.items():

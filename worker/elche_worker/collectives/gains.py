@@ -101,7 +101,7 @@ class Rows:
                 part.copy_(part.maximum(mean.clamp(max=least)).minimum(mean.clamp(min=most)))
 
 
-class Bounds:
+class BoundsWatch:
     """Detects bounds in which an optimizer keeps the values of tensors, such as one that sets negative weights to 0
     after each step. The mean of values within bounds is within them; a step multiplied by a gain need not be.
 

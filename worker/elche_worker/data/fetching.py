@@ -50,7 +50,7 @@ class Samples(list[Any]):
     num_parts = 1
 
 
-class Together(list[Any]):
+class CollatedBatch(list[Any]):
     """A batch that is collated already."""
 
 
@@ -89,7 +89,7 @@ class Fetch:
             self._seed_worker(indices)
         try:
             if indices and self._tensors is not None:
-                return Together([tensor[indices] for tensor in self._tensors])
+                return CollatedBatch([tensor[indices] for tensor in self._tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
                 return list(self._dataset.__getitems__(indices))
             samples = []
@@ -110,7 +110,7 @@ class Fetch:
         """Collates samples into a batch; None for no samples, and for a batch that the job gives as None. Parts that
         it gives as None are left out.
         """
-        if isinstance(samples, Together):
+        if isinstance(samples, CollatedBatch):
             return list(samples)
         if isinstance(samples, FetchError) or not samples:
             return samples or None

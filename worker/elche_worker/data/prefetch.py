@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import TensorDataset
 
-from elche_worker.device.streams import Streams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.device.transfer import num_bytes, tensors_in, to_device
 
 HOST = torch.device("cpu")
@@ -19,7 +19,7 @@ RESIDENT_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class DeviceMemory:
     """A device's memory, in bytes."""
 
     free: int
@@ -33,7 +33,7 @@ class Memory:
     """Most bytes allocated so far."""
 
     @classmethod
-    def of(cls, device: torch.device) -> "Memory":
+    def of(cls, device: torch.device) -> "DeviceMemory":
         """The present memory of a CUDA device. Does not synchronise."""
         free, total = torch.cuda.mem_get_info(device)
         return cls(
@@ -45,7 +45,7 @@ class Memory:
         )
 
 
-def spare_bytes(memory: Memory, *, activation_bytes: int, waiting_bytes: int) -> int:
+def spare_bytes(memory: DeviceMemory, *, activation_bytes: int, waiting_bytes: int) -> int:
     """Bytes of the device's memory that training leaves at its peak, including `waiting_bytes` of prefetched
     batches.
     """
@@ -54,7 +54,12 @@ def spare_bytes(memory: Memory, *, activation_bytes: int, waiting_bytes: int) ->
 
 
 def prefetch_depth(
-    memory: Memory, *, activation_bytes: int | None, waiting_bytes: int, batch_bytes: int, set_aside_bytes: int = 0
+    memory: DeviceMemory,
+    *,
+    activation_bytes: int | None,
+    waiting_bytes: int,
+    batch_bytes: int,
+    set_aside_bytes: int = 0,
 ) -> int:
     """Number of batches that may wait on the device beside training's peak and `set_aside_bytes`; 0 before the peak is
     measured. `waiting_bytes` is the size of those that wait there now.
@@ -143,7 +148,7 @@ class CudaTransfer:
     One thread moves and another receives; each writes only its own counters, so that no lock is needed.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
+    def __init__(self, device: torch.device, streams: DeviceStreams) -> None:
         self._device = device
         self._streams = streams
         self.set_aside_bytes = 0
@@ -208,7 +213,7 @@ class CudaTransfer:
         return on_host
 
     def plan(self) -> None:
-        memory, waiting_bytes = Memory.of(self._device), self._moved_bytes - self._received_bytes
+        memory, waiting_bytes = DeviceMemory.of(self._device), self._moved_bytes - self._received_bytes
         if self._has_trained:
             staying_bytes = memory.allocated - waiting_bytes
             needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
@@ -228,6 +233,6 @@ class CudaTransfer:
         self._depth = min(depth, self._max_depth)
 
 
-def new_transfer(device: torch.device, streams: Streams) -> DeviceTransfer:
+def new_transfer(device: torch.device, streams: DeviceStreams) -> DeviceTransfer:
     """The transfer for a device."""
     return CudaTransfer(device, streams) if device.type == "cuda" else HostTransfer(device)

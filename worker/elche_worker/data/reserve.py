@@ -9,7 +9,7 @@ from dataclasses import replace
 from elche_worker.data.lease_loader import Lease
 
 
-class Reserve:
+class ReservedLeases:
     """Passes leases, or whole batches of them, to `hand` when they may be begun (protocol P16.3).
 
     The leases that it passes on are numbered anew, since one may become several. Positions are samples since the

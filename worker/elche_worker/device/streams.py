@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """The queues of a rank's device. `HostStreams` and `CudaStreams` implement it."""
 
     def compute(self) -> AbstractContextManager[Any]:
@@ -149,7 +149,7 @@ def _lend(tensors: Iterable[torch.Tensor], stream: Any) -> None:
             tensor.record_stream(stream)
 
 
-def new_streams(device: torch.device) -> Streams:
+def new_streams(device: torch.device) -> DeviceStreams:
     """The streams for a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 

@@ -100,7 +100,7 @@ NUMBERED = re.compile(r"\.?(?P<at>epoch-\d+-step-\d+)(-attempt-(?P<attempt>\d+))
 it, so that no name comes twice."""
 
 
-class Target:
+class CheckpointTarget:
     """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Raises `OSError`."""
 
     def __init__(self, place: str) -> None:

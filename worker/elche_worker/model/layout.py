@@ -33,7 +33,7 @@ DTYPES: dict[Kind, torch.dtype] = {"float32": torch.float32, "float64": torch.fl
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LayoutEntry:
     """One tensor of the model. It is looked up in its owner each time, since user code may replace it by another of the
     same dtype and shape.
     """
@@ -183,7 +183,7 @@ class Layout:
         """True if this is one process's part of a sharded model."""
         return any(entry.whole is not None for entry in self.entries)
 
-    def trained(self, kind: Kind) -> list[Entry]:
+    def trained(self, kind: Kind) -> list[LayoutEntry]:
         """Trained parameters of a kind, in the order of the flat buffer."""
         return [entry for entry in self.of_kind(kind) if entry.is_trained]
 
@@ -195,11 +195,11 @@ class Layout:
         views = _views(flat[: sum(entry.size for entry in entries)], entries)
         return {entry.name: view for entry, view in zip(entries, views, strict=True)}
 
-    def of_kind(self, kind: Kind) -> list[Entry]:
+    def of_kind(self, kind: Kind) -> list[LayoutEntry]:
         """The tensors of a kind, in the model's order."""
         return self._by_kind[kind]
 
-    def averaged(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def averaged(self) -> Iterator[tuple[LayoutEntry, torch.Tensor]]:
         """Each averaged tensor with its view of a flat buffer."""
         for kind, views in self._views.items():
             yield from zip(self.of_kind(kind), views, strict=True)
@@ -263,12 +263,12 @@ class Layout:
         return any(entry.whole is not None for entry in self.entries)
 
     @property
-    def _buffers(self) -> list[Entry]:
+    def _buffers(self) -> list[LayoutEntry]:
         """Broadcast tensors that training changes: all but parameters."""
         return [entry for entry in self.of_kind("broadcast") if not entry.is_trained]
 
     @property
-    def _frozen(self) -> list[Entry]:
+    def _frozen(self) -> list[LayoutEntry]:
         return [entry for entry in self.of_kind("broadcast") if entry.is_trained]
 
     @torch.no_grad()
@@ -397,7 +397,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     return digest % 2**63
 
 
-def _entries(model: nn.Module, buffers: str) -> list[Entry]:
+def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
     named = [*model.named_parameters(), *([] if buffers == "local" else model.named_buffers())]
     entries = []
     for name, tensor in without_copies((name, one) for name, one in named if is_plain(one)):
@@ -409,15 +409,17 @@ def _entries(model: nn.Module, buffers: str) -> list[Entry]:
     return entries
 
 
-def _entry(name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool) -> Entry:
+def _entry(
+    name: str, owner: nn.Module, key: str, tensor: torch.Tensor, is_averaged: bool, is_parameter: bool
+) -> LayoutEntry:
     data = _plain(tensor)
     assert data is not None
     kind = _kind(data, is_averaged)
     whole = torch.Size((*tensor.shape, 2) if tensor.is_complex() else tensor.shape) if is_divided(tensor) else None
-    return Entry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter, whole)
+    return LayoutEntry(name, lambda: getattr(owner, key, None), data.shape, data.dtype, kind, is_parameter, whole)
 
 
-def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[Entry]:
+def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> list[LayoutEntry]:
     """The optimizer's state tensors, named after their parameters. Step counters are broadcast."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     entries = []
@@ -429,7 +431,7 @@ def _optimizer_entries(model: nn.Module, optimizer: Optimizer, policy: str) -> l
                 kind = _kind(data, policy == "average" and data.numel() > 1)
                 find = _finder(optimizer, parameter, key)
                 moment = key if kind != "broadcast" else ""
-                entries.append(Entry(name, find, data.shape, data.dtype, kind, False, moment=moment))
+                entries.append(LayoutEntry(name, find, data.shape, data.dtype, kind, False, moment=moment))
     return entries
 
 
@@ -478,7 +480,7 @@ def _kind(tensor: torch.Tensor, is_averaged: bool) -> Kind:
     return "float64" if tensor.dtype == torch.float64 else "float32"
 
 
-def _views(flat: torch.Tensor, entries: list[Entry]) -> list[torch.Tensor]:
+def _views(flat: torch.Tensor, entries: list[LayoutEntry]) -> list[torch.Tensor]:
     parts = torch.split(flat, [entry.size for entry in entries]) if entries else ()
     return [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
 
@@ -524,7 +526,7 @@ def _fast_digest(raw: torch.Tensor) -> int:
     return int(total) % 2**64
 
 
-def _hash(entries: list[Entry]) -> int:
+def _hash(entries: list[LayoutEntry]) -> int:
     """63-bit hash of the layout, which fits the header's signed integers."""
     text = "\n".join(str(entry) if entry.whole is None else f"{entry} {tuple(entry.shape)}" for entry in entries)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elche_worker.model.layout import Entry, Layout
+from elche_worker.model.layout import Layout, LayoutEntry
 
 EVERY = 10
 """Batches between two measurements."""
@@ -16,7 +16,7 @@ class ParameterNorm:
     """The norm of a model's trained parameters; for a sharded model of this process's part."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._entries: list[Entry] = [one for one in layout.entries if one.is_trained and one.kind != "broadcast"]
+        self._entries: list[LayoutEntry] = [one for one in layout.entries if one.is_trained and one.kind != "broadcast"]
         self._tensors: list[torch.Tensor] = []
         """The tensors as of the last round: looking them up costs as much as the norm."""
         self._wide: list[torch.Tensor] = []

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from elche_worker.collectives.averaging import Reduction
 from elche_worker.device.rng import capture_rng_state, restore_rng_state, seed_all
-from elche_worker.device.streams import Streams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
@@ -31,7 +31,7 @@ class CheckpointCapture:
         reduction: Reduction,
         rates: LearningRates,
         seed: int,
-        streams: Streams,
+        streams: DeviceStreams,
         left_out: LeftOut,
         own_state: OwnState | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from elche.timeline import CHECKPOINT
 from elche.v1 import rank_pb2
-from elche_worker.model.checkpoint import About, CheckpointData, Target, divided
+from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, divided
 from elche_worker.model.tensors import Piece
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.telemetry.timeline import Timeline
@@ -29,7 +29,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        target: Target,
+        target: CheckpointTarget,
         about: About,
         tell: Callable[[rank_pb2.ConverseRequest], None],
         timeline: Timeline | None = None,

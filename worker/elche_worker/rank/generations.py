@@ -9,7 +9,7 @@ from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.rank.acts import JoinGeneration
 
 
-class Build:
+class GroupBuild:
     """Builds the group of a generation on a thread of its own. Nothing waits for a build that was forgotten, which may
     hang for half a minute if a rank has died.
     """
@@ -45,12 +45,12 @@ class Generations:
         """The group of the round that was entered last."""
         self._connect = connect
         self._wake = wake
-        self._builds: dict[int, Build] = {}
+        self._builds: dict[int, GroupBuild] = {}
 
     def build(self, act: JoinGeneration) -> None:
         """Begins to build a group. Builds that are not finished are forgotten."""
         self._builds = {generation: one for generation, one in self._builds.items() if one.is_finished}
-        self._builds[act.generation] = Build(act, self._connect, self._wake)
+        self._builds[act.generation] = GroupBuild(act, self._connect, self._wake)
 
     def finish(self, generation: int) -> str:
         """Waits until a build has ended. Returns why it failed; "" if it did not."""
@@ -67,7 +67,7 @@ class Generations:
         self._builds.pop(generation, None)
 
     @property
-    def ended(self) -> list[Build]:
+    def ended(self) -> list[GroupBuild]:
         """Builds that have ended and were not finished."""
         return [one for one in self._builds.values() if one.group.done() and not one.is_finished]
 

@@ -16,8 +16,8 @@ from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.collectives.relay import Relay
 from elche_worker.data.lease_loader import Lease
-from elche_worker.data.reserve import Reserve
-from elche_worker.device.streams import Streams
+from elche_worker.data.reserve import ReservedLeases
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.evaluation import Evaluated, make_metrics
 from elche_worker.rank.acts import (
     ApplyResult,
@@ -32,14 +32,14 @@ from elche_worker.rank.acts import (
 )
 from elche_worker.rank.best import keep_best
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
-from elche_worker.rank.generations import Build
+from elche_worker.rank.generations import GroupBuild
 from elche_worker.rank.headers import Headers
 from elche_worker.rank.replica import Parts, Replica
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.launch import Launch
 from elche_worker.session.report_times import ReportTimes
 from elche_worker.session.session import Session, sendable
-from elche_worker.telemetry.gauges import Gauges
+from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
@@ -80,7 +80,7 @@ class RankLoop:
         control: Control,
         session: Session,
         channel: grpc.Channel,
-        streams: Streams,
+        streams: DeviceStreams,
     ) -> None:
         self._launch = launch
         self._job = job
@@ -102,11 +102,11 @@ class RankLoop:
         self._meter = self._replica.meter
         self._averaging = self._replica.averaging
         self._timeline = parts.timeline
-        self._gauges = Gauges(self._replica.device)
+        self._gauges = GaugeSampler(self._replica.device)
         self._grad_norm: float | None = None
         self._rounds = Rounds()
         self._batch_size = parts.batch_size
-        self._reserve = Reserve(parts.batch_size, self._begin_lease)
+        self._reserve = ReservedLeases(parts.batch_size, self._begin_lease)
         self._entered_s = 0.0
         self._stalled_ms = 0.0
         """Time in ms for which the present round has kept the rank from training."""
@@ -303,7 +303,7 @@ class RankLoop:
         self._group.send(act)
         self._replica.join_generation(act)
 
-    def _tell_built(self, build: Build) -> None:
+    def _tell_built(self, build: GroupBuild) -> None:
         """Reports that a generation's group stands, or why it does not."""
         generation = build.act.generation
         self._group.send(FinishBuild(generation))

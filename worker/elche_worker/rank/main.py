@@ -33,7 +33,7 @@ from elche_worker.device.build import build_of
 from elche_worker.device.faults import is_device_fault
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
-from elche_worker.device.streams import Streams, new_streams, pin_accumulators
+from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.device.transfer import to_device
 from elche_worker.model.batch_size import is_auto, largest_that_fits, nominal_batch_size, rank_batch_size
 from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
@@ -227,7 +227,7 @@ def _prepare(
     control: Control,
     session: Session,
     channel: grpc.Channel,
-    streams: Streams,
+    streams: DeviceStreams,
     links_address: str,
 ) -> tuple[RankLoop, list[object]]:
     """Builds the rank's parts and reports that it is ready. Also returns objects to keep alive as long as the loop."""
@@ -283,7 +283,7 @@ def _build(
     *,
     wake: Callable[[], None],
     timeline: Timeline | None,
-    streams: Streams,
+    streams: DeviceStreams,
 ) -> tuple[Parts, list[object]]:
     """Builds model, optimizers and data of this process. Also returns objects to keep alive as long as its loop."""
     file_name, device = launch.file_name, torch.device(launch.device)

@@ -26,8 +26,8 @@ from elche_worker.collectives.operations import CollectiveFailed, OperationStuck
 from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
-from elche_worker.device.streams import Streams
-from elche_worker.model.checkpoint import About, Loaded, Target, weights_of
+from elche_worker.device.streams import DeviceStreams
+from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weights_of
 from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, rehearse
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
@@ -136,7 +136,7 @@ class Replica:
         parts: Parts,
         *,
         channel: grpc.Channel,
-        streams: Streams,
+        streams: DeviceStreams,
         wake: Callable[[], None],
         tell: Callable[[rank_pb2.ConverseRequest], None],
         is_over: Callable[[], bool] = bool,
@@ -691,7 +691,7 @@ def _peers_told_apart() -> Iterator[None]:
         raise
 
 
-def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, About]:
+def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[CheckpointTarget, About]:
     """Returns the place of the job's checkpoints, and the job's part of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
@@ -701,4 +701,4 @@ def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[Target, 
         settings=launch.settings,
         tensors=layout.model_tensors,
     )
-    return Target(f"{root.rstrip('/')}/{launch.job_id}"), about
+    return CheckpointTarget(f"{root.rstrip('/')}/{launch.job_id}"), about

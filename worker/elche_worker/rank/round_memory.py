@@ -2,7 +2,7 @@
 
 import sys
 
-from elche_worker.collectives.averaging import Place
+from elche_worker.collectives.averaging import ValuesPlace
 from elche_worker.collectives.operations import Collectives
 from elche_worker.data.prefetch import DeviceTransfer
 
@@ -21,27 +21,27 @@ class RoundMemory:
         """
         self._transfer = transfer
         self._size_bytes = size_bytes
-        self._chosen = {"device": Place.DEVICE, "host": Place.PINNED}.get(wanted)
+        self._chosen = {"device": ValuesPlace.DEVICE, "host": ValuesPlace.PINNED}.get(wanted)
         if self._chosen is None:
             transfer.set_aside_bytes = size_bytes
 
-    def place(self, group: Collectives, local_step: int) -> Place:
+    def place(self, group: Collectives, local_step: int) -> ValuesPlace:
         """The place of the next round's values, in this group and after `local_step` batches."""
         if group.device.type == "cpu":
-            return Place.DEVICE
+            return ValuesPlace.DEVICE
         if self._chosen is None and local_step >= LEAST_BATCHES:
             self._transfer.plan()
             if (spare_bytes := self._transfer.spare_bytes) is not None:
                 self._chosen = self._choose(spare_bytes)
-        return self._chosen or Place.PAGEABLE
+        return self._chosen or ValuesPlace.PAGEABLE
 
-    def _choose(self, spare_bytes: int) -> Place:
+    def _choose(self, spare_bytes: int) -> ValuesPlace:
         is_room = self._transfer.set_aside_bytes >= self._size_bytes  # else prefetched batches may have taken it
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))
         where = "on the device" if is_room else "in host memory"
         print(f"memory='auto': training leaves {spare} of the device: rounds hold {needed} {where}", file=sys.stderr)
-        return Place.DEVICE if is_room else Place.PINNED
+        return ValuesPlace.DEVICE if is_room else ValuesPlace.PINNED
 
 
 def _gb(size_bytes: int) -> str:

@@ -21,7 +21,7 @@ from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
-from elche_worker.device.streams import Streams, new_streams, pin_accumulators
+from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse
 from elche_worker.model.mean import MeanOfModel, decay_of
@@ -65,7 +65,7 @@ def train_alone(
 
 
 def _train(
-    job: JobDefinition, chosen: Device, streams: Streams, on_epoch: Callable[[int, dict[str, float]], None] | None
+    job: JobDefinition, chosen: Device, streams: DeviceStreams, on_epoch: Callable[[int, dict[str, float]], None] | None
 ) -> TrainedState:
     target = torch.device(chosen.device)
     dataset, dataset_size = build_dataset(job, FILE)

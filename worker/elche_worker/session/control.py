@@ -72,7 +72,7 @@ class Control:
             return commands
 
 
-class Target(NamedTuple):
+class RoundTarget(NamedTuple):
     """The step at which, and the generation in which, an announced round is entered."""
 
     step: int
@@ -99,7 +99,7 @@ class Away:
 class Rounds:
     """Announced rounds that are not entered yet, and the limit of batches."""
 
-    targets: dict[int, Target] = field(default_factory=dict)
+    targets: dict[int, RoundTarget] = field(default_factory=dict)
     """By round."""
     abandoned: set[int] = field(default_factory=set)
     """Generations whose rounds are not entered any more."""
@@ -134,7 +134,7 @@ class Rounds:
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 step = command.after_step + index
-                self.targets[command.round + index] = Target(step, command.generation)
+                self.targets[command.round + index] = RoundTarget(step, command.generation)
         self.last_announced = max(self.last_announced, command.round + command.count - 1)
         self.away = Away(
             round=command.round + command.count,
@@ -158,7 +158,7 @@ class Rounds:
         if away is None or (not away.count and not self.targets):
             return 0
         if not self.targets and away.round > self.last_entered:
-            self.targets[away.round] = Target(away.step, away.generation)
+            self.targets[away.round] = RoundTarget(away.step, away.generation)
             self.alone_step = away.step
             self.away = replace(away, round=away.round + 1, step=away.step + away.every, count=away.count - 1)
         return away.every

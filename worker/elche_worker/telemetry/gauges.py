@@ -11,7 +11,7 @@ from elche_worker.telemetry import nvml
 EVERY_S = 1.0
 
 
-class Gauges:
+class GaugeSampler:
     """Samples a device once a second on a thread. `take` returns a new sample, which the loop completes."""
 
     def __init__(self, device: torch.device) -> None:

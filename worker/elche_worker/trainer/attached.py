@@ -30,7 +30,7 @@ from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, sendable
-from elche_worker.telemetry.gauges import Gauges
+from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import Timeline
 from elche_worker.trainer.attachment import NextGroup, OperatorRequests
@@ -86,7 +86,7 @@ class CoordinatorAttachment:
         self._timeline: Timeline | None = None
         self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
         send_events_to(self._session.tell_event)
-        self._gauges = Gauges(world.device)
+        self._gauges = GaugeSampler(world.device)
         self._clock: tuple[float, float] | None = None
         self._is_device = world.device.type != "cpu"
         self._num_batches = 0

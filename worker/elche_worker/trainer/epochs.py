@@ -13,7 +13,7 @@ from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.stepping import Stepper
 
 
-class Epochs:
+class LoopEpochs:
     """The epochs of a loop. `check_open` raises when the loop is closed."""
 
     def __init__(

@@ -8,7 +8,7 @@ from elche_worker.device.discovery import summary
 from elche_worker.user.device import Device
 
 
-class Fleet:
+class RankDevices:
     """Every rank's device; equal on every rank. The constructor is collective."""
 
     def __init__(self, world: World) -> None:

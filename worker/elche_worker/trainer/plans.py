@@ -210,7 +210,7 @@ class Balance:
         return list(self._throughput)
 
 
-class Cadence:
+class CadencePlan:
     """Each rank trains the number of whole batches per step that El Che gives it (row G4)."""
 
     def __init__(self, world_size: int, config: TrainerConfig) -> None:

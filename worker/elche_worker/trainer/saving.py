@@ -13,7 +13,15 @@ from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
-from elche_worker.model.checkpoint import About, CheckpointData, Loaded, Target, load, other_buffers, weights_of
+from elche_worker.model.checkpoint import (
+    About,
+    CheckpointData,
+    CheckpointTarget,
+    Loaded,
+    load,
+    other_buffers,
+    weights_of,
+)
 from elche_worker.model.tensors import copied
 from elche_worker.trainer.optimizers import Optimizers
 
@@ -108,7 +116,7 @@ class Saver:
         name = self._free_name(f"step-{position.num_steps:08d}")
         loop = asdict(position)
         try:
-            target = Target(self.place)
+            target = CheckpointTarget(self.place)
             path, size_bytes = target.write(name, data, about, {"loop": loop})
             self._written.append(name)
             while len(self._written) > KEPT:

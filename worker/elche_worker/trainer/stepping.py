@@ -20,7 +20,7 @@ from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
-from elche_worker.trainer.plans import Balance, Cadence, Planner, Step, part_of
+from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
 from elche_worker.trainer.share import StepShare
@@ -98,9 +98,9 @@ class Stepper:
         self._sync_ms = 0.0
 
     @property
-    def el_che(self) -> Cadence | None:
+    def el_che(self) -> CadencePlan | None:
         """The planner, where ranks train several batches per step; else None."""
-        return self.planner if isinstance(self.planner, Cadence) and not self._takes_own else None
+        return self.planner if isinstance(self.planner, CadencePlan) and not self._takes_own else None
 
     @property
     def ratios(self) -> list[float]:
@@ -111,7 +111,7 @@ class Stepper:
     def begin(self, *, has_el_che: bool) -> None:
         """Prepares steps of several processes."""
         if has_el_che:
-            self.planner = Cadence(self._world.size, self._config)
+            self.planner = CadencePlan(self._world.size, self._config)
         self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS + NUM_MARKS)
 
     # Batches

@@ -33,8 +33,8 @@ from elche_worker.trainer.checks import check_same_config, check_shares, module_
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
-from elche_worker.trainer.epochs import Epochs
-from elche_worker.trainer.fleet import Fleet
+from elche_worker.trainer.epochs import LoopEpochs
+from elche_worker.trainer.fleet import RankDevices
 from elche_worker.trainer.forward import Forward, LossContext
 from elche_worker.trainer.gathering import Gathered, weighted_mean
 from elche_worker.trainer.iterations import Iterations
@@ -55,7 +55,7 @@ class Trainer:
         self._optimizers = optimizers
         self._config = config
         self._world = world
-        self._fleet = Fleet(world)
+        self._fleet = RankDevices(world)
         self._progress = ProgressTracker()
         self._forward = Forward(model, self._progress.add_loss)
         self._together = Together(world)
@@ -67,7 +67,7 @@ class Trainer:
             model, optimizers, world, self._progress, self._checkpoints, self._together, self._save, self.close
         )
         self._data: Data | None = None
-        self._epochs = Epochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
+        self._epochs = LoopEpochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
         self._is_closed = False
 
     @classmethod
