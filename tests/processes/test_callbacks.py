@@ -187,13 +187,13 @@ def test_rates_that_callbacks_set_are_those_of_the_next_batches_and_of_a_resume(
             elif kind == "batch":
                 assert values[1] in (pytest.approx(rate), pytest.approx(rate / 2)), "or an epoch began with its scale"
     assert "Misuse: set_lr is for epoch_fn and after_round, which run on every rank" in log_of(cluster, 0)
-    checkpoint = done.result.checkpoints[-2]
-    assert checkpoint.epoch == EPOCHS - 1
+    checkpoint = done.result.checkpoints[-1]
     path.with_suffix(".rank-0").unlink()
     path.with_suffix(".rank-1").unlink()
     path.write_text(path.read_text() + "\njob = dataclasses.replace(job, epoch_fn=None, after_round=None)\n")
-    again = trained(cluster, path, resume=checkpoint.path)
+    again = trained(cluster, path, resume=checkpoint.path, epochs=checkpoint.epoch + 2)
     rates = [rate for rank in (0, 1) for _, rate in again.noted("batch", rank)]
+    assert len(rates) > 10
     assert rates == pytest.approx([LR / checkpoint.version] * len(rates))
 
 

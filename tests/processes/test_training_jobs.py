@@ -67,7 +67,7 @@ def test_a_resumed_job_has_the_learning_rates_of_its_file(
     first = []
     for rank in (0, 1):
         fractions = [samples / (96 * 4) for (samples,) in done.noted("position", rank)]
-        first.append(fractions[0])
+        first += fractions[:1]  # on a busy machine one rank may have had no batch of so few
         assert [rate for _, rate in done.noted("batch", rank)] == pytest.approx([0.3 * (1 - one) for one in fractions])
     assert 0.25 <= min(first) < 0.5
 

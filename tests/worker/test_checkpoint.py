@@ -27,10 +27,10 @@ def kept(size: int = 4) -> CheckpointData:
 WRITES = """
 import resource, signal, sys
 import torch
-from elche_worker.model.checkpoint import About, CheckpointData, Target
+from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget
 ABOUT = About(job="job", file_name="train.py", source="job = 1")
 kept = CheckpointData({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
-target = Target(sys.argv[1])
+target = CheckpointTarget(sys.argv[1])
 """
 FOR_EVER = """
 number = 0
