@@ -41,7 +41,7 @@ def _conclusion(verdict: Verdict) -> str:
     if verdict.violations:
         return f"{verdict.job} is refuted by {len(verdict.violations)} violations ({read})"
     if verdict.missing:
-        return f"{verdict.job or 'the run'} cannot be judged: {len(verdict.missing)} things are missing ({read})"
+        return f"{verdict.job or 'the run'} cannot be judged: missing or damaged files: {len(verdict.missing)} ({read})"
     return f"{verdict.job} is proven: {_claim(verdict)} ({read})"
 
 

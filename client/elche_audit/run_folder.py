@@ -69,6 +69,8 @@ def read_run(folder: Path, *others: Path) -> RunFolder:
     """Reads what is there; `missing` says what is not, or is damaged. `others` are the job's folders of other hosts."""
     run, folders = RunFolder(folder), (folder, *others)
     run.missing += [f"there is no folder {one}" for one in folders if not one.is_dir()]
+    if run.missing:
+        return run
     jobs = sorted({path.name for one in folders for path in (one / AUDIT).glob("*") if path.is_dir()})
     if len(jobs) != 1:
         has = f"audit files of {len(jobs)} jobs" if jobs else "no audit files; run the job with --audit true"
