@@ -68,6 +68,7 @@ def test_everything_is_killed_at_once(mark: Mark, tmp_path: Path, job_file: JobF
             with suppress(ProcessLookupError):  # with its parent
                 os.kill(pid, signal.SIGKILL)
         eventually(lambda: not mark.living(), "all are gone")
+        first.process.wait()  # one that has no environment any more may hold its files, and the folder's lock, for a moment
         last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
         stack.enter_context(agent(mark, tmp_path, first.address))
         result = client.job(job.id).result()

@@ -222,7 +222,7 @@ def test_ranks_come_and_go_over_nccl_and_the_coordinator_starts_again(
         eventually(lambda: any("rank 2 has left" in text for text in member_changes(story)), "it is let go")
         story.hurry()
         succeeds(story, epochs=12, survivors=(0, 2), is_told_all=False)
-        assert len(story.pids(1)) == 2
+        assert len(story.pids(1)) >= 2
         assert story.of(Checkpoint)
         assert story.of(EvaluationReport)
         assert next(view.backend for view in client.jobs()).startswith("nccl")

@@ -117,8 +117,8 @@ def succeeds(
 ) -> JobResult:
     """The job ends well: each sample of each epoch is committed once, and the final model is the sum of the rounds, if
     the story `is_told_all`: of the last rounds of a coordinator that is killed a watcher may hear nothing. Survivors,
-    by default all of three ranks that have not noted their death, train on in the same process. The audit proves it by
-    the files of all hosts.
+    by default all of three ranks that have not noted their death, train on in the same process, unless one was so busy
+    that it did not answer in time. The audit proves it by the files of all hosts.
     """
     result = story.end()
     assert result.state is JobState.SUCCEEDED, result
@@ -140,7 +140,8 @@ def succeeds(
     verdict = elche_audit.judge(*folders)
     assert elche_audit.exit_code(verdict) == 0, "\n".join(elche_audit.lines(verdict))
     changes = [report.text for report in story.of(MembershipReport)]
-    for rank in survivors if survivors is not None else {0, 1, 2} - {dead(story)}:
+    mute = {report.rank for report in story.of(MembershipReport) if "has not answered for" in report.text}
+    for rank in set(survivors if survivors is not None else {0, 1, 2} - {dead(story)}) - mute:
         assert len(story.pids(rank)) == 1, f"rank {rank} was started again: {changes}"
         gap_s = story.longest_gap_s(rank)
         print(f"rank {rank}: at most {gap_s * 1000:.0f} ms between two batches")
