@@ -44,7 +44,7 @@ SYSTEMS := -o cache_dir=.pytest_cache/systems
 
 # Three at a time keep two processors busy: tests of real processes wait now and then.
 test: setup
-	$(BIN)/pytest $(UNITS) -n 3 $(BY_FILE) tests || $(call AGAIN,$(BIN)/pytest $(UNITS) tests/test_zz_flaky.py)
+	$(BIN)/pytest $(UNITS) -n 3 $(BY_FILE) tests || $(call AGAIN,$(BIN)/pytest $(UNITS) tests)
 
 # The tests of one program, in less than a minute, for whoever is working on it: `make quick ROOM=core`.
 ROOMS := core coordinator client worker
