@@ -36,6 +36,7 @@ ACTS: list[Act] = [
     TrainBatch(0, float("inf")),
     TakeLease(Lease(id=1, epoch=2, offset=2**40, size=4)),
     EnterRound(ROW, may_be_checkpoint=True),
+    EnterRound(ROW, keeps_result=True),
     EndRound(),
     ApplyResult(),
     ResolveCheckpoint(3, 4, is_written=False),

@@ -40,27 +40,32 @@ from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Out
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+"""Most bytes of a file in one message, as `DeliverRequest.data` allows."""
 PIECES = "pieces"
 """Folder of a checkpoint that holds the parts of a sharded model."""
 GRACE_S = 25.0
-"""Shorter than the 30 s that Kubernetes, and some clouds, leave between a notice and the end."""
+"""Seconds for which a leaving agent waits for its ranks. Kubernetes, and some clouds, kill 30 s after their notice."""
 KEEP_S = 600.0
-"""How long ranks outlive the coordinator: then they are ended, so that nobody's devices are held for ever."""
+"""Seconds for which ranks go on without a coordinator. Then the agent ends them: if the coordinator never comes back,
+they would hold their devices for ever."""
 FOLLOW_EVERY_S = 0.2
+"""Seconds between two looks at a log that is followed, or at ranks that are to leave."""
 MAX_GONE = 100
+"""Most dead agents that are named to the coordinator; the newest ones."""
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""The coordinator's answers to an agent that it will never let in."""
+"""Status codes by which the coordinator refuses the agent for good: it ends, and does not try again."""
 ALIVE_EVERY_S = 5.0
-"""Interval of empty messages to a reader that follows a log, in seconds. By these an agent notices that the reader has
-gone.
+"""Seconds between empty messages to a reader that follows a log. Sending one fails once the reader has gone; without
+them the agent would follow a silent log for ever.
 """
 
 MAX_DELIVERIES = 192
-"""Files that are sent at once. Each takes two threads and two open files of this process, which starts ranks, too."""
+"""Most files that are sent at once. Each takes two threads and two open files, which this process also needs to start
+ranks."""
 Order = TypeVar("Order", agent_pb2.SendModel, agent_pb2.SendLog, agent_pb2.StoreArtifacts)
 
 
@@ -95,8 +100,9 @@ class Agent:
         self._store = ""
         """Id of the coordinator's store; empty before the first welcome."""
         self._is_welcome = False
-        """Whether the present stream, or the last one, was answered with a welcome."""
+        """True if the present stream, or the last one, was answered with a welcome."""
         self._is_leaving = False
+        """True once `leave` was called. A second call ends everything at once."""
         self._coordinator = coordinator
         self._slots = slots
         self._labels = labels or {}
@@ -114,14 +120,17 @@ class Agent:
         self._is_confined = confinement is not None
         self._artifacts = ArtifactWriter(self._folders, self._processes)
         self._loop_ports: dict[str, int] = {}
-        """Ports of the stores of scripts whose ranks are being started, by job."""
+        """By job: port of rank 0's store, for a script whose ranks are being started on this host. Removed when the
+        last of them is started.
+        """
 
     def run(self) -> None:
         """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,
         and `BadCertificate`.
         """
         self._processes.warm_up()
-        if not self._is_confined:  # what confined ranks may write is not to be followed
+        # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
+        if not self._is_confined:
             hand_in(self._coordinator, self._tls, self._folders, self._stopped)
         retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
@@ -162,14 +171,16 @@ class Agent:
         self._processes.close()  # this process must not end before `stop` has ended them
 
     def _give_up_ranks(self) -> None:
-        """Ends ranks of which the coordinator knows nothing, or that it will not hear of any more."""
+        """Ends all ranks, of which the coordinator knows nothing or which it has given up, and drops what there was to
+        report of them.
+        """
         self._processes.kill_all()
         self._outbound.begin_anew()
         self._store = ""
 
     def leave(self) -> None:
-        """Ends once the ranks here have left, their work committed, and once what is being stored is, or when the time
-        for that is over. The second call ends everything at once.
+        """Ends the agent, once its ranks have committed their work and left, and artifacts are stored, or after the
+        grace time. A second call ends everything at once. Called on a thread of its own.
         """
         num_ranks, over_s = self._processes.num_running, time.monotonic() + self._grace_s
         if not self._is_leaving:
@@ -184,7 +195,9 @@ class Agent:
         self.stop()
 
     def _await_ranks(self, over_s: float) -> None:
-        """Waits until all ranks have left. Where no coordinator answers, which would have them leave, asks them."""
+        """Waits until all ranks have left, at most until `over_s`. The coordinator tells them to; where none answers,
+        the agent asks them itself, and they stop without it.
+        """
         seen_s, is_asked = time.monotonic(), False
         while not self._processes.wait_until_idle(FOLLOW_EVERY_S) and time.monotonic() < over_s:
             if self._outbound.is_open:
@@ -230,6 +243,7 @@ class Agent:
                     self._outbound.open(outgoing, response.welcome.taken)
                 elif self._outbound.is_news(response.seq):
                     yield response
+                    # Only now: an order that was not carried out must come again on the next stream.
                     self._outbound.num_heard = response.seq or self._outbound.num_heard
         finally:
             self._outbound.close()
@@ -287,7 +301,7 @@ class Agent:
         self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
 
     def _open_link(self, order: agent_pb2.OpenLink) -> None:
-        """Listens where ranks here do, and says where that is."""
+        """Listens on the network on which ranks here listen, and delivers the address."""
         try:
             address = listen(listening_address(self._coordinator, self._interface), order.secret)
             answer = agent_pb2.DeliverRequest(data=address.encode())
@@ -296,7 +310,7 @@ class Agent:
         self._send("where it listens", order.transfer, iter((answer,)))
 
     def _try_link(self, order: agent_pb2.TryLink) -> None:
-        """Measures the link to another host, and says what it found."""
+        """Measures the link to another host, and delivers the result."""
         try:
             measured = measure(order.address, order.secret, only_connects=order.only_connects)
             answer = agent_pb2.DeliverRequest(data=measured.SerializeToString())
@@ -305,7 +319,9 @@ class Agent:
         self._send("what a link can do", order.transfer, iter((answer,)))
 
     def _begin_delivery(self, deliver: Callable[[Order], None], order: Order) -> None:
-        """Sends a file on a thread, unless it sends too many now: its files and threads are for ranks, too."""
+        """Sends a file on a thread, unless `MAX_DELIVERIES` are being sent. The coordinator then gets no delivery, and
+        answers its client so after its own limit.
+        """
         if not self._deliveries.acquire(blocking=False):
             log.warning("job=%s a file is not sent: %d are being sent already", order.job_id, MAX_DELIVERIES)
             return
@@ -344,13 +360,14 @@ class Agent:
             self._send(f"job {order.job_id}: its manifest", order.transfer, self._artifacts.answers(order))
 
     def _followed(self, path: Path, order: agent_pb2.SendLog) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of the end of a log and of what is written to it, until its rank has ended; now and then
-        nothing, as a sign of life.
+        """Yields (offset, bytes) of the end of a log and of what is appended to it, until its rank has ended; after
+        `ALIVE_EVERY_S` without output, empty bytes.
         """
         said_s = time.monotonic()
         with self._processes.files.read(path) as file:
             file.seek(max(0, _size(file) - order.max_bytes))
             while True:
+                # Before reading: what the rank writes until its end is then read once more.
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
                 if file.tell() > _size(file):
                     file.seek(0)  # the log was truncated to its end because it had become too long
@@ -390,7 +407,7 @@ class Agent:
                 for member in range(1 + len(start.more_slots))
             ]
             self._processes.start(key, processes)
-        except (OSError, ValueError, ElcheError) as error:  # the second for a path that can be none
+        except (OSError, ValueError, ElcheError) as error:  # `ValueError`: the folder's name has a null character
             self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
@@ -437,7 +454,7 @@ class Agent:
         )
 
     def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
-        """What a script with its own loop finds in its environment. Raises `ElcheError` without a port for rank 0."""
+        """Environment variables of a script with its own loop. Raises `ElcheError` if rank 0 was not started here."""
         if start.rank == 0:  # it is started first
             self._loop_ports[start.job_id] = free_port()
         if (port := self._loop_ports.get(start.job_id)) is None:
@@ -513,7 +530,7 @@ def _refusal(problem: str) -> Iterator[agent_pb2.DeliverRequest]:
 
 
 def _problem_of(checkpoint: Path) -> str:
-    """Why a checkpoint's weights cannot be sent as one file; empty when they can."""
+    """Returns why a checkpoint's weights cannot be sent as one file; "" when they can."""
     if not (checkpoint / MANIFEST).is_file():
         return f"the checkpoint {checkpoint} is not there any more"
     if (checkpoint / PIECES).is_dir():  # only a job that resumes from it reads them

@@ -37,23 +37,29 @@ ALIVE_EVERY_S = 5.0
 EXIT_S = 60.0
 """Seconds for which the ranks of a job may take to exit before their logs are taken as they are."""
 LOOK_EVERY_S = 0.1
+"""Seconds between two looks if a job's ranks have exited."""
 MAX_MANIFEST_BYTES = 1 << 20
 FORMAT = 1
+"""Version of the manifest's format."""
 
 
 class ArtifactWriter:
-    """Stores jobs' artifacts, those of one job after those of another. Nothing is removed from this host."""
+    """Stores jobs' artifacts, one job after the other. Removes nothing from this host."""
 
     def __init__(self, folders: JobFolders, processes: Processes) -> None:
         self._folders = folders
         self._processes = processes
         self._turn = threading.Lock()
+        """Held by the order that is being carried out: uploads at the same time would slow down training ranks."""
         self._changed = threading.Condition()
         self._num_open = 0
+        """Orders that are not answered yet. Guarded by `_changed`."""
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """An order is carried out and answered inside the context: what is stored counts when the coordinator knows."""
+        """Context in which an order is carried out and answered. An agent that leaves waits for its end: files that the
+        coordinator does not know of would be stored again, by nobody.
+        """
         with self._changed:
             self._num_open += 1
         try:
@@ -74,8 +80,8 @@ class ArtifactWriter:
             return self._changed.wait_for(lambda: not self._num_open, timeout=limit_s)
 
     def answers(self, order: agent_pb2.StoreArtifacts) -> Iterator[agent_pb2.DeliverRequest]:
-        """Carries an order out on a thread; yields empty messages meanwhile, and in the end the manifest, or why there
-        is none. Who does not read on does not stop it.
+        """Carries out an order on a thread; yields empty messages meanwhile, and at the end the manifest, or why there
+        is none. It is carried out even if nobody reads on.
         """
         answer: list[agent_pb2.DeliverRequest] = []
         thread = threading.Thread(target=self._run, args=(order, answer), daemon=True)
@@ -122,7 +128,7 @@ class ArtifactWriter:
             written[RECORD] = place.write(RECORD, (order.record.encode(),))
         about = {"format": FORMAT, "job": order.job_id, "host": socket.gethostname()}
         manifest = json.dumps({**about, "files": written, "missing": missing}, indent=1).encode()
-        place.write(MANIFEST, (manifest,))
+        place.write(MANIFEST, (manifest,))  # last: a folder with a manifest is complete
         log.info("job=%s %d files are stored in %s", order.job_id, len(written), place.address)
         return manifest
 
@@ -135,7 +141,7 @@ def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dic
         names = [PurePosixPath(name) for name in json.loads(manifest)["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    if any(name.is_absolute() or ".." in name.parts for name in names):
+    if any(name.is_absolute() or ".." in name.parts for name in names):  # user code may have written the manifest
         return {}
     written = {}
     for name in (*map(str, names), MANIFEST):

@@ -14,6 +14,7 @@ from elche.errors import ElcheError
 
 PROGRAM = "bwrap"
 TRY_S = 20.0
+"""Seconds for the trial of a container at the agent's start."""
 HIDDEN = ("/tmp", "/var/tmp", "/run", "/root", "/home")
 """Folders with users' files, sockets of daemons and secrets. They are empty in a rank's container."""
 RESOLVER = Path("/etc/resolv.conf")

@@ -1,10 +1,10 @@
-"""Hands in what ranks have left that stopped while no coordinator answered (protocol P19.7).
+"""Hands in the work of ranks that stopped while no coordinator answered (protocol P19.7).
 
-In the name of each such rank the conversation goes on: what it had to say is said, so that the rounds which the ranks
-made alone commit, then that it has stopped. The coordinator, which alone has the training's books, answers with them,
-and so the draft that one rank has left becomes a checkpoint. Only then does the agent attend, and tell that the ranks'
-own agent, and so the ranks, are gone: the job would go back to an older checkpoint.
-"""
+The agent continues each such rank's conversation in its name. First it sends the messages that the rank could not send,
+so that the rounds which the ranks made alone commit; then that the rank has stopped. The coordinator alone has the
+training's books. It answers with them, as the order to write a checkpoint, and the draft that one rank has left becomes
+that checkpoint. Only then does the agent attend: it reports that the ranks' former agent is gone, and with it the
+ranks, and without the checkpoint the job would go back to an older one."""
 
 import fcntl
 import json
@@ -32,15 +32,16 @@ from elche_worker.session.stopped import FOLDER, StoppedRank, stopped_ranks
 log = logging.getLogger(__name__)
 
 LIMIT_S = 15.0
-"""Seconds for the coordinator to take what was left: other hosts' ranks may have to come back first."""
+"""Seconds for which the coordinator may take to accept the work: ranks of other hosts may have to come back first."""
 ANSWER_S = 5.0
+"""Seconds for an answer to the question if a coordinator is there."""
 LOCK = ".lock"
-"""File in a job's folder of records: its lock is held by the worker that hands them in, of several with one folder."""
+"""File in a job's folder of records. The worker that hands them in holds its lock; several may have one work folder."""
 
 
 def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.Event) -> None:
-    """Waits for the coordinator, hands in what ranks have left in these folders, and removes it. Returns at once if
-    there is nothing, and when `is_over` is set.
+    """Waits for the coordinator, hands in the records that stopped ranks have left in these folders, and removes them.
+    Returns at once if there are none, and when `is_over` is set.
     """
     found = {job: folder for job in folders.newest() if (folder := folders.find(job)) is not None}
     left = {job: folder for job, folder in found.items() if _left_in(folder)}
@@ -57,7 +58,7 @@ def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.
 
 
 def _hand_in_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading.Event) -> None:
-    """Hands in what is in these folders, and waits for other workers that do so."""
+    """Hands in the records of these folders, and waits for other workers that hand in those of the same folders."""
     until_s, others = time.monotonic() + LIMIT_S, []
     with ExitStack() as locks:
         jobs = []
@@ -114,7 +115,7 @@ def _left_in(folder: Path) -> list[StoppedRank]:
 
 
 def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) -> bool:
-    """Waits until a coordinator answers, whatever it says; False when `is_over` is set first."""
+    """Waits until a coordinator answers, also with an error; False when `is_over` is set first."""
     said_s = -SAY_EVERY_S
     ask = channel.unary_unary(HEALTH, request_serializer=bytes, response_deserializer=bytes)
     while not is_over.is_set():
@@ -144,19 +145,20 @@ class _Ghost:
     def __init__(self, channel: grpc.Channel, left: StoppedRank) -> None:
         self.left = left
         self.lost = ""
-        """Why the coordinator does not listen; empty: it does."""
+        """Why the coordinator accepts no message of this rank; empty while it does."""
         self.path = ""
         """The checkpoint that the draft has become; empty: none."""
         self.released = ""
-        """Why the coordinator wants nothing more of it; empty: it may."""
+        """Reason with which the coordinator has told the rank to leave; empty before."""
         self._has_told = False
+        """True once `Stopped` was sent."""
         self.session = Session(
             channel, left.secret, on_command=self._take, on_lost=self._lose, store=left.store, unsaid=left.unsaid
         )
 
     @property
     def has_said_all(self) -> bool:
-        """True once the coordinator has all that it was told so far."""
+        """True once all messages so far are durable at the coordinator, or it accepts none."""
         return bool(self.lost) or (self.session.is_connected and self.session.has_said_all)
 
     @property
@@ -165,7 +167,7 @@ class _Ghost:
         return self._has_told and self.has_said_all
 
     def tell_stopped(self) -> None:
-        """Tells that the rank has stopped, unless the coordinator is of a release that does not know that."""
+        """Sends `Stopped`, unless the coordinator is of a release that does not know the message."""
         if self.session.is_connected and not self.session.takes_stopped:
             self.lost = "the coordinator is of an earlier release"
         elif not self.lost:
@@ -187,7 +189,7 @@ class _Ghost:
             self.path = answer.checkpoint_saved.path
 
     def _write(self, outcome: rank_pb2.RoundOutcome) -> rank_pb2.ConverseRequest:
-        """Makes the draft the checkpoint that is ordered, if it is of that round; returns the answer."""
+        """Turns the draft into the checkpoint that is ordered, if it has that round's result; returns the answer."""
         began_s, draft = time.perf_counter(), Path(self.left.draft)
         try:
             if not self.left.draft or outcome.round != self.left.round:
@@ -213,24 +215,24 @@ class _Job:
 
     @property
     def has_said_all(self) -> bool:
-        """True once the coordinator has all that the ranks had to say."""
+        """True once all messages of the ranks so far are durable at the coordinator."""
         return all(one.has_said_all for one in self._ghosts)
 
     @property
     def is_done(self) -> bool:
-        """True once nothing more is to be expected."""
+        """True once the draft is a checkpoint, or no order for one can come any more, and all ranks are reported."""
         awaits_order = any(one.left.draft and not (one.lost or one.released) for one in self._ghosts)
         is_written = any(one.path for one in self._ghosts)
         return (is_written or not awaits_order) and all(one.lost or one.has_told for one in self._ghosts)
 
     def tell_stopped(self) -> None:
-        """Tells that the ranks have stopped."""
+        """Sends `Stopped` for each rank."""
         for one in self._ghosts:
             one.tell_stopped()
 
     def close(self, *, is_over: bool) -> None:
-        """Ends the conversations, says what came of them, and removes what was left. It stays for another time if the
-        coordinator has not heard of these ranks, or if the agent ends now.
+        """Ends the conversations, logs the outcome, and removes the records and drafts. They stay for another attempt
+        if the coordinator has not heard all ranks, or if the agent ends now (`is_over`).
         """
         path = next((one.path for one in self._ghosts if one.path), "")
         why = next((one.released or one.lost for one in self._ghosts if one.released or one.lost), "")

@@ -13,7 +13,9 @@ FOLDER = "agents"
 
 
 class AgentIdentity:
-    """A new agent's name, with a file that is locked as long as its process lives."""
+    """A new agent's name, with a file that is locked as long as its process lives: the kernel releases the lock however
+    the process ends, and no process id, which may be reused, is compared.
+    """
 
     def __init__(self, work_dir: Path) -> None:
         self.name = secrets.token_hex(8)

@@ -14,11 +14,11 @@ from elche_worker.agent.identity import FOLDER
 log = logging.getLogger(__name__)
 
 ID_FILE = "work-folder"
-"""Has the id of the work folder."""
+"""File with the id of the work folder."""
 RECORDS = "jobs"
-"""Has a file for each job, named by its id, with its output folder, which is relative to the work folder if inside."""
+"""Folder with a file for each job, named by its id: the job's output folder, relative to the work folder if inside."""
 MOST_TOLD = 500
-"""Jobs, the newest ones, of which a coordinator is told. It finds older ones by the id of the work folder."""
+"""Most jobs, the newest ones, that a coordinator is told. It finds older ones by the id of the work folder."""
 
 
 class JobFolders:
@@ -29,14 +29,14 @@ class JobFolders:
         self._kept = self._work_dir / FOLDER
         self._known: dict[str, Path] = {}
         self.id = ""
-        """That of the work folder; empty where none can be kept."""
+        """Id of the work folder; empty where it cannot be stored."""
         try:
             self.id = self._read_or_make_id()
         except (OSError, ValueError) as error:
             log.warning("once this worker has ended, logs and models are not found by `elche`: %s", error)
 
     def remember(self, job_id: str, folder: Path) -> None:
-        """A rank of the job writes into the folder."""
+        """Records that ranks of the job write into this folder."""
         folder = folder.absolute()
         if self._known.get(job_id) == folder:
             return
@@ -81,7 +81,7 @@ class JobFolders:
         return text
 
     def _draft(self, text: str) -> Path:
-        """A file with the text, whole, which is to get its name."""
+        """A complete file with the text, under a draft's name. It is renamed or linked: no reader finds half of it."""
         draft = self._kept / f"{secrets.token_hex(8)}.draft"
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -17,16 +17,22 @@ WAIT_S = 20.0
 SLOW_S = 0.5
 """If sending the first amount takes longer, in seconds, the link is slow, and no other is sent."""
 CONNECT_S = 5.0
+"""Seconds for a connection, and for the secret on it."""
 NUM_PINGS = 20
+"""Round trips that are timed; their median counts."""
 STEPS_S = (0.05, 1.0)
 """Seconds that sending the second and third amount should take; their sizes follow from the time of the one before,
 since TCP starts slowly."""
 FIRST_BYTES = 64 << 10
+"""Least amount that is sent, and the first one."""
 MAX_BYTES = 4 << 30
+"""Most bytes of an amount, whatever the other host asks for."""
 BLOCK = bytes(256 << 10)
+"""What is sent, again and again."""
 LENGTH = 8
-"""Least, first and most bytes of an amount."""
+"""Bytes of the number that says how large an amount is, big-endian."""
 PING, TAKE, GIVE = b"p", b"t", b"g"
+"""Commands of the host that measures: answer with one byte; take an amount, then answer; give an amount."""
 
 
 class LinkFault(Exception):

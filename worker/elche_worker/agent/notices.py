@@ -11,9 +11,11 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 5.0
+"""Seconds between two questions; AWS, which gives 120 s, recommends 5."""
 ANSWER_S = 2.0
 """Limit in seconds for the metadata service to answer."""
 MAX_BYTES = 64 << 10
+"""Most bytes of an answer that are read."""
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -33,6 +33,7 @@ from elche_worker.process.stacks import ask
 log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 4096
+"""Bytes of a log's end that go with the report of a rank's exit."""
 
 NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 """Disables gRPC's fork handlers, which crash data loader workers forked in a process with a torch process group. The
@@ -82,12 +83,16 @@ class _Running:
     """The processes of one rank that have not ended."""
 
     logs: list[Path]
+    """By position in the replica group."""
     spawner: "SpawnerProcess"
     living: dict[int, int] = field(default_factory=dict)
+    """Number of each process that has not ended, and its position in the replica group."""
     first: Exit | None = None
-    """Exit of the process that ended first."""
+    """Exit of the process that ended first: it is the cause, and the others are ended because of it."""
     was_stopped: bool = False
+    """As in `Exit`."""
     is_loop: bool = False
+    """As in `RankStart`."""
 
 
 class Processes:
@@ -111,7 +116,9 @@ class Processes:
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
+        """Ranks of which a process has not ended."""
         self._num_started = 0
+        """Processes started so far. It numbers them, for the spawner: process ids are known only later, and reused."""
         self._spawner: SpawnerProcess | None = None
         """The spawner of all ranks, unless they are confined."""
         self._is_closed = False
@@ -223,7 +230,7 @@ class Processes:
             self._changed.wait_for(lambda: not self._running)
 
     def close(self) -> None:
-        """Kills every process and the spawner."""
+        """Kills every process and the spawner. No rank can be started afterwards."""
         with self._changed:
             self._is_closed = True
             for spawner in {running.spawner for running in self._running.values()}:
@@ -246,7 +253,9 @@ class Processes:
         return spawner
 
     def _listen(self, spawner: "SpawnerProcess") -> None:
-        """Reads the spawner's reports of processes that have ended. When the spawner ends, all have ended with it."""
+        """Reads the spawner's reports of processes that have begun or ended, on a thread. When the spawner ends, the
+        kernel ends its ranks; they are reported as killed.
+        """
         for told in spawner.hear():
             if "pid" in told:
                 spawner.note(told["number"], told["pid"])
@@ -281,7 +290,7 @@ class Processes:
                     was_stopped=running.was_stopped,
                 )
                 self._kill(running)
-            if running.living:
+            if running.living:  # the rank's exit is reported once all its processes have ended: devices are free then
                 return
             del self._running[key]
             if self._confinement is not None:
@@ -322,8 +331,9 @@ class SpawnerProcess:
         """
         self.num_slots = num_slots
         self.pids: dict[int, int] = {}
-        """Process ids by number."""
+        """Process ids, of the host's namespace, by number."""
         self.has_forked = False
+        """True once a process has begun."""
         self._is_confined = confinement is not None
         # Without the cluster's token: user code must not see it, and a rank has its own secret.
         inherited = {name: text for name, text in os.environ.items() if name not in (VARIABLE, FILE_VARIABLE)}

@@ -28,6 +28,7 @@ from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
 
 ABORT_AGAIN_S = 0.5
+"""Seconds between two attempts to abort a collective: one that comes before the collective has begun has no effect."""
 
 
 class ValuesPlace(Enum):
@@ -53,7 +54,7 @@ class Average:
     distance: tuple[float, float] | None = None
     """L2 norms over trained parameters: of (rank's values - result), and of the result. None when not measured."""
     is_discarded: bool = False
-    """True if this rank's values were left out of it."""
+    """True if this rank's values were left out of the average (`nonfinite="skip"`, `outliers="skip"`)."""
     is_finite: bool = True
     """True if this rank's values were finite."""
     state: bytes = b""
@@ -66,8 +67,8 @@ class Average:
 
     @property
     def samples(self) -> int:
-        """Samples that the job has trained by this result: those of the newest version, and what the ranks bring. It
-        does not depend on ranks that have died or just joined.
+        """Samples of all ranks in this result: those in the newest version, and those that the ranks add. Equal on
+        every rank, and unaffected by ranks that have died or just joined, so that schedules can depend on it.
         """
         newest = max(self.rows, key=lambda row: row.version)
         return newest.samples + sum(row.weight for row in self.rows)
@@ -99,6 +100,8 @@ class Averaging:
         """`agree` returns True if a condition holds in all processes of the rank. It runs on the collective's
         thread.
         """
+        # In a replica group each process has its own part of the values. If one took a result and another did not, or
+        # one found its values finite and another did not, the parts of the model would be of different rounds.
         self._agree = agree
         self._layout = layout
         self._wake = wake
@@ -121,15 +124,16 @@ class Averaging:
         self._gathered: Any = None
         """The device event after which the latest round's snapshot is complete; None once it is waited for."""
         self._is_alone = False
-        """True if the model is the result of the round that was started last."""
+        """True if the round that was started last has this rank alone: its result is the model, as it is."""
         self._running: Future[Average] | None = None
+        """The round that was started and not completed; None between rounds."""
         self._group: Collectives | None = None
         """The group of the round that was started last."""
         self._buffers: dict[str, torch.Tensor] = {}
-        """Copies, made at the entry, of tensors that are broadcast and that training changes."""
+        """Copies, made at the entry, of tensors that are broadcast from the source and that training changes."""
 
     def num_copies(self, keeps_snapshot: bool) -> int:
-        """Values that a round holds at most for each averaged value."""
+        """Most copies of each averaged value that a round holds at once, the flat buffers included."""
         return 1 + keeps_snapshot + self.reduction.num_copies
 
     @property
@@ -163,9 +167,11 @@ class Averaging:
         self._layout.gather_buffers(keep=keeps_snapshot)
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
-        sent = Sent.of(self._layout) if self._layout.is_part else None
+        sent = Sent.of(self._layout) if self._layout.is_divided else None
+        # The copy runs on a stream of its own, beside the next forward and backward pass, which only read parameters.
+        # `order_change` keeps the next optimizer step behind it: else the snapshot would have parameters of two steps.
         self._streams.hand_over()
-        with self._streams.communication():  # beside the next forward and backward pass
+        with self._streams.communication():
             self._layout.gather_parameters()
         self._gathered = self._streams.communicated()
         self.is_unusual = False
@@ -195,8 +201,9 @@ class Averaging:
             self._streams.finish_compute()
         else:
             self._layout.release()
+        # Weight 0: a newcomer, or a rank without new samples. Its values do not count, so they may be anything.
         is_finite = self._agree(not row.weight or self._layout.is_model_finite())
-        self._watch.is_usual(nan, row.local_step)
+        self._watch.is_usual(nan, row.local_step)  # NaN: without a last result the step's length is not known
         self.is_unusual = False
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         row = replace(row, finite=int(is_finite), frozen=self._layout.frozen_digest())
@@ -225,6 +232,7 @@ class Averaging:
         return running.done()
 
     def _on_ended(self, ended: Future[Average]) -> None:
+        """Wakes the loop. Runs on the collective's thread."""
         self._is_checked.set()  # also when it failed before the check: the loop waits for this event
         self._wake()
 
@@ -250,6 +258,7 @@ class Averaging:
     def _check(self, row: Row) -> Row:
         """The row, with flags that say if this rank's values are finite and its step is unusually long."""
         is_finite = self._agree(not row.weight or self._layout.is_finite())
+        # Values that are not finite are not judged by length too: `nonfinite` alone decides about them.
         is_usual = self._agree(self._watch.is_usual(self.reduction.step_norm(), row.local_step) or not is_finite)
         if not (is_finite and is_usual):
             self.is_unusual = True
@@ -263,13 +272,14 @@ class Averaging:
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; the model is then unchanged.
         """
         assert self._running is not None
-        running, self._running, self._group = self._running, None, None
+        running, self._running, self._group = self._running, None, None  # before `result`, which may raise
         averaged = running.result()
         self._watch.learn(is_averaged=not averaged.is_discarded)
         if self._is_alone:
             return averaged
         self._streams.take_back(averaged.broadcast_bytes)
         if has_newer_steps and not averaged.is_discarded:
+            # result + (parameters now - snapshot): the newer steps stay, as if they had been made on the result.
             self._layout.correct()
         else:
             self._layout.apply()
@@ -300,14 +310,16 @@ class Sent:
 
 @dataclass(slots=True)
 class OuterState:
-    """State of the outer step for the parameters of one dtype: the last result and the outer optimizer's moments; and
-    the moving average of the weights of that dtype.
+    """State of the outer step for the parameters of one dtype, and the moving average of the weights of that dtype.
 
-    Equal on all ranks that hold the version; a rank that joins gets it from the source.
+    Bit for bit equal on all ranks that hold the version: each makes the outer step itself, and results must be equal. A
+    rank that joins gets it from the source.
     """
 
     last: torch.Tensor
+    """The last result, flat; the outer step is made from it."""
     moments: list[torch.Tensor]
+    """The outer optimizer's moments, each of the length of `last`."""
     num_steps: torch.Tensor
     """Number of outer steps; a tensor, so that it can be broadcast."""
     spread: Spread
@@ -339,16 +351,20 @@ class Handed:
     """State beside the model that ranks which join receive from the source."""
 
     memories: dict[Kind, OuterState]
+    """Empty unless a rank has joined."""
     state: bytes
+    """What `Averaging.start` was given on the source; empty on ranks that have not just joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Reports of the ranks on a round's steps, summed over the ranks."""
+    """The ranks' figures on a round's steps, summed over the ranks, for `merge="adascale"`."""
 
     most_gain: float
+    """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
     parts: tuple[torch.Tensor, ...]
-    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `Bounds.say`."""
+    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `BoundsWatch.say`.
+    """
 
 
 class Reduction:
@@ -366,7 +382,8 @@ class Reduction:
         """By name."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
-        """Compression of earlier generations whose errors are still to be sent: parts of the sum have other owners now.
+        """Compression of earlier generations, whose errors this rank has still to send. The present one cannot take
+        them over: which rank sums which part of the values differs between generations.
         """
         self._sends_unsent = False
         """True if the round in progress sends the errors in `_unsent`."""
@@ -384,7 +401,7 @@ class Reduction:
     @property
     def num_copies(self) -> int:
         """Values that it holds at most for each averaged value."""
-        num_errors = 0 if self._options.compress is None else 3  # of two ranks; of more it is less
+        num_errors = 0 if self._options.compress is None else 3  # with two ranks; with more ranks it is less
         return num_errors + (1 + self._options.outer.num_moments() if self._has_memory else 0)
 
     @torch.no_grad()
@@ -421,10 +438,11 @@ class Reduction:
             row = replace(row, frozen=sent.frozen_digest)
             rows, handed, said, is_first, raw = self._collect(group, row, sent, state)
         except Exception:
-            self._agree(False)
+            self._agree(False)  # `_agree` is collective: the others of the replica group wait in it
             raise
         if not self._agree(True):
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
+        # From here on nothing can fail: kept state changes only once every process has the whole result.
         self._memories.update(handed.memories)
         self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
         elapsed_ms = (time.perf_counter() - started_s) * 1000
@@ -458,13 +476,14 @@ class Reduction:
         said: Said | None = None
         raw = sent.buffers
         if is_first:
-            weights[source] = 1
+            weights[source] = 1  # without samples anywhere, as in the first round, the result is the source's model
         if group.size > 1:
             values = where(group, self._layout.device)
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
                 said = self._hear_spread(values, weights, source)
             has_newcomers = any(one.version != rows[source].version for one in rows)
+            # Compression sends differences from the last result, which newcomers do not have.
             self._average(values, weights, is_exact=is_first or has_newcomers)
             if any(one.frozen != rows[source].frozen for one in rows):
                 raw = torch.cat([raw, sent.frozen()])
@@ -487,12 +506,14 @@ class Reduction:
                 self._average_small(group, flat[:num_small], [weight / total for weight in weights])
             exact = flat[num_small:]
             if exact.numel():
-                exact.mul_(own) if own else exact.zero_()
+                exact.mul_(own) if own else exact.zero_()  # not `mul_(0)`: NaN and infinity times 0 are NaN
                 group.all_reduce(exact)
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _send_unsent(self, group: Collectives, fraction: float) -> None:
-        """Adds the compression errors of earlier generations to this rank's values."""
+        """Adds the compression errors of earlier generations to this rank's values. `fraction` is its weight in the
+        average; with 0 the values would be lost, so the errors stay for a later round.
+        """
         compression = self._compression
         if compression is not None and compression.generation != group.generation:
             self._unsent.append(compression)
@@ -666,7 +687,7 @@ class Reduction:
             return handed
         for kind, flat in self._layout.flat_buffers.items():
             memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
-            if group.position != source:  # the round may yet fail
+            if group.position != source:  # a copy: the round may yet fail, and must then leave the kept state as it was
                 memory = memory.clone()
             for tensor in memory.tensors():
                 if tensor.numel():

@@ -1,4 +1,4 @@
-"""Finds collective calls in which ranks differ, in which they would wait for each other for ever.
+"""Finds ranks that make different collective calls, in which they would wait for each other for ever.
 
 Each rank numbers its calls. A rank that has waited in a call for a while writes its latest calls to the store at which
 the group was formed, and reads those of others. Different calls of the same number are an error of the script, however
@@ -20,11 +20,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from elche.errors import Misuse
 
 LOOK_EVERY_S = 1.0
-"""How often a rank that waits looks at the calls of others."""
+"""Seconds between two comparisons of calls, while a rank waits in one."""
 NUM_TOLD = 64
-"""The latest calls that a rank tells."""
+"""Number of its latest calls that a rank publishes: ranks that differ are rarely further apart."""
 NUM_READ = 32
-"""Ranks that are read at each look, beside the first one: of many, others each time."""
+"""Ranks whose calls are read in each comparison, beside rank 0: with more ranks, others each time."""
 NUM_WAITS = 3
 """Looks for which a rank waits until the others know of the difference, before it shuts connections."""
 STUCK_S = 5.0
@@ -53,15 +53,21 @@ class Calls:
         """Called with the message before the process is ended because its call cannot be."""
         self._number = number
         self._members: tuple[int, ...] = ()
+        """Numbers of the ranks that are compared, this one included."""
         self._store: Store | None = None
+        """None while there is nobody to compare with."""
         self._calls: deque[str] = deque(maxlen=NUM_TOLD)
         self._num_calls = 0
+        """Calls begun, also those that `_calls` has dropped: by it ranks compare calls of the same number."""
         self._is_waiting = False
+        """True between `begin` and `end` of a call."""
         self._num_users = 0
+        """Open loops that use the same process group."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_looks = 0
         self._has_left = False
+        """True once this rank has ended its loop: it waits for nobody, so it counts as knowing of a difference."""
 
     def follow(self, store: Store | None, members: Sequence[int]) -> None:
         """Compares calls among these ranks from now on, over the store at which their group was formed."""
@@ -179,6 +185,7 @@ class Calls:
 
 
 def _watch(watched: "ref[Calls]", stopped: threading.Event) -> None:
+    """The watching thread. It keeps `Calls` only while it compares, so that one that nobody uses is freed."""
     last = -1
     while not stopped.wait(LOOK_EVERY_S):
         calls = watched()

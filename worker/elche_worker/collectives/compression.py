@@ -79,6 +79,7 @@ class Compression:
         self._sum_error = torch.zeros(1, self._part, device=group.device)
         """Accumulated encoding error of the sum of this rank's part."""
         self._next = self._error, self._sum_error
+        """Both errors after the last average, until `commit`: a round that fails must leave them as they were."""
 
     def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives) -> None:
         """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
@@ -97,6 +98,7 @@ class Compression:
                 if fraction > 0:  # what a rank without weight has sent may be anything
                     total += received * fraction
             raw, sum_error[:, at] = self._encoded(total, self._sum_error[:, at], keeps=True)
+            # The owner decodes its own bytes too, in place of the exact sum that it has: results must be equal.
             sums = self._codec.decode(torch.cat(group.all_gather(raw)))
             for own, row in zip(self._rows(change, at), sums, strict=True):
                 own.copy_(row[: len(own)])
@@ -120,7 +122,9 @@ class Compression:
         self._error, self._sum_error = self._next
 
     def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the encoded values and the encoding error."""
+        """Returns the encoded values and the encoding error. Without `keeps`, as for a rank whose values have no
+        weight, the error of earlier rounds is neither sent nor changed.
+        """
         if not keeps:
             return self._codec.encode(values), error
         values = values + error

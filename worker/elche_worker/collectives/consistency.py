@@ -15,7 +15,7 @@ from elche_worker.collectives.world import World, lost_peers_named
 from elche_worker.model.tensors import is_divided, is_plain
 
 PARTED = 0.01
-"""By how much parameters may differ between ranks, as a part of their norm: devices round differently."""
+"""Largest difference between ranks of the sums in `_figures`. It allows for devices that round differently."""
 
 
 def check_alike(model: nn.Module, world: World) -> None:
@@ -56,8 +56,8 @@ rank {longer}"
 
 
 def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) -> None:
-    """Raises `Misuse` on every rank when parameters, or the learning rates of the optimizers' groups, are not the same
-    on all of them any more: all get the same gradients, and so trains each a model of its own, of which one is kept.
+    """Raises `Misuse` on every rank when parameters, or the learning rates of the optimizers' groups, differ between
+    ranks. Averaged gradients do not correct that: each rank would train a model of its own, and only rank 0's is saved.
     """
     named = {name: one for name, one in model.named_parameters() if is_plain(one) and one.numel()}
     if any(is_divided(one) for one in named.values()):
@@ -82,8 +82,8 @@ def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) ->
 
 @torch.no_grad()
 def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
-    """Two sums of each tensor, of all its values and of every other one, in units of its norm: what would be about 1
-    for random signs.
+    """Two sums of each tensor, of all its values and of every second one, divided by its L2 norm. Values with random
+    signs sum to about their norm, so the figures are about 1, whatever the tensor's size and scale.
     """
     found = []
     for tensor in tensors:

@@ -129,13 +129,13 @@ class BoundsWatch:
 
 
 def bounds_of(said: torch.Tensor) -> torch.Tensor:
-    """The bounds of each tensor, (tensors, 2), from the ranks' summed `Bounds.say`; infinite where no rank has any."""
+    """The bounds of each tensor, (tensors, 2), from the sum of all `BoundsWatch.say`; infinite where none has any."""
     num_ranks, ends = said.view(len(said) // 4, 2, 2).unbind(-1)
     unbounded = torch.tensor([-inf, inf], dtype=said.dtype).to(said.device)
     return torch.where(num_ranks > 0, ends / num_ranks, unbounded)
 
 
 def most_gain(weights: Sequence[float]) -> float:
-    """The gain of independent steps: the number of ranks when all weigh the same, less when they do not."""
+    """The gain of independent steps, the largest there is: the number of ranks if all have equal weight, else less."""
     total = sum(weights)
     return total * total / sum(weight * weight for weight in weights)

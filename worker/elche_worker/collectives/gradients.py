@@ -38,10 +38,11 @@ class Bucket:
         *parts, self.notes = torch.split(self.flat, [*sizes, num_notes])
         self.views = [_laid_out_as(parameters[index], part) for index, part in zip(indices, parts, strict=True)]
         self.num_expected = 0
-        """Gradients that must still be added before the bucket may be sent."""
+        """Accumulations that backward must still make into its gradients before the bucket may be sent."""
         self.work: Any = None
+        """The all-reduce of this step, once it is sent."""
         self.sent: list[tuple[torch.Tensor | None, int]] = []
-        """Gradients that were sent during backward, and their version counters."""
+        """Gradients that were sent during backward, and their version counters, by which later changes are noticed."""
 
 
 class Gradients:
@@ -71,10 +72,14 @@ class Gradients:
         self._sparse = {name: one for name, one in named.items() if name in sparse}
         self._sparse_sums: dict[str, torch.Tensor | None] = {}
         self._trained: list[str] = []
+        """Names of the parameters that need gradients, for which the buckets were built."""
         self._hooks: list[Any] = []
         self._fraction = 0.0
+        """Weight of this rank's gradients in the average; 0 while it is not known."""
         self._num_sent = 0
+        """Buckets sent in this step. They are sent in order, so that it is also the index of the next one."""
         self._num_fired: list[int] = []
+        """How often backward has accumulated each gradient in this step."""
         self._most_fired: list[int] = []
         """The most times each gradient was accumulated in one step."""
         self._is_known = False
@@ -82,6 +87,7 @@ class Gradients:
         self._has_counted = True
         """True if `_num_fired` counts the whole step."""
         self._may_send = False
+        """True if buckets may be sent during this step's backward."""
         self._failure: RuntimeError | None = None
         """The error by which a bucket could not be sent during backward."""
         self._own: list[bool] = []
@@ -105,8 +111,8 @@ class Gradients:
         left.
         """
         self._group = self._world.another_group() if self._overlaps and self._world.size > 1 else self._world.group
-        # Some ranks may have rebuilt their buckets for frozen layers already. So all rebuild them, and send nothing
-        # during backward until then: ranks that are past backward would not send the same buckets.
+        # When layers were frozen in this step, some ranks may have rebuilt their buckets for it already, others not. So
+        # all rebuild them now, and send nothing during backward until then: ranks would send different buckets.
         self._trained, self._is_known = [], False
         self._num_sent = 0
         self._may_send = False
@@ -157,7 +163,7 @@ class Gradients:
     def replace(self) -> None:
         """Sets each gradient to the average, equal on every rank; None where no rank has one."""
         own = self._own
-        presence = self._buckets[-1].notes[: len(own)]
+        presence = self._buckets[-1].notes[: len(own)]  # per parameter, the number of ranks that have a gradient
         anywhere = own if all(own) else (presence > 0).tolist()  # waits for the device only if one is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -227,6 +233,8 @@ class Gradients:
                     "step(), leave it out on all ranks, and clear the gradients. Where steps have different numbers of "
                     "backward passes, or another model's loss goes through this one, set TrainerConfig(overlap=False)"
                 )
+            # In order, and never the last: backward may complete buckets in another order on another rank, and
+            # collectives must be called in the same order everywhere. The last one carries numbers known at `finish`.
             while self._num_sent < len(self._buckets) - 1 and not self._buckets[self._num_sent].num_expected:
                 bucket = self._buckets[self._num_sent]
                 try:
@@ -255,7 +263,7 @@ class Gradients:
     def _send(self, bucket: Bucket) -> None:
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             gradient = self._parameters[index].grad
-            if gradient is not None and gradient.layout is not torch.strided:  # of a layer that does not say so
+            if gradient is not None and gradient.layout is not torch.strided:  # sparse, and not named in `sparse`
                 gradient = gradient.to_dense()
             if gradient is None or not self._fraction:
                 view.zero_()
@@ -280,6 +288,7 @@ def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
     """
     group: list[int] = []
     num_bytes, limit = 0, FIRST_BUCKET_BYTES
+    # Every rank must cut the same buckets: they follow from names, shapes and dtypes alone, never from times.
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         is_other = bool(group) and parameters[group[0]].dtype != parameter.dtype

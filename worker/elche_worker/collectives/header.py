@@ -11,7 +11,9 @@ from elche_worker.outer import Average, OuterOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank's row of a round's header; integers only. All rows are gathered before the values."""
+    """One rank's row of a round's header, sent as one int64 tensor. All rows are gathered before the values, so that
+    every rank computes the same weights and the same source.
+    """
 
     attempt: int
     generation: int
@@ -20,16 +22,18 @@ class Row:
     weight: int
     """Samples since the last average."""
     finite: int
+    """1 if the rank's values are finite, else 0."""
     cut: int
     """Samples of the rank's leases, in their order, that its values contain."""
     local_step: int
     compute_us: int
+    """Compute time of the rank's batches since the last round in microseconds, without waits for data."""
     version: int
     """Version that the rank held before the round."""
     samples: int = 0
     """Samples of the job, over all ranks, in that version."""
     unusual: int = 0
-    """True if the step since the last result is far longer than the rank's steps before (`outliers`)."""
+    """1 if the step since the last result is far longer than the rank's steps before (`outliers`), else 0."""
     frozen: int = 0
     """Digest of the frozen parameters."""
 

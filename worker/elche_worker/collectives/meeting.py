@@ -22,7 +22,7 @@ POLL_S = 0.05
 
 
 class Meeting:
-    """The store that the environment names (MASTER_ADDR, MASTER_PORT), and the processes that are left."""
+    """The store that the environment names (MASTER_ADDR, MASTER_PORT), and the processes that have not died."""
 
     _known: "dict[tuple[str, ...], Meeting]" = {}  # noqa: RUF012 of this process, which has one environment
 
@@ -35,6 +35,7 @@ class Meeting:
         self.members = tuple(range(int(size)))
         """Ranks at the start of the processes that have not died."""
         self._num_groups = 0
+        """Groups formed so far. Their keys have this number, so that a group never reads an earlier one's keys."""
         atexit.register(self._end, os.getpid())
 
     @classmethod
@@ -86,6 +87,7 @@ class Meeting:
                 )
 
     def _end(self, pid: int) -> None:
-        if os.getpid() == pid:
+        """Tells the others that this process has ended, so that one that waits for it in `next` raises."""
+        if os.getpid() == pid:  # not in a forked child, which inherits the handler
             with suppress(RuntimeError):
                 self._store.set(f"end of {self.number}", str(self._num_groups))

@@ -66,7 +66,7 @@ class Communicator:
             with torch.cuda.device(self._device):
                 for work in begin(self._group):
                     work.wait()
-                ended = new_event(blocking=True)  # a wait that spins would take a core
+                ended = new_event(blocking=True)  # CUDA's default wait spins, which would take a core of the host
                 ended.record()
                 ended.synchronize()
         except RuntimeError as error:

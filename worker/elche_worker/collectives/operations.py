@@ -16,7 +16,7 @@ class OperationStuck(CollectiveFailed):
 
 
 class RanksDiffer(ElcheError):
-    """Ranks have entered different rounds, or with different models."""
+    """Ranks have entered different rounds, or a round with different models: the job fails."""
 
 
 class RoundAborted(Exception):

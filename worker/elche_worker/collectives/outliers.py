@@ -14,7 +14,8 @@ NUM_KNOWN = 10
 FADING = 0.99
 """Factor per round on the longest recent step."""
 LEARNING = 2.0
-"""Factor on it per step that is left out, so that steps that stay long become usual in time."""
+"""Factor on the longest recent step per step that is left out: if steps stay long, as after a change of the learning
+rate, they count as usual after a few rounds."""
 
 
 class StepWatch:

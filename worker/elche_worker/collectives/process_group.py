@@ -27,10 +27,13 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 ATTEMPTS = 5
 """Tries to make gloo's device when something else in the process began to listen at the same moment."""
 _new_device = threading.Lock()
+"""Held while a gloo device is made: its socket is the one that listens afterwards and did not before."""
 
 
 class ProcessGroupCollectives:
-    """Collectives on torch's process groups. `finish` does nothing: one rank with the result is enough."""
+    """Collectives on torch's process groups. `finish` does nothing: if any rank has the result, those without it can
+    get it from that one in a later generation (protocol P18.2).
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class ProcessGroupCollectives:
         """Payload bytes sent so far, assuming ring algorithms."""
         store = PrefixStore(f"{attempt}/{generation}/{member}", store)
         self._own: Address | None = None
-        """Addresses on which gloo accepts this group's connections, and no others."""
+        """Address on which gloo accepts this group's connections, and no other connections; None before it listens."""
         self._others: set[Address] = set()
         """The same of the other ranks."""
         try:
@@ -102,8 +105,8 @@ class ProcessGroupCollectives:
         return
 
     def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The operands of a collective: chunks of a tensor on the device, since a rank that keeps its values on the
-        host has one chunk at a time there; all ranks must call with the same sizes.
+        """The operands of a collective. A tensor on the device is cut into chunks: another rank may keep its values on
+        the host and have one chunk at a time on its device, and all ranks must call with the same sizes.
         """
         return chunks(tensor) if self._is_there(tensor) else [tensor]
 
@@ -138,7 +141,7 @@ class ProcessGroupCollectives:
         options._timeout = JOIN_TIMEOUT
         store.set(f"listens/{self.position}", json.dumps(self._own))
         group = gloo(store, self.position, self.size, options)
-        group._set_default_timeout(PATIENCE)
+        group._set_default_timeout(PATIENCE)  # from here on the coordinator decides who is gone, not a time limit
         for position in range(self.size):  # all were published before the group stood
             if position != self.position:
                 host, port = json.loads(store.get(f"listens/{position}"))

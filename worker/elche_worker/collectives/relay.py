@@ -16,6 +16,7 @@ from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_worker.collectives.operations import RoundAborted
 
 CHUNK_BYTES = 1 << 18
+"""Most bytes of one message; with `AHEAD` it bounds what the coordinator holds for each rank, here 4 MiB."""
 AHEAD = 16
 """Chunks in flight: enough for 50 Mbit/s at a round trip of 500 ms."""
 VERDICT_S = 20.0
@@ -51,7 +52,7 @@ class Relay:
         )
         self._outgoing = outgoing
         self._answers = self._stub.Average(iter(outgoing.get, None), metadata=self._metadata)
-        if self._is_aborted:
+        if self._is_aborted:  # `abort` came before there was a stream that it could cancel
             self._answers.cancel()
 
     def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -124,7 +125,9 @@ class Relay:
         *,
         source: int = 0,
     ) -> None:
-        """Runs one operation in chunks of `length` bytes of each row, several of them in flight."""
+        """Runs one operation in chunks of `length` bytes of each row. `take` gives a chunk to send, `place` stores an
+        answer. Chunk i is sent before the answer to chunk i - `AHEAD` is read, so that as many are in flight.
+        """
         num_chunks = -(-num_bytes // length)
         for index in range(num_chunks + AHEAD):
             if index < num_chunks:
@@ -149,7 +152,9 @@ class Relay:
             raise RoundAborted(error.details() or error.code().name) from None
 
     def _ask_verdict(self, broken: RoundAborted) -> None:
-        """Returns if the round is complete although its last answer was lost; else raises `broken`."""
+        """Returns if the round is complete although its last answer was lost; else raises `broken`. Without it a rank
+        would take a round for lost that the others have: their models would differ.
+        """
         request = averaging_pb2.GetVerdictRequest(round=self._round)
         until_s = time.monotonic() + VERDICT_S
         while True:

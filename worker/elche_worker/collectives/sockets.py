@@ -27,6 +27,7 @@ def shut_connections(own: set[Address], others: set[Address]) -> int:
     num_shut = 0
     for one in _sockets():
         with suppress(OSError):  # not connected, or closed meanwhile
+            # `shutdown`, not `close`: gloo's threads still use the descriptor, whose number could be given out again.
             if not _listens(one) and (_address(one.getsockname()) in own or _address(one.getpeername()) in others):
                 one.shutdown(socket.SHUT_RDWR)
                 num_shut += 1

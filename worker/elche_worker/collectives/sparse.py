@@ -95,7 +95,7 @@ def packed(gradient: torch.Tensor | None) -> Any:
 
 
 def unpacked(given: Any) -> torch.Tensor | None:
-    """The gradient that was packed."""
+    """The inverse of `packed`."""
     if isinstance(given, dict):
         return torch.sparse_coo_tensor(
             given["indices"], given["values"], given["shape"], check_invariants=False

@@ -12,8 +12,9 @@ from torch.distributed.distributed_c10d import Store
 from elche.v1 import store_pb2, store_pb2_grpc
 
 CALL_MARGIN_S = 10.0
+"""Seconds that a call may take beyond the wait that it asks for: the service's own answer is better than gRPC's."""
 NOT_IN_TIME = grpc.StatusCode.FAILED_PRECONDITION
-"""Status codes of the service for a key that does not come within the timeout."""
+"""Status code of the service for a key that is not set within the timeout."""
 
 
 class CoordinatorStore(Store):

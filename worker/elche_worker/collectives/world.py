@@ -30,7 +30,7 @@ OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 BUILD_TIMEOUT = timedelta(seconds=30)
 """Seconds in which a new group must form, whose members are all present."""
 _calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
-"""Of each process group: several loops may share one."""
+"""The calls of each process group. Several loops of one process may share a group; their calls are counted together."""
 
 
 class World:
@@ -50,13 +50,14 @@ class World:
         self.members = tuple(range(self.size))
         """The numbers of all processes, in order of rank."""
         self.generation = 0
-        """Number of groups before this one."""
+        """0 for the first group; that of `regroup` for a later one."""
         self._given_up = -1
-        """Generation of the newest group that was given up."""
+        """Generation of the newest group that was given up. Written from any thread; it only rises."""
         self._meeting = meeting
         self._met = meeting.members if meeting is not None else ()
-        """The numbers, in the script, of the processes that formed the group."""
+        """The numbers, in the script, of the processes that formed the first group."""
         self._is_own = meeting is not None
+        """True if the group was made here, and is to be destroyed here."""
         self._own: set[Address] = set()
         """Addresses on which gloo accepts connections of this process's groups."""
         self._others: set[Address] = set()
@@ -93,7 +94,9 @@ class World:
             self.calls.end()
 
     def check_calls(self) -> None:
-        """After another rank was lost, raises `Parted` if the published calls of ranks differ."""
+        """After another rank was lost, raises `Parted` if the published calls of ranks differ: then the script is at
+        fault, and the lost connection follows from that.
+        """
         is_told = self._meeting is None or self.generation > 0 or self._meeting.is_there
         if found := self.calls.parted or (self.calls.look() if is_told else ""):
             raise Parted(found)
@@ -166,7 +169,9 @@ class World:
         return self._given_up >= self.generation
 
     def give_up(self, generation: int) -> None:
-        """Gives up this group: shuts its connections, so that waiting calls fail. From any thread."""
+        """Gives up this group: shuts its connections, so that collectives that wait fail. From any thread; gloo itself
+        has no way to abort a collective. A later generation may be given up before it forms: see `_tell_addresses`.
+        """
         self._given_up = max(self._given_up, generation)
         if self.is_given_up:
             shut_connections(self._own, self._others)
@@ -199,11 +204,13 @@ class World:
         self._follow_calls()
 
     def _tell_addresses(self, before: set[Address]) -> None:
-        """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections."""
+        """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections.
+        Raises `PeerLost` if the group was given up meanwhile.
+        """
         if not self._is_own or self.device.type != "cpu":
             return
         new = listening() - before
-        self._own |= new
+        self._own |= new  # before the check: whoever gives up after it finds them
         if self.is_given_up:  # given up before `give_up` could find this group's connections
             raise PeerLost("another rank of this loop has ended")
         for rank, text in enumerate(self.gather_texts(json.dumps(sorted(new)))):
@@ -229,7 +236,7 @@ class World:
         """Each rank's numbers, as many on each, in order of rank."""
         if self.size == 1 or not numbers:
             return [list(numbers) for _ in range(self.size)]
-        own = torch.tensor(numbers, dtype=torch.float64)
+        own = torch.tensor(numbers, dtype=torch.float64)  # exact for integers up to 2**53
         return [row.tolist() for row in self._all_gather(own)]
 
     def gather_texts(self, text: str) -> list[str]:
@@ -375,7 +382,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def model_name(device: torch.device) -> str:
-    """The device's model name, by which ranks compare their devices."""
+    """The device's type, such as "H200", by which ranks compare their devices."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
     return _cpu_name() if device.type == "cpu" else device.type

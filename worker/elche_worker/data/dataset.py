@@ -58,7 +58,7 @@ class Shards:
             return self._read(shard, position)
 
     def _read(self, shard: int, position: int) -> Any:
-        if shard != self._shard or position < self._next:
+        if shard != self._shard or position < self._next:  # a part can only be read on: to go back, it is opened again
             self._shard, self._next, self._samples = shard, self._starts[shard], iter(self._open(shard))
         while self._next <= position:
             try:
@@ -67,6 +67,7 @@ class Shards:
                 had = self._next - self._starts[shard]
                 raise ValueError(f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}") from None
             self._next += 1
+        # At a part's end, look for one more: the rest of a part that is longer than its size would never be trained.
         if self._next == self._starts[shard + 1] and next(self._samples, self) is not self:
             raise ValueError(f"shard {shard} has more samples than its size says, {self.sizes[shard]}")
         return sample
@@ -74,8 +75,8 @@ class Shards:
 
 @contextmanager
 def _undivided() -> Iterator[None]:
-    """Context in which `get_worker_info()` is None, so that a stream does not divide its samples among worker
-    processes: they are divided already.
+    """Context in which `get_worker_info()` is None. A stream that divides its samples among worker processes would do
+    so a second time: leases have divided them already.
     """
     info, worker._worker_info = worker._worker_info, None
     try:
@@ -159,7 +160,9 @@ class AsItIs:
 
 
 class Drawn:
-    """Draws with replacement, in proportion to weights; the random number of a draw follows from its position alone."""
+    """Draws with replacement, in proportion to weights. The random number of a draw follows from seed, epoch and
+    position alone, so that any rank computes any slice without those before it.
+    """
 
     def __init__(self, weights: npt.NDArray[np.float64], seed: int) -> None:
         self._sums = np.cumsum(weights)
@@ -168,7 +171,7 @@ class Drawn:
     def indices(self, epoch: int, offset: int, size: int) -> list[int]:
         drawn = _uniform(self._seed, epoch, np.arange(offset, offset + size, dtype=np.uint64)) * self._sums[-1]
         found = np.searchsorted(self._sums, drawn, side="right")
-        return list(np.minimum(found, len(self._sums) - 1).tolist())
+        return list(np.minimum(found, len(self._sums) - 1).tolist())  # a product may round up to the whole sum
 
 
 def _uniform(seed: int, epoch: int, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -23,6 +23,7 @@ class FetchError:
     message: str
     traceback: str
     error: Exception | None = None
+    """The exception itself, in the process where it was raised; None after pickling, which it may not survive."""
 
     def to_error(self) -> Exception:
         """The exception to raise."""
@@ -101,14 +102,15 @@ class Fetch:
 
     def _seed_worker(self, indices: list[int]) -> None:
         """Seeds a worker process by the batch alone, so that random numbers do not depend on the worker or the rank."""
+        # A tuple of whole numbers has the same hash in every process, whatever PYTHONHASHSEED is.
         key = hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
         torch.manual_seed(key)
         random.seed(key)
         np.random.seed(key)
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
-        """Collates samples into a batch; None for no samples, and for a batch that the job gives as None. Parts that
-        it gives as None are left out.
+        """Collates samples into a batch, or returns a `FetchError`. None for no samples, and where the job's
+        `collate_fn` returns None, which skips the batch; parts that it returns as None are left out.
         """
         if isinstance(samples, CollatedBatch):
             return list(samples)

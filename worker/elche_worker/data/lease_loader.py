@@ -21,7 +21,7 @@ from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import Timeline
 
 DEPTH = 4
-"""Batches that each worker process fetches ahead."""
+"""Batches that each worker process fetches ahead: `prefetch_factor` of the `DataLoader`, which has 2 by default."""
 MAX_READY = 16
 """Most batches that wait in host memory to be trained."""
 MAX_READY_BYTES = 256 << 20
@@ -36,9 +36,10 @@ NONE_IN_GROUP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A slice of an epoch's permutation."""
+    """A slice of an epoch's permutation, in samples."""
 
     id: int
+    """Rises from lease to lease, so that one that is delivered again is known."""
     epoch: int
     offset: int
     size: int
@@ -106,8 +107,8 @@ def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
 class LeaseLoader:
     """Fetches batches on a thread. `take` raises what the data set raises; `wake` is called when a batch is ready.
 
-    One `DataLoader` serves all leases. Its sampler must never block, since fetched batches would not be returned: while
-    nothing is leased it yields empty batches, which are dropped.
+    One `DataLoader` serves all leases. It asks its sampler for the next batch before it returns one that is fetched, so
+    the sampler must never block: while nothing is leased it yields empty batches, which are dropped.
     """
 
     def __init__(
@@ -138,15 +139,23 @@ class LeaseLoader:
         self.transfer = transfer or HostTransfer(torch.device("cpu"))
         self._wake = wake
         self._leases: deque[Lease] = deque()
+        """Leases whose first batch was not asked for yet."""
         self._last_lease = 0
+        """Id of the newest lease."""
         self._blocks: Iterator[BatchRequest] = iter(())
         """Remaining batches of the lease that is being fetched."""
         self._wanted: deque[BatchRequest | None] = deque()
         """Batches that the DataLoader is fetching; None for an empty one."""
         self._ready: deque[Batch | BaseException] = deque()
+        """Fetched batches, and errors to raise in their place. The loader's thread appends, the loop's thread takes:
+        a deque needs no lock for that.
+        """
         self._ready_bytes = 0
+        """Size of the ready batches. Guarded by `_room`."""
         self._room = threading.Condition()
+        """Notified when a batch was taken, or the depth has changed."""
         self._news = threading.Semaphore(0)
+        """Counts leases that were added, so that the thread sleeps while nothing is leased and misses none."""
         self._is_stopped = False
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
@@ -277,7 +286,7 @@ class LeaseLoader:
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
-        if self._is_stopped or not self._ready:
+        if self._is_stopped or not self._ready:  # one batch always fits: a larger one than allowed would wait for ever
             return True
         if (room := self.transfer.room) is not None:
             return room > 0

@@ -12,8 +12,10 @@ from elche_worker.device.transfer import num_bytes, tensors_in, to_device
 
 HOST = torch.device("cpu")
 MAX_DEPTH = 512
+"""Most batches that are prefetched to the device, however small they are."""
 USABLE_FRACTION = 0.9
-"""Fraction of the device's memory that training and prefetched batches may use together."""
+"""Fraction of the device's memory that training and prefetched batches may use together. The rest is for fragments of
+the allocator's, and for libraries that allocate by themselves."""
 RESIDENT_FRACTION = 0.25
 """Fraction of the device's free memory that a whole data set may use to be kept there."""
 
@@ -154,6 +156,7 @@ class CudaTransfer:
         self.set_aside_bytes = 0
         self.spare_bytes: int | None = None
         self._depth = 0
+        """Most batches that may wait on the device now."""
         self._max_depth = MAX_DEPTH
         """Most batches on the device; lowered after memory has run out."""
         self._activation_bytes: int | None = None
@@ -207,6 +210,7 @@ class CudaTransfer:
         return data
 
     def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        # Memory has run out: half as many from now on, and none until the next `plan` has measured what is free.
         self._max_depth, self._depth = len(batches) // 2, 0
         on_host = [to_device(self.receive(data, event), HOST) for data, event in batches]
         self._streams.finish_compute()
@@ -215,6 +219,8 @@ class CudaTransfer:
     def plan(self) -> None:
         memory, waiting_bytes = DeviceMemory.of(self._device), self._moved_bytes - self._received_bytes
         if self._has_trained:
+            # The peak beyond what stays allocated between batches is what a step needs: activations, gradients, and the
+            # optimizer's scratch memory. Batches that waited at the peak may be in it, and are no part of training.
             staying_bytes = memory.allocated - waiting_bytes
             needed_bytes = memory.peak - staying_bytes - self._most_waiting_bytes - self._batch_bytes
             self._activation_bytes = max(self._activation_bytes or 0, needed_bytes)

@@ -1,5 +1,5 @@
-"""A rank's leases in the order of training: those that it may begin, and the reserve, which it may begin when the
-coordinator permits it or is away.
+"""A rank's reserve: leases that it must not begin yet. The coordinator permits them bit by bit; while it is away, the
+rank begins them by itself, so that it has work until the coordinator is back.
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from elche_worker.data.lease_loader import Lease
 class ReservedLeases:
     """Passes leases, or whole batches of them, to `hand` when they may be begun (protocol P16.3).
 
-    The leases that it passes on are numbered anew, since one may become several. Positions are samples since the
-    incarnation began.
+    A lease may be passed on in several parts. Each part gets a new `id`; `granted` keeps the coordinator's. Positions
+    are samples since the incarnation began.
     """
 
     def __init__(self, batch_size: int, hand: Callable[[Lease], None]) -> None:
@@ -55,7 +55,9 @@ class ReservedLeases:
             self._begin(size)
 
     def give_back(self) -> int:
-        """Drops the reserve; returns the position up to which samples were passed on."""
+        """Drops the reserve; returns the position up to which samples were passed on. What is passed on is trained, so
+        the coordinator may lease only what is behind that position to others.
+        """
         self._leases.clear()
         return self.num_handed
 

@@ -23,9 +23,10 @@ BUDGET_S = 0.2
 NUM_READS = 3
 """How often each is read: one that comes out different is drawn at random."""
 LEAST_SAMPLES = 2
-"""Fewer of a larger data set are not compared: one that is drawn at random may be equal by chance in all reads."""
+"""Fewest samples that are compared, unless the data set has fewer: a single one that is drawn at random may be equal by
+chance in all reads, and would then be taken for a fault."""
 MOST_ENTRIES = 2**20
-"""Of larger values, about as many are read."""
+"""Most entries of a value that are read; of larger values, entries at equal distances."""
 NUM_ENTRIES = 8
 """Entries of each value that are compared."""
 MAX_DIMS = 32
@@ -134,7 +135,9 @@ def _as_array(value: Any) -> npt.NDArray[Any] | None:
 
 
 def _of_array(array: npt.NDArray[Any]) -> list[float]:
-    """Numbers such as labels and tokens are compared exactly; images, sound and what was computed with a tolerance."""
+    """The figures of an array. Whole numbers such as labels and tokens are compared exactly; images, sound and floating
+    point values with a tolerance, since decoders and processors round differently.
+    """
     shape = [float(array.ndim), *map(float, array.shape)]
     values: npt.NDArray[Any] = array.flat[:: array.size // MOST_ENTRIES or 1]
     if array.dtype.kind in "biu" and (array.size == 1 or (array.dtype.itemsize >= 4 and array.ndim <= 2)):

@@ -13,6 +13,7 @@ from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 
 AUTO_BATCH_SIZE = 256
+"""Samples with which the trial of `batch_size="auto"` begins; it is halved until a batch fits."""
 
 
 def nominal_batch_size(job: JobDefinition, dataset_size: int) -> int:
@@ -89,6 +90,7 @@ def largest_that_fits(
             except Exception as error:
                 if not is_full(error) or size == 1:
                     raise
+            # Outside the handler: there the error's traceback still holds the tensors of the batch that did not fit.
             size = size // 2
             # PyTorch's allocator frees its cache for itself, but not for libraries such as cuBLAS.
             kind_of(next(model.parameters()).device).empty_cache()

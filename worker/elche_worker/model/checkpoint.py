@@ -60,12 +60,13 @@ from elche_worker.model.tensors import (
 )
 
 PIECES = "pieces"
+"""Folder, in a checkpoint, of the parts of a sharded model."""
 MODEL_PIECE = "model "
+"""Prefix of the names of parameters among the pieces."""
 STOPPED = ".stopped."
 """Prefix of drafts that stopped ranks have left."""
 SPARED_S = 60.0
 """Seconds for which such drafts are kept where a new checkpoint replaces others: they may still become one."""
-"""Prefix of the names of parameters among the pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,9 @@ it, so that no name comes twice."""
 
 
 class CheckpointTarget:
-    """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Raises `OSError`."""
+    """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Its methods raise `OSError`, and for a URL
+    what the package for it raises.
+    """
 
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
@@ -133,6 +136,7 @@ class CheckpointTarget:
             else:
                 assert parent is not None
                 draft.chmod(0o700)
+                # Atomic, after every file is on disk: whoever finds the folder finds all of it, even after a power cut.
                 draft.rename(parent / name)
                 sync(parent)
         finally:
@@ -202,7 +206,7 @@ class CheckpointTarget:
 
 
 def _is_later(name: str, names: Sequence[str]) -> bool:
-    """Whether a checkpoint, or its draft, was begun after the last of these, in the same attempt, as its name says."""
+    """True if, by its name, a checkpoint or its draft was begun after the last of `names`, in the same attempt."""
     this, last = NUMBERED.match(name), NUMBERED.match(names[-1]) if names else None
     return bool(this and last and this["attempt"] == last["attempt"] and this["at"] > last["at"])
 
@@ -356,8 +360,8 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
             mean = safetensors.torch.load_file(folder / EMA) if EMA in manifest["files"] else {}
             mean = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in mean.items()}
             mapped = safetensors.torch.load_file(folder / STATE_TENSORS)
-            # copies, since an optimizer keeps what it is given: tensors of a mapped file are not aligned, so that sums
-            # have another order, and a file that is replaced on another host ends the process that has it mapped
+            # Copies, since an optimizer keeps what it is given. Tensors of a mapped file are not aligned, so that sums
+            # have another order and other results; and if another host replaces the file, SIGBUS ends this process.
             tensors = {name: one.clone() for name, one in mapped.items()}
             state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
         except Exception as error:

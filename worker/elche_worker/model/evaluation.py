@@ -60,6 +60,7 @@ def evaluate_part(
     with evaluating(model, optimizers):
         own = torch.Generator().manual_seed(0)  # the DataLoader would draw a seed from training's generator
         for batch in DataLoader(part, batch_size=batch_size, collate_fn=job.collate_fn, generator=own):
+            # A mean over samples needs their number, and ranks that share an evaluation must count the same ones.
             if batch is None:
                 raise InvalidJob(
                     f"{file_name}: collate_fn gave None for a batch of eval_dataset(): leave what cannot be evaluated "

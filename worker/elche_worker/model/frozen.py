@@ -25,6 +25,7 @@ class LeftOut:
         self.digest = _digest(model, self.names) if self.names else ""
         """Digest of the parameters as `model()` has made them; empty if none are left out."""
         self._in_rounds = layout.frozen_digest() if self.names else None
+        """The same parameters' digest as rows of headers have it; None if none are left out."""
 
     def check(self, digests: Iterable[int]) -> None:
         """Raises `InvalidJob` unless the parameters are, on all ranks, those that `model()` has made here, which a

@@ -22,7 +22,7 @@ NOT_NEGATIVE = frozenset(
 )
 """Moments of PyTorch's optimizers that are means of squares, or norms, and so must not become negative."""
 STATISTIC = "running_"
-"""Prefixes of the names of buffers with statistics, as in normalisation layers."""
+"""Prefix of the names of buffers with statistics, as in normalisation layers."""
 COLUMNS = 1024
 """Words of 8 bytes in a row of digested values."""
 FIXED = (
@@ -40,11 +40,14 @@ class LayoutEntry:
 
     name: str
     find: Callable[[], torch.Tensor | None] = field(repr=False)
+    """Returns the model's present tensor of this name; None if it is gone."""
     shape: torch.Size
+    """Shape of this process's part; complex numbers are pairs, in a last dimension of 2."""
     dtype: torch.dtype
     kind: Kind
+    """The dtype in which rounds average it, or "broadcast": rounds copy it from the source."""
     is_trained: bool
-    """True for a parameter; a broadcast one is frozen."""
+    """True for a parameter; a parameter of kind "broadcast" is frozen."""
     whole: torch.Size | None = None
     """The shape of the whole tensor, where this process has only a part of it."""
     moment: str = ""
@@ -106,6 +109,7 @@ class Layout:
         self.flat_buffers: dict[Kind, torch.Tensor] = {}
         """By kind: the values to average, and then the result until the next round. Empty until `place`."""
         self._device: torch.device | None = None
+        """None while there are no flat buffers."""
         self._is_pinned = False
         self._snapshot: dict[Kind, torch.Tensor] = {}
         """By kind: the snapshot of this rank's values, kept if it may train on; after `compare` the corrections."""
@@ -115,6 +119,7 @@ class Layout:
             kind: [entry for entry in self.entries if entry.kind == kind] for kind in (*DTYPES, "broadcast")
         }
         self._views: dict[Kind, list[torch.Tensor]] = {}
+        """By kind: views of the flat buffer, in the order of `of_kind`."""
 
     @property
     def device(self) -> torch.device:
@@ -258,11 +263,6 @@ class Layout:
         _copy_all((entry.tensor, view) for entry, view in self.averaged())
 
     @property
-    def is_part(self) -> bool:
-        """True if this process has only a part of the model's tensors."""
-        return any(entry.whole is not None for entry in self.entries)
-
-    @property
     def _buffers(self) -> list[LayoutEntry]:
         """Broadcast tensors that training changes: all but parameters."""
         return [entry for entry in self.of_kind("broadcast") if not entry.is_trained]
@@ -310,7 +310,8 @@ class Layout:
                     continue
                 for tensor, result, change in alike(entry.tensor, view, correction):
                     if entry.moment in NOT_NEGATIVE:
-                        # Not below both values: the next step would divide by nearly 0.
+                        # At least the smaller of both values: the correction may be negative, and the next step would
+                        # divide by the root of a sum near 0.
                         least = torch.minimum(tensor, result.to(tensor))
                         tensor.copy_(torch.maximum(tensor + change.to(tensor.device), least))
                     else:
@@ -330,6 +331,7 @@ class Layout:
             now = entry.tensor.to(view)
             if before is not None:
                 old = before[index].to(view)
+                # Where result and model were equal, the callback's value itself: a sum would round.
                 now = torch.where(view == old, now, view + (now - old))
             view.copy_(now)
 
@@ -510,8 +512,9 @@ def _is_finite(flat: torch.Tensor) -> bool:
 
 
 def _fast_digest(raw: torch.Tensor) -> int:
-    """64 bits of the sums of its words by row and by column, in one pass over the bytes on their device, without a
-    copy.
+    """64-bit digest of bytes: a weighted sum of the sums by row and by column of its 64-bit words, in wrapping integer
+    arithmetic. So it does not depend on the order in which a device adds, costs one pass over the bytes where they are,
+    and changes if two words are exchanged. It finds faults, not attacks.
     """
     num_words = raw.numel() // 8 - raw.numel() // 8 % COLUMNS
     if raw.storage_offset() % 8:

@@ -23,7 +23,9 @@ class ParameterNorm:
         """Tensors of float64, whose norms are computed in float64."""
         self._value: float | None = None
         self._pending: tuple[torch.Tensor, Any] | None = None
-        """The norm in host memory, valid after the event."""
+        """The norm in host memory, and the event after which it is valid; None while none is on its way. One at a time,
+        since there is one place in host memory.
+        """
         self._is_cuda = device.type == "cuda"
         self._host = torch.zeros((), pin_memory=self._is_cuda)
         self._event: Any = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]

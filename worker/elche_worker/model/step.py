@@ -26,6 +26,7 @@ MAX_METRICS = 1000
 """Most metrics or recorded values of one function, to bound reports."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The setting `precision` as the dtype of autocast."""
 
 
 class ShardedModel(Protocol):
@@ -154,7 +155,8 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last gradient before clipping; None if the job does not clip."""
         self._backs_off = backs_off
-        # Processes that share a model call its collectives in step: one that began a batch anew would hang the others.
+        # Processes that share a model must call its collectives equally often: one that began a batch anew, because its
+        # own memory ran out, would leave the others waiting.
         self._make_room = make_room if built.sharded is None else bool
         self._order_change = order_change
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
@@ -210,6 +212,7 @@ class TrainStep:
                 has_room = self._make_room()
                 if not has_room and not (self._backs_off and self.num_parts < size):
                     raise
+            # Outside the handler: there the error's traceback still holds the batch's activations.
             if not has_room:
                 self._back_off()
             self._forget_batch()
@@ -304,7 +307,7 @@ class TrainStep:
                 self.scaler.unscale_(optimizer)
             norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
             self.grad_norm = norm if self._sharded is None else norm.full_tensor()
-        self._order_change()
+        self._order_change()  # a round may be copying the parameters, on another stream
         for optimizer in self._optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()

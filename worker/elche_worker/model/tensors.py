@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 CHUNK_BYTES = 16 << 20
+"""Bytes that are hashed and written in one call. Both release the interpreter's lock for calls of this size."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -101,7 +102,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         }
         position += size_bytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the values are aligned to 8 bytes
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in (len(text).to_bytes(8, "little"), text):

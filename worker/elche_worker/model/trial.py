@@ -12,7 +12,7 @@ from elche_worker.device.rng import capture_rng_state, restore_rng_state
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Context after which the model's buffers and random numbers are as before, and its gradients None."""
+    """Context after which the model's buffers and all random generators are as before, and its gradients None."""
     buffers = copy.deepcopy(dict(model.named_buffers()))
     state = capture_rng_state()
     try:

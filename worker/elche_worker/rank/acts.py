@@ -25,6 +25,7 @@ class JoinGeneration:
     attempt: int
     generation: int
     position: int
+    """The group's position among the groups, from 0; equal in all its processes."""
     world_size: int
     backend: str
 
@@ -54,7 +55,9 @@ class EnterRound:
     may_be_checkpoint: bool = False
     """True if the round's result may become a checkpoint that this group writes."""
     keeps_result: bool = False
-    """True if the result may be wanted when batches were trained since, though nobody has said so."""
+    """True if the result must be kept beside newer batches: it may be evaluated or left as a draft, which the
+    coordinator, which is away, cannot announce.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,11 @@ class UseResult:
     version: int
     evaluates: bool
     epoch: int
+    """The epoch that is evaluated, from 0."""
     offset: int
+    """First sample of this rank's part of the evaluation's data set."""
     size: int
+    """Samples of that part; 0: the rank evaluates alone, by the job's `evaluate`."""
     calls_back: bool
     """Call the job's `checkpoint_fn` with it, then write the checkpoint."""
     saves_final: bool
@@ -117,6 +123,6 @@ def decode(raw: bytes) -> Act:
         case "TakeLease":
             return TakeLease(Lease(**values["lease"]))
         case "EnterRound":
-            return EnterRound(Row(**values["row"]), values["may_be_checkpoint"])
+            return EnterRound(**values | {"row": Row(**values["row"])})
     act: Act = KINDS[kind](**values)
     return act

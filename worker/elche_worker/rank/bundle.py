@@ -19,8 +19,9 @@ from elche.v1 import bundle_pb2, bundle_pb2_grpc
 from elche_worker.session.launch import Launch
 
 RETRY_S = 1.0
+"""Seconds between two attempts of a download."""
 GIVE_UP_S = 60.0
-"""Seconds for which a download may receive nothing before it is retried."""
+"""Seconds without a byte, over all attempts, after which a download fails."""
 
 
 def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
@@ -90,6 +91,8 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 num_files, num_bytes = num_files + 1, num_bytes + info.size
                 if not info.isreg():
                     raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is no regular file")
+                # By the sizes in the archive's headers, before anything is written: a small archive may unpack to a
+                # full disk.
                 if num_files > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
                     limit = f"{MAX_FILES:,} files or {MAX_UNPACKED_BYTES >> 20:,} MiB"
                     raise InvalidJob(f"the folder of the job has more than {limit}")

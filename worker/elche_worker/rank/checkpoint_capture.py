@@ -52,10 +52,11 @@ class CheckpointCapture:
         """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
         self._names -= left_out.names
         self._spare: list[CheckpointData] = []
-        """Memory of a checkpoint that is written, reused: allocating it anew costs more than the copy."""
+        """At most one checkpoint that is written, whose memory is reused: to allocate it anew costs more than to copy.
+        """
 
     def capture_at_entry(self) -> dict[str, Any]:
-        """Copies, at the entry of a round, what later batches change."""
+        """Copies, at the entry of a round, what later batches change: the result itself stays in the flat buffers."""
         old = self._spare[-1].state if self._spare else {}
         return {
             "rank": self._rank,
@@ -131,6 +132,7 @@ class CheckpointCapture:
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])
         else:
+            # Other numbers than in the part of training that the checkpoint has, in which they began with this seed.
             seed_all(self._seed + self._rank + 1_000_003 * version)
 
 

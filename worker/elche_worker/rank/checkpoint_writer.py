@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
 
 MAX_REASON_CHARS = 1000
+"""Most characters of a reason, for people, that a message has."""
 MAX_WAITING = 2
 """Checkpoints that may wait in memory to be written, beside the one that is captured."""
 
@@ -43,6 +44,7 @@ class CheckpointWriter:
         self._timeline = timeline
         self._room = threading.Condition()
         self._num_waiting = 0
+        """Checkpoints that are being written or wait for it. Guarded by `_room`."""
         self.num_ranks = 1
         """Ranks of the present generation, for the manifest."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -69,7 +71,9 @@ class CheckpointWriter:
         return self._thread.submit(write).result()
 
     def refuse(self, version: int, reason: str) -> None:
-        """Tells that a round came too late for a checkpoint: another is to become one."""
+        """Reports that the round's result is gone, so that the coordinator makes a checkpoint of a later round. On the
+        writer's thread, after the reports of earlier checkpoints.
+        """
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason, is_late=True)
         self._thread.submit(self._tell, rank_pb2.ConverseRequest(checkpoint_failed=failed))
 
@@ -122,7 +126,7 @@ class CheckpointWriter:
             self.target.keep_only([*order.keep, order.name])
         except Exception as error:  # training goes on, whatever the storage raises
             if self._pieces is not None and not has_begun:
-                self._pieces.agree("")
+                self._pieces.agree("")  # the other processes wait in `_write_part` for the folder
             reason = f"the checkpoint {self.target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
             failed = rank_pb2.CheckpointFailed(version=version, reason=reason)
             print(reason, flush=True)

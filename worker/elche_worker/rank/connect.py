@@ -21,6 +21,8 @@ def connect(
     `CollectiveFailed`.
     """
     attempt, generation = act.attempt, act.generation
+    # With NCCL asked for, also a single rank gets a communicator: a host without a working NCCL is then noticed at
+    # once.
     if act.world_size == 1 and job.backend != "nccl":
         home = device if device.type == "cuda" else CPU
         return SoloCollectives(attempt=attempt, generation=generation, device=home)

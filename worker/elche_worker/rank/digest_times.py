@@ -10,8 +10,10 @@ COST_FRACTION = 0.001
 
 
 class DigestTimes:
-    """Rounds whose number is a multiple of `every`, a power of two: ranks for which digests are dearer choose some of
-    the rounds of the others, so that there are rounds after which all send one.
+    """Chooses the rounds whose number is a multiple of `every`.
+
+    `every` is a power of two on each rank, larger where digests cost more. So the rounds that a rank chooses are among
+    those of every rank with a smaller `every`, and there are rounds after which all ranks send a digest.
     """
 
     def __init__(self, *, is_always: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -36,7 +38,7 @@ class DigestTimes:
         return digest
 
     def _learn(self, round_id: int, started_s: float, cost_s: float) -> None:
-        """Doubles the distance until what the digest has cost is little beside the rounds since the last one."""
+        """Doubles `every` until a digest that costs `cost_s` takes at most `COST_FRACTION` of the time."""
         assert self._last is not None
         num_rounds, lasted_s = round_id - self._last[0], started_s - self._last[1]
         self._last = round_id, started_s

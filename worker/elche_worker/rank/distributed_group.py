@@ -152,9 +152,10 @@ class DistributedGroup:
         if averaged.distance is not None:
             changed, size = (sum(one[at] ** 2 for one in distances) ** 0.5 for at in (0, 1))
             averaged = replace(averaged, distance=(changed, size))
-        if None in digests:  # one of the processes sends fewer
+        if None in digests:  # a process for which digests are dearer has made none
             digest = None
         else:
+            # Odd factors, so that the processes' parts count by position: two that are exchanged change the digest.
             digest = sum((2 * at + 1) * one for at, one in enumerate(digests)) % 2**64
         return replace(averaged, sent_bytes=sum(sent_bytes)), digest
 
@@ -192,8 +193,9 @@ def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes],
 
 
 AWAY_S = 0.5
+"""Seconds between two calls while the coordinator is away."""
 KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
-"""The store's answer when a key does not come within the timeout."""
+"""The store's status code when a key is not set within the timeout."""
 
 
 def _failed(launch: Launch) -> str:

@@ -10,7 +10,7 @@ from elche_worker.model.evaluation import Evaluated
 
 
 def evaluated_message(epoch: int, done: Evaluated, duration_ms: float, *, is_made: bool = False) -> rank_pb2.Evaluated:
-    """The message of a rank's part of an evaluation; with `is_made` of metrics made of the summed tensors."""
+    """The message with a rank's part of an evaluation or, if `is_made`, with metrics of all ranks' summed tensors."""
     return rank_pb2.Evaluated(
         epoch=epoch,
         duration_ms=duration_ms,

@@ -53,7 +53,8 @@ def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoRetur
             case EndRound():
                 replica.end_collective()
             case ApplyResult():
-                with suppress(CollectiveFailed, RoundAborted):  # the leader fails alike and reports it
+                # Nothing to do about a lost round: its work is put back already, and the leader's next act follows.
+                with suppress(CollectiveFailed, RoundAborted):  # raised on the leader too, which reports it
                     replica.apply_result()
             case ResolveCheckpoint():
                 replica.resolve_checkpoint(act)

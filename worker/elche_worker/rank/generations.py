@@ -46,6 +46,7 @@ class Generations:
         self._connect = connect
         self._wake = wake
         self._builds: dict[int, GroupBuild] = {}
+        """By generation, all newer than the one in use. At most one of them is not finished."""
 
     def build(self, act: JoinGeneration) -> None:
         """Begins to build a group. Builds that are not finished are forgotten."""
@@ -84,7 +85,8 @@ class Generations:
         build = self._builds[generation]
         old = [self.in_use]
         self.in_use = build.group.result(0)
-        # The destructor of a group whose rank has died may wait for that rank.
+        # The destructor of a group whose rank has died may wait for that rank: so the list has the only reference, and
+        # the thread drops it.
         threading.Thread(target=old.clear, name="old generation", daemon=True).start()
         self._builds = {newer: one for newer, one in self._builds.items() if newer > generation}
         return build.act

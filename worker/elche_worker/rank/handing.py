@@ -11,6 +11,7 @@ class Handing:
         self._rates = rates
         self._own_state = own_state
         self._may_join = True
+        """True until the first result of a generation: only that one can be a newcomer's first."""
 
     def begin_generation(self) -> None:
         """Called when ranks may have joined: one with an older model receives the state with the first result."""

@@ -52,6 +52,7 @@ LAST_ROUND_S = 8.0
 """Seconds for which a rank that stops without a coordinator waits for its last round: time is left to write a draft."""
 
 MAX_REASON_CHARS = 1000
+"""Most characters of a reason, for people, that a message has."""
 
 
 class Leave(Exception):
@@ -108,9 +109,13 @@ class RankLoop:
         self._batch_size = parts.batch_size
         self._reserve = ReservedLeases(parts.batch_size, self._begin_lease)
         self._entered_s = 0.0
+        """When the present round was entered, by `time.perf_counter`."""
         self._stalled_ms = 0.0
         """Time in ms for which the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []
+        """Committed rounds whose result is to be evaluated or saved. Done before the next round is entered, which
+        overwrites the result.
+        """
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
@@ -133,6 +138,8 @@ class RankLoop:
         """Trains until the coordinator tells the rank to leave. Raises `Leave` then, `StoppedAlone`, and what user code
         raises.
         """
+        # The order matters: commands first, since they may abandon what comes next; a result before chores and batches,
+        # since the round commits only when all have it; chores before the next round, which overwrites the result.
         while True:
             if self._control.has_news:
                 self._take_in()
@@ -152,14 +159,19 @@ class RankLoop:
 
     @property
     def _holds_result(self) -> bool:
+        """True if the running round has its result, and this rank is at the step at which it is to be applied."""
         return self._averaging.is_done and self.local_step >= self._rounds.apply_step
 
     @property
     def _is_out_of_work(self) -> bool:
+        """True if all leased samples are trained. A round is then entered before its step, as no batch can come."""
         return self._meter.num_processed == self._loader.num_leased
 
     @property
     def _may_train(self) -> bool:
+        """True if the rank may train a batch now, should one be ready. Not before it has a version: the first round
+        gives every rank the same model.
+        """
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
         return self._replica.version > 0 and self._replica.generations.in_use is not None and self.local_step < limit
@@ -220,6 +232,7 @@ class RankLoop:
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
+        """Answers `Recall`. Grants first: after `Recalled` the coordinator counts on no granted round being entered."""
         self._rounds.give_grants_back()
         recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
@@ -237,9 +250,11 @@ class RankLoop:
         return self._control.is_told_to_stop and not self._session.is_connected
 
     def _stop_alone(self) -> NoReturn:
-        """Ends training: makes the last round that the ranks can make without a coordinator, and leaves its result as a
-        draft. Who is in a round makes no other: all that are told at the same time make the same last one. Whose does
-        not come about, since others have made one less, leaves no draft; they do.
+        """Ends training without a coordinator: finishes the round that is running, or else enters the next granted one,
+        and leaves its result as the draft of a checkpoint.
+
+        Ranks that are stopped at the same time so end with the same round. If some are one round further, that round
+        does not complete; those ranks leave no draft, and the others do.
         """
         if self._averaging.is_running:
             self._apply_result()
@@ -337,7 +352,9 @@ class RankLoop:
         starved = self._may_train and not self._is_out_of_work
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
-            if self._meter.has_unreported:  # a round may wait for this report; still at most once per interval
+            # Others may wait for a round that depends on this rank's last batches. Only once its report is allowed: at
+            # the end of each wait it would be sent for every batch.
+            if self._meter.has_unreported:
                 due_s = self._report_times.allowed_s - started_s
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
                     self._report()
@@ -419,6 +436,7 @@ class RankLoop:
         """
         if self._control.leaving is not None:  # the others may have left too: the collective would wait for them
             raise Leave(self._control.leaving)
+        # Here the loop waits for the device, once per round: the round's compute time has to be complete.
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
         self._read_grad_norm()
@@ -429,7 +447,7 @@ class RankLoop:
         entered = rank_pb2.RoundEntered(round=round_id, generation=generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        is_away = not self._session.is_connected  # then a rank may have to leave its last result when it has trained on
+        is_away = not self._session.is_connected  # if the rank is then stopped, it leaves its last result as a draft
         act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
         self._group.send(act)
         self._replica.enter_round(act)
@@ -482,6 +500,8 @@ class RankLoop:
         def is_over() -> bool:
             return self._averaging.is_done or control.leaving is not None or generation in control.abandoned
 
+        # Without a time limit: a slow rank may take as long as it needs. The coordinator ends the wait, by abandoning
+        # the generation, when a rank has died; without a coordinator a rank that is to stop gives up by itself.
         with control.wake:
             control.wake.wait_for(lambda: is_over() or self._stops_alone)
             if self._stops_alone:

@@ -77,13 +77,13 @@ LEAVE_GRACE_S = 3.0
 MEMBER_GRACE_S = 2.0
 """Seconds for which a process of a replica group waits before it reports an error that may be a failed collective."""
 PEERS_GRACE_S = 10.0
-"""The same where it is one for certain: enough for the agent, even on a busy host, to report how the first process of
-the group ended, and to end the others.
+"""Seconds for which it waits if the error certainly is a failed collective: enough for the agent, even on a busy host,
+to report how the first process of the group ended, and to end the others.
 """
 VERDICT_S = 10.0
 """Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
 AWAY_POLL_S = 0.1
-"""Seconds between looks whether the coordinator is away."""
+"""Seconds between two checks if the coordinator is away."""
 
 
 def main(launch: Launch) -> None:
@@ -92,12 +92,13 @@ def main(launch: Launch) -> None:
     os.environ.update(launch.environment)
     if launch.is_loop:
         become_script(launch)
+    # The agent may be killed without a chance to end its ranks, and they would go on for ever beside their successors.
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
-        leave_on_sigterm()  # the leader asks the coordinator for all
+        leave_on_sigterm()  # without asking to leave: the leader asks the coordinator, for the whole group
         _follow(launch, channel)
     control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
@@ -149,8 +150,8 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
 
 
 def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
-    """Runs a process of a replica group that is not its leader. When it ends, the agent ends the group, and the leader
-    reports its error.
+    """Runs a process of a replica group that is not its leader, and ends it. The leader reports its error to the
+    coordinator; the agent ends the group's other processes.
     """
     replica: Replica | None = None
     try:
@@ -195,6 +196,7 @@ def _let_others_tell(launch: Launch, error: BaseException) -> None:
 
 
 def _await_verdict(control: Control) -> None:
+    """Waits until the coordinator tells this rank to leave, at most `VERDICT_S`."""
     with control.wake:
         control.wake.wait_for(lambda: control.leaving is not None, timeout=VERDICT_S)
 
@@ -356,8 +358,8 @@ def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | N
 
 
 def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:
-    """Samples in this rank's batches. "auto" is tried with samples of the data set, and halved while memory
-    is short.
+    """Returns the samples in this rank's batches, and True if batches are split when memory runs out. The size "auto"
+    is tried with samples of the data set, and halved while memory is short.
     """
     device = Device(device=launch.device, model=launch.label.removeprefix(launch.device).strip())
     size = rank_batch_size(job, device, dataset_size)
@@ -467,7 +469,8 @@ def _die_alone(error: BaseException) -> None:
 
 
 def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
-    if command.HasField("shutdown"):
+    """Handles a command on the session's thread, or passes it to the loop."""
+    if command.HasField("shutdown"):  # the loop may be in user code, or in a collective that waits for a lost rank
         timer = threading.Timer(LEAVE_GRACE_S, lambda: os._exit(0))
         timer.daemon = True
         timer.start()

@@ -25,11 +25,13 @@ from elche.errors import ElcheError, InvalidJob
 from elche.folders import keep_out
 
 MAX_FOLDERS = 16
+"""Most folders of packages that are kept, besides those in use."""
 INSTALL_S = 1800.0
 """Limit for an installation, in seconds."""
 TOLD_LINES = 12
-"""Characters of uv's error that are shown."""
+"""Lines of uv's error that are shown."""
 WOULD = re.compile(r"^ \+ (?P<what>\S+==\S+|\S+ @ .+|\S+)$", re.MULTILINE)
+"""A line of uv's dry run: what it would install, as NAME==VERSION or NAME @ ADDRESS."""
 
 
 def enter_packages(requirements: Sequence[str], cache: Path) -> None:

@@ -74,8 +74,9 @@ class EnteredRound:
 
     round: int
     local_step: int
+    """Batches that its snapshot contains."""
     cut: int
-    """Samples that its snapshot contains."""
+    """Samples that its snapshot contains, since the incarnation began."""
     work: RoundWork
     state: dict[str, Any] | None = None
     """State captured with the snapshot, for a checkpoint of the result; None if there will be none."""
@@ -201,13 +202,17 @@ class Replica:
         self._was_discarded = False
         """True if this rank's values were left out of the last round."""
         self.version = 0
-        """Version that the model holds; 0 until the first round."""
+        """Version that the model holds; 0 until the first round. It is sent in headers: ranks with an older version
+        than the newest are newcomers and have no weight.
+        """
         self._result = ResultExtent(0, 0, 0)
+        """The training in the last result, from which `progress` counts on."""
         self._has_result = False
         """True if the round that was entered last has a result, which was applied."""
         self._leased: Counter[int] = Counter()
         """By epoch: samples leased and not trained."""
         self.epoch = -1
+        """Epoch of the batch that was trained last; -1 before the first."""
         self._begun_epoch = -1
         """The last epoch for which `epoch_fn` was called in this process."""
         self.callbacks = Callbacks()
@@ -294,7 +299,7 @@ class Replica:
         self._leased[lease.epoch] += lease.size
 
     def join_generation(self, act: JoinGeneration) -> None:
-        """Begins to connect to the generation's other ranks; its first round uses the connection."""
+        """Begins to connect to the generation's other ranks, on a thread; training goes on meanwhile."""
         self.generations.build(act)
 
     def finish_build(self, generation: int) -> str:
@@ -352,6 +357,8 @@ class Replica:
 
     def warm_up(self) -> None:
         """Trains a batch and drops its effects, before any other rank waits for this one (protocol P19.2)."""
+        # What is warmed up: kernels are compiled, autotuned and loaded, memory is allocated. All others would wait in
+        # the first round for a rank that does so with its first batch.
         state = capture_rng_state()  # first: the data set may draw random numbers too
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
@@ -365,7 +372,7 @@ class Replica:
         """Trains the batch that is ready, or this process's part of it. One that is None is only counted."""
         batch = self.loader.take()
         data = self.loader.transfer.receive(batch.data, batch.event)
-        if not self.replica_group.is_leader:
+        if not self.replica_group.is_leader:  # callbacks may have set the factor on the leader alone
             self.rates.factor = act.factor
         if batch.epoch != self.epoch:
             self._begin_epoch(batch.epoch)
@@ -404,10 +411,10 @@ class Replica:
             )
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for those of which
-        it was dealt no batch: what a user switches in one epoch would stay as it was on this rank alone.
+        """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for epochs of which
+        it got no batch: a change that the user makes in one of them, such as unfreezing layers, would be missing here.
         """
-        if epoch <= self._begun_epoch:
+        if epoch <= self._begun_epoch:  # leases of two epochs may alternate at an epoch's end
             self.epoch = epoch
             return
         had = self.rates.to_json()
@@ -419,8 +426,9 @@ class Replica:
         self.replica_group.share_learning_rates(self.rates)
 
     def _call_epoch_fn(self, epoch: int, had: dict[str, Any]) -> None:
-        """Where the rates, before it `had`, are of a rank that had called it, of which this one has them or its
-        checkpoint, they stay so: what it multiplies is multiplied once.
+        """Calls `epoch_fn`. `had` are the learning rates before the call. If they come from a checkpoint, or from the
+        source of a round, that had called it for this epoch already, they are restored afterwards: a function that
+        multiplies the rates must have its effect once.
         """
         self.callbacks.call(self._job.epoch_fn, self.view, epoch, on_every_rank=True)
         if epoch <= self.rates.epoch:
@@ -437,6 +445,7 @@ class Replica:
     def enter_round(self, act: EnterRound) -> EnteredRound:
         """Takes the snapshot and starts averaging, in the generation that the row names."""
         is_new_group = self._use_generation(act.row.generation)
+        # An epoch of which nothing is left here may be complete with this round, and its result is then evaluated.
         ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
         self._reshard()
         self.checkpoints.capture.finish_copy()
@@ -514,7 +523,7 @@ class Replica:
         self._handing.take(averaged.state)
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         self._has_result = True
-        if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
+        if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):  # once may be a broken batch
             self._forget_moments()
         self._was_discarded = averaged.is_discarded
         self._left_out.check(row.frozen for row in averaged.rows)
@@ -570,8 +579,9 @@ class Replica:
         self.layout.take_changes(before)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer state, unless the round has averaged it: after parameters that were not finite, or were
-        left out repeatedly, it is probably corrupt too. Done only then, since the next steps are worse without state.
+        """Clears the optimizer's state, unless the round has averaged it. Called after this rank's parameters were not
+        finite, or were left out twice in a row: the state is probably wrong too. In other cases it stays, since the
+        next steps are worse without it.
         """
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
@@ -631,7 +641,8 @@ class Replica:
         """
         held = self._round_held if self._has_result else 0
         group, target = self.generations.in_use, self.checkpoints.writer.target
-        is_mine = not self.own_state.objects or self._launch.rank == 0  # the lowest alone has heard of epochs
+        # A job's own state is what its epoch callbacks have made of it, and only the lowest rank's are called.
+        is_mine = not self.own_state.objects or self._launch.rank == 0
         if not held or group is None or not is_mine or self.replica_group.size > 1 or not target.is_local:
             return 0, ""
         if not claim(Path(self._launch.output_dir), group.attempt, held):
@@ -680,8 +691,8 @@ class Replica:
 
 @contextmanager
 def _peers_told_apart() -> Iterator[None]:
-    """Wraps user code that may use collectives, of a sharded model or of its own: turns their errors into
-    `CollectiveFailed`.
+    """Wraps user code that may use collectives, of a sharded model or of its own. Turns errors by which a peer is lost
+    into `CollectiveFailed`; others are errors of the job.
     """
     try:
         yield

@@ -17,7 +17,7 @@ class RoundCheckpoints:
         self.capture = capture
         self.writer = writer
         self._captured: dict[int, CheckpointData] = {}
-        """By round."""
+        """By round, until it is committed: written then, or its memory is reused."""
 
     def capture_result(self, round_id: int, at_entry: dict[str, Any]) -> None:
         """Captures the result in the flat buffers, with the state that was captured when the round was entered."""

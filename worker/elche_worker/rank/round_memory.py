@@ -11,8 +11,8 @@ LEAST_BATCHES = 2
 
 
 class RoundMemory:
-    """Chooses once; until the first batches are trained, host memory is used. Results are the same in both, so each
-    rank may choose for itself.
+    """Chooses once, when the first batches have shown how much memory training needs; until then, host memory is used.
+    Results are the same in both places, so each rank may choose for itself.
     """
 
     def __init__(self, wanted: str, transfer: DeviceTransfer, size_bytes: int) -> None:
@@ -36,7 +36,8 @@ class RoundMemory:
         return self._chosen or ValuesPlace.PAGEABLE
 
     def _choose(self, spare_bytes: int) -> ValuesPlace:
-        is_room = self._transfer.set_aside_bytes >= self._size_bytes  # else prefetched batches may have taken it
+        # `plan` has set this to 0 if training leaves less, and prefetched batches may then have taken it.
+        is_room = self._transfer.set_aside_bytes >= self._size_bytes
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))
         where = "on the device" if is_room else "in host memory"

@@ -22,8 +22,8 @@ from elche_worker.session.launch import Launch
 from elche_worker.session.script import run_script
 
 FOLDER = ".script-"
-"""With the job's id after it, the folder of its output in which the script lies, if it was sent without its folder. The
-output may be a folder of the user's, and of several jobs.
+"""Prefix of the folder, in the job's output folder, for a script that was sent without its own folder. The job's id
+follows: several jobs may have the same output folder.
 """
 
 
@@ -31,6 +31,8 @@ def become_script(launch: Launch) -> NoReturn:
     """Replaces this process by one that runs the script."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
+    # In memory, not as an argument: the launch has the rank's secret, and arguments can be read by all users of the
+    # host.
     file = sealed(launch.to_line())
     file.flush()
     os.set_inheritable(file.fileno(), True)
@@ -67,7 +69,7 @@ def _prepared(launch: Launch) -> str:
 
 
 def _written(launch: Launch) -> str:
-    """Writes the script, as all ranks do; returns its path."""
+    """Writes the script; returns its path. Each rank writes the same file, with a draft of its own: none finds half."""
     path = Path(launch.output_dir) / f"{FOLDER}{launch.job_id}" / Path(launch.file_name).name
     draft = path.with_name(f".{path.name}.{launch.rank}")
     try:

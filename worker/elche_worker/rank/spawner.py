@@ -35,10 +35,13 @@ from elche_worker.process.stacks import write_when_asked
 from elche_worker.session.launch import Launch
 
 CHUNK_BYTES = 1 << 20
+"""Most bytes that are read from the agent at once."""
 MAX_LAUNCHES = 64
 """Most file descriptors in one message; each launch has one."""
 MAX_LOG_BYTES = 64 << 20
+"""Size from which a log is shortened, so that a job that prints without end does not fill the disk."""
 KEPT_LOG_BYTES = 8 << 20
+"""What is kept of it: its end."""
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
 """Seconds for which the spawner waits for killed stray processes to end."""
@@ -71,6 +74,8 @@ class Spawner:
         self._rest = b""
         """The beginning of an incomplete request."""
         self._selector = selectors.DefaultSelector()
+        # A signal handler may run between any two lines; so the kernel's SIGCHLD only writes a byte into a pipe, and
+        # the loop below reaps when it reads it.
         self._wakeup, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
@@ -139,7 +144,9 @@ class Spawner:
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
-        """Reports processes that have ended, and kills processes that user code has left behind."""
+        """Reports processes that have ended, and kills processes that user code has left behind. Strays first: when the
+        agent hears of the end, it gives the devices to other ranks, which would find their memory taken.
+        """
         ended = {}
         for pid in list(self._running):
             gone, status = os.waitpid(pid, os.WNOHANG)
@@ -161,7 +168,7 @@ class Spawner:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, signal.SIGKILL)
         while strays := [pid for pid in children() if pid not in self._running and pid not in self._immortal]:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > deadline_s:  # the loop then ends: they are no strays any more
                 self._immortal |= set(strays)
             for pid in strays:
                 with suppress(ProcessLookupError, PermissionError):

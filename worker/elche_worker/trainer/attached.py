@@ -44,9 +44,11 @@ REPORT_EVERY_S = 0.05
 READ_EVERY_S = 1.0
 """Least time in seconds between reads of losses from a device, since each makes the host wait for the device."""
 ATTACH_TIMEOUT_S = 20.0
+"""Seconds for which `Trainer.setup` waits for the coordinator's answer to `Attach`, before it raises."""
 AWAY_LIMIT_S = 60.0
 """Seconds for which a rank that needs a new group waits for an absent coordinator."""
 MAX_BATCH_TIMES = 64
+"""Newest batch times that a report carries; `BatchesTrained.batch_ms` has this limit."""
 LAST_WORDS_S = 10.0
 """Seconds for which a loop that has ended tries to tell an absent coordinator: it has no agent that would."""
 STUCK_S = 5.0
@@ -80,14 +82,17 @@ class CoordinatorAttachment:
         self._goes_on = goes_on
         """True if the other ranks go on when one dies."""
         self._group: rank_pb2.FormGroup | None = None
-        """The newest group that the coordinator has ordered this rank to form."""
+        """The newest group that the coordinator has ordered this rank to form. Guarded by `operator.changed`."""
         self._is_lost = False
+        """True once the coordinator does not know this rank any more: nothing is reported, and training goes on."""
         self._is_leaving = False
+        """True once the loop has ended: commands have no effect any more."""
         self._timeline: Timeline | None = None
         self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
         send_events_to(self._session.tell_event)
         self._gauges = GaugeSampler(world.device)
         self._clock: tuple[float, float] | None = None
+        """(sent, received): times of the last clock message by the coordinator's and by this host's clock, in s."""
         self._is_device = world.device.type != "cpu"
         self._num_batches = 0
         self._num_samples = 0
@@ -95,6 +100,7 @@ class CoordinatorAttachment:
         self._losses = EpochSums()
         """Losses on the device that were not reported yet."""
         self._epoch = EpochSums()
+        """Batches of the present epoch, for the report at its end."""
         self._num_losses = 0
         """Number of the epoch's batches whose losses are known."""
         self._waited_ms = 0.0
@@ -192,6 +198,8 @@ class CoordinatorAttachment:
                 file=sys.stderr,
                 flush=True,
             )
+        # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
+        # stays in state "training" until the coordinator gives its ranks up.
         self._session.wait_until_taken(LAST_WORDS_S)
         self._session.close()
 
@@ -251,6 +259,7 @@ class CoordinatorAttachment:
             os._exit(1)
 
     def _lose(self, reason: str) -> None:
+        """Called when the coordinator does not know this rank any more. Nobody could end a pause then: it ends here."""
         self._is_lost = True
         if self._timeline is not None:
             self._timeline.stop()
@@ -268,6 +277,8 @@ class CoordinatorAttachment:
         operator = self.operator
         heard_s = time.monotonic()
         with operator.changed:
+            # A coordinator that is there may take as long as it needs: it waits until every survivor has abandoned the
+            # old group. Only the time without a connection counts against the limit.
             while not self._is_lost and not operator.cancelled:
                 group = self._group
                 if group is not None and group.generation > generation:

@@ -11,13 +11,15 @@ from elche_worker.user.scalars import Sum
 
 @dataclass(slots=True)
 class OperatorRequests:
-    """Pending requests of operators, written by the session's thread."""
+    """Pending requests of operators. The session's thread writes them; `changed` guards all fields."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     cancelled: str = ""
     """Reason for which the loop is to end; empty while it goes on."""
     wants_checkpoint: bool = False
+    """True from a request for a checkpoint until `take_requests` has returned it."""
     is_paused: bool = False
+    """True from a request to pause until one to go on."""
 
     def take_requests(self) -> tuple[float, float, float]:
         """Returns (end, checkpoint, pause) as 0.0 or 1.0, as ranks exchange them. Clears a request for a checkpoint."""
@@ -32,6 +34,7 @@ class NextGroup:
 
     generation: int
     position: int
+    """This rank's position in the group, from 0."""
     world_size: int
     store: Any
     """The `torch.distributed.Store` for the group's rendezvous."""

@@ -24,9 +24,9 @@ from elche_worker.trainer.together import Together
 Fields = dict[str, Any]
 
 AHEAD = 2
-"""Batches that are copied to a GPU ahead of the one that is trained."""
+"""Batches that are copied to a GPU ahead of the one that is trained: one is ready while the next one is copied."""
 MEASURED_BATCHES = 4
-"""Batches after which training's memory use is measured."""
+"""Batches after which training's use of device memory is measured: by then the optimizer's states are allocated."""
 
 
 class Batch(Mapping[str, Any]):

@@ -14,7 +14,9 @@ from elche.partition import ranks_by_share
 from elche_worker.trainer.config import MAX_ANCHOR, TrainerConfig
 
 CALIBRATION_STEPS = 10
+"""Steps after which shares follow measured speeds for the first time."""
 REBALANCE_STEPS = 50
+"""Steps between two changes of the shares."""
 LEAST_STEPS = 20
 """Fewest optimizer steps in an epoch when El Che chooses the anchor."""
 THROUGHPUT_WEIGHT = 0.3
@@ -71,10 +73,14 @@ class Step:
 
 
 class Planner(Protocol):
-    """Splits the samples of each step among ranks. `Balance` and `Cadence` implement it."""
+    """Splits the samples of each step among ranks. `Balance` and `CadencePlan` implement it.
+
+    Every rank has one and computes the same steps, without a message: each decision follows from numbers that all ranks
+    have exchanged, and takes effect at the same step everywhere. Otherwise ranks would train samples twice, or never.
+    """
 
     delay: int
-    """Steps that loaders may fetch ahead."""
+    """Steps that loaders may fetch ahead. A decision takes effect as many steps later, since those are fetched."""
     members: tuple[int, ...]
     """The numbers of the ranks that it plans for."""
 
@@ -120,7 +126,7 @@ class Planner(Protocol):
 
 
 class Decisions(Generic[Value]):
-    """Values that take effect at a step."""
+    """The values of one setting, each with the step from which it is in effect."""
 
     def __init__(self, first: Value) -> None:
         self._values: list[tuple[int, Value]] = [(0, first)]
@@ -170,6 +176,7 @@ class Balance:
                 measured, old = size / compute_ms, self._own_throughput
                 self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
         self._num_done = step.index + 1
+        # By the number of steps, not by time: all ranks must exchange in the same step, or some would wait for ever.
         since_calibration = self._num_done - CALIBRATION_STEPS
         is_due = since_calibration >= 0 and since_calibration % REBALANCE_STEPS == 0
         return [self._own_throughput] if is_due else None
@@ -257,6 +264,7 @@ class CadencePlan:
         return [sum(ms for size, ms in timed if size), sync_ms]
 
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+        # Ranks measure different times, as early ones wait for late ones; a common number keeps all plans equal.
         sync_ms = max(sync for _, sync in told)
         self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
@@ -268,7 +276,7 @@ class CadencePlan:
         """
         if self._config.max_anchor is None:
             most = max(1, min(MAX_ANCHOR, num_batches // (LEAST_STEPS * self._world_size)))
-            if self.el_che.is_calibrated:  # of a checkpoint
+            if self.el_che.is_calibrated:  # restored from a checkpoint: its measured speeds are kept
                 state = self.el_che.to_json()
                 least = {name: min(int(str(state[name])), most) for name in ("anchor", "floor_anchor")}
                 self.el_che = ElChe.from_json({**state, **least, "max_anchor": most})

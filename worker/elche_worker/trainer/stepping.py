@@ -27,11 +27,13 @@ from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
 
 LEAST_SHARE = 2
-"""Samples of each rank at least in a batch of `shares`, or of a model with BatchNorm, which cannot train with one."""
+"""Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
 CHECK_EVERY_STEPS = 512
-"""Steps between comparisons of the ranks' models, at last: the first ones are after 0, 1, 2, 4, ... steps."""
+"""Steps between two comparisons of the ranks' models. Earlier ones are made after 0, 1, 2, 4, 8, ... steps, since most
+mistakes show at once."""
 DRIFT_STEPS = 64
-"""Steps after which models are not compared where devices are of different models, which may round very differently."""
+"""Steps after which parameters are not compared any more if devices are of different types: they round differently, and
+the differences grow with each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,11 @@ class Averaged:
     """Result of averaging a step's gradients."""
 
     requests: torch.Tensor | None
-    """The summed requests of all ranks, if there are any."""
+    """The requests, summed over all ranks; None if no rank had samples, or requests are not exchanged."""
     has_gradients: bool
-    """True if any rank had samples."""
+    """True if any rank had samples. If none had, gradients are not averaged and no optimizer is stepped."""
     told: list[list[float]] | None
-    """The ranks' measurements, for the planner."""
+    """The ranks' measurements, for the planner, one list per rank; None when none were exchanged in this step."""
 
 
 class Stepper:
@@ -93,9 +95,13 @@ class Stepper:
         self._is_finished = True
         """True if the latest averaged step was applied by the optimizer."""
         self._adopted: Any = None
-        """Model and optimizer states after the present step, where another rank has made it."""
+        """Model and optimizer states after the present step, received from a rank that has already made it; None else.
+        They replace this rank's own in `finish`.
+        """
         self._batch_ms: list[float] = []
+        """Times in ms of this step's batches, or one time of the whole step in a loop over its own loader."""
         self._sync_ms = 0.0
+        """Time in ms of the last averaging on the host."""
 
     @property
     def el_che(self) -> CadencePlan | None:
@@ -171,7 +177,9 @@ class Stepper:
         self.leave_batch()
 
     def leave_batch(self) -> None:
-        """The loop is done with the batch that was given out last; what it has not stepped with yet, it may later."""
+        """Called when the loop has left the batch that was given out last. If it has not stepped yet, its gradients
+        count in a later step (gradient accumulation).
+        """
         self.share.leave()
         if self.share.plan is None:
             self._weigh()
@@ -181,7 +189,10 @@ class Stepper:
     def average(
         self, samples: int | None, keys: list[Key], take_requests: Callable[[], Sequence[float]]
     ) -> torch.Tensor | None:
-        """Averages gradients and shares buffers; returns the sums of the ranks' requests, if there are any."""
+        """Averages gradients and broadcasts buffers; returns the ranks' requests, summed, if there are any. Collective.
+
+        Raises `Misuse` if this step's gradients are averaged already, and what `Together.run` raises.
+        """
         if self.averager.averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         if not self._takes_own and self.share.known is None:
@@ -212,7 +223,9 @@ class Stepper:
         return f"calls step({f'optimizer={keys[0]!r}' if len(keys) < len(self._optimizers.by_key) else ''})"
 
     def _average(self, measured: list[float] | None, requests: Sequence[float]) -> Averaged:
-        """Averages with the remaining ranks; is repeated with fewer after a loss, until it succeeds."""
+        """Averages with the remaining ranks. `Together` calls it again, with fewer ranks, after a loss: so nothing
+        before `replace` may change gradients or plan in a way that a repetition would apply twice.
+        """
         self._follow_members()
         if self._world.size == 1:
             self._normalise()
@@ -238,7 +251,7 @@ class Stepper:
 
     def _check_still_alike(self) -> None:
         number = self._num_averaged
-        is_due = number & (number - 1) == 0 or number % CHECK_EVERY_STEPS == 0
+        is_due = number & (number - 1) == 0 or number % CHECK_EVERY_STEPS == 0  # 0 and powers of 2, then every 512th
         if is_due and not (self._is_mixed and number > DRIFT_STEPS):
             check_still_alike(self._model, self._optimizers.rates, self._world)
 
@@ -260,7 +273,9 @@ class Stepper:
             self.share.keep()
 
     def _give(self, averaged: Averaged) -> dict[str, Any]:
-        """State for a rank that has not averaged this rank's last step: the model after it, or its gradients."""
+        """This rank's last step, for a rank that has not averaged it: the model after the step if this rank has applied
+        it, else the averaged gradients. All ranks must end with the same model, and the step cannot be averaged again.
+        """
         requests = averaged.requests.tolist() if averaged.requests is not None else None
         given: dict[str, Any] = {"requests": requests, "told": averaged.told, "has_gradients": averaged.has_gradients}
         if self._is_finished:
@@ -272,9 +287,7 @@ class Stepper:
         return given
 
     def _take(self, given: dict[str, Any]) -> Averaged:
-        """Takes `_give` of another rank: a model and optimizer states, adopted when the step is applied, or
-        gradients.
-        """
+        """Takes in another rank's `_give`: averaged gradients, or model and optimizer states, which `finish` adopts."""
         stepped = self._optimizers.parameters_of(self.averager.averaged)
         if "model" in given:
             self._adopted = given
@@ -346,7 +359,7 @@ class Stepper:
         self._weigh()
 
     def _weigh(self) -> None:
-        """The weight of gradients to come, if no further batch is given out."""
+        """Sets the weight of the next gradients if it is known before backward, so that they can be sent during it."""
         is_known = self.share.samples is None and self.el_che is None
         self.averager.weigh(self.share.planned_fraction() if is_known else None)
 
@@ -375,7 +388,9 @@ class Stepper:
         return self.planner.measure(self.share.plan, timed, self._sync_ms)
 
     def _normalise(self) -> None:
-        """Divides accumulated gradients into their mean, once. Under El Che each rank's sum is clipped before."""
+        """Divides accumulated gradients by their number of batches. Under El Che each rank's sum is clipped before.
+        Idempotent within a step, since averaging is repeated after the loss of a rank.
+        """
         if self._is_normalised:
             return
         self._is_normalised = True

@@ -59,6 +59,7 @@ class Trainer:
         self._progress = ProgressTracker()
         self._forward = Forward(model, self._progress.add_loss)
         self._together = Together(world)
+        # A function: the stepper is made below, and the position changes with every step.
         self._together.where = lambda: self._progress.where(self._stepper.num_given)
         parts = self._forward, self._progress, self._together
         self._stepper = Stepper(model, optimizers, config, world, *parts, is_mixed=self._fleet.is_mixed)
@@ -95,6 +96,7 @@ class Trainer:
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
+            # A problem of one rank is raised on all: alone it would leave the others waiting in the next collective.
             world.agree(problem_of(model, optimizer))
             take_form(model)
             model.to(world.device)
@@ -113,6 +115,8 @@ class Trainer:
             if resumed:
                 trainer.load(resumed)
             trainer._attach_coordinator(resumed)
+        # With the process id: processes that the script forks, such as data loader workers, inherit the handler, and
+        # must not close the loop when they exit.
         atexit.register(trainer._close_at_exit, os.getpid())
         return trainer
 
@@ -280,7 +284,7 @@ class Trainer:
         problem, wiring = check_loader(loader), None
         try:
             wiring = None if problem else wire(loader, self._model, forward_input, names, inputs)
-        except Misuse as error:
+        except Misuse as error:  # `Data.agreed` raises it, on every rank: others would wait for one that raised here
             problem = str(error)
         data = Data.agreed(loader, self._world, names, self._stepper.planner, self._together, problem)
         self._data, self._forward.wiring = data, wiring
@@ -429,14 +433,15 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps made, including those before a resume: begin at it where you count steps."""
+        """Steps made, including those before a resume. A loop that counts steps itself starts counting here."""
         self._checkpoints.resumption.ask()
         return self._progress.num_steps
 
     @property
     def num_epoch_steps(self) -> int:
-        """Steps made in the present epoch, including those before a resume: a loop over a loader of its own that skips
-        as many batches resumes within the epoch, if its order follows from the epoch or from random numbers.
+        """Steps made in the present epoch, including those before a resume. A loop over a loader of its own resumes
+        within the epoch by skipping as many batches; the loader's order must follow from the epoch's number or from
+        torch's, numpy's or Python's random numbers, which the checkpoint restores.
         """
         self._checkpoints.resumption.ask_epoch_steps()
         return self._progress.epoch_steps
@@ -470,7 +475,8 @@ class Trainer:
         rank, before the first step; in a resumed loop, it loads the objects' state from the checkpoint.
 
         An object has `state_dict()`, of plain values and tensors, and `load_state_dict()`. Rank 0's state is stored. A
-        loader or sampler (with `__iter__`) goes on after the batch of the last step. Raises `Misuse` for others.
+        loader or sampler (with `__iter__`) goes on after the batch of the last step. Raises `Misuse` for an object
+        without these methods.
         """
         self._check_open()
         self._checkpoints.register(objects)
