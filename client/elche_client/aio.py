@@ -153,7 +153,7 @@ async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iter
     connection, which ends the call and the thread.
     """
     client, loop = new_client(), asyncio.get_running_loop()
-    room = threading.Semaphore(64)
+    room = threading.Semaphore(64)  # items that the thread may be ahead, so that a slow reader bounds memory
     told: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
     is_over = threading.Event()
 
@@ -185,6 +185,7 @@ async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iter
             assert item is not None
             yield item
     finally:
+        # First the flag: the thread then tells nothing more, and ends when the closed connection wakes it.
         is_over.set()
         room.release()
         client.close()

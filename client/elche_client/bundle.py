@@ -25,6 +25,7 @@ ALWAYS_IGNORED = (
     *(".git/", ".hg/", ".svn/", ".venv/", "venv/", "node_modules/", "__pycache__/", "*.pyc", ".DS_Store"),
     *(".ipynb_checkpoints/", ".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".tox/"),
 )
+"""Patterns that are excluded unless an ignore file includes them again."""
 WHAT_TO_DO = (
     "put the file in a folder of its own, name what is not needed in .elcheignore (as in .gitignore), "
     "or send the file alone with --folder none"

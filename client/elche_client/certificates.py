@@ -25,6 +25,7 @@ SKEW = timedelta(minutes=5)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 """Names in each server's certificate, for commands on its host and tunnels to it."""
 MAX_NAME = 64
+"""Most characters of a common name (X.520)."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
@@ -119,6 +120,7 @@ class Authority:
         _write(self.folder / AUTHORITY, made.public_bytes(serialization.Encoding.PEM))
 
 
+# What the authority's key may be used for: certificates and lists of revoked ones.
 _SIGNS = x509.KeyUsage(
     key_cert_sign=True,
     crl_sign=True,
@@ -176,6 +178,7 @@ def _holder(folder: Path, certificate: x509.Certificate) -> Holder:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
+    """Reads a certificate in PEM. Raises `BadCertificate`."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -16,9 +16,12 @@ from elche_client.options import JobOptions
 from elche_client.processes import ChildProcess, ChildProcesses, exit_error, signal_name
 
 CHECK = "check"
+"""Name of the process, in its notifications."""
 MODULE = "elche_worker.rank.check"
 NEEDED_BY_WORKER = ("elche_worker", "torch", "numpy", "safetensors", "setproctitle")
+"""Packages that a rank imports."""
 MAX_REPORT_BYTES = 2**20
+"""Bytes of the output's end that are read: the file may print without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

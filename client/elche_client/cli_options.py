@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
 MAX_RANKS = 10_000
+"""The number of ranks that MIN+ means."""
 ROLES = ("viewer", "user", "operator", "agent")
 UNITS = {"m": 60, "h": 3600, "d": 86_400}
+"""Seconds of the units of a lifetime."""
 MAX_DAYS = 3650
+"""Longest lifetime in days."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -232,6 +235,7 @@ def job_options(
     module: str = "",
     secrets: Sequence[str] = (),
 ) -> JobOptions:
+    """The options of a job, from those of its command. Raises `InvalidJob`."""
     from elche.requirements import parse_requirements
     from elche_client.options import JobOptions, read_source
 

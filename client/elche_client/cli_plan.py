@@ -11,6 +11,7 @@ from elche.plan import MAX_DEVICES, OPTIMIZERS
 from elche.settings import SETTINGS
 from elche_client.cli_options import address_option, json_option
 
+# Units that a user may write, each in the base unit.
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 BYTES_PER_S = {

@@ -45,10 +45,13 @@ from elche_client.upload import entry_of, file_of_module, folder_of, upload
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
+"""Seconds for the answer to a call that is not a stream."""
 RETRY_AFTER_S = (0.2, 1.0)
+"""Seconds before each further attempt of a submission whose answer may have been lost."""
 RECONNECT_S = 60.0
 """Seconds for which a watch waits for a lost coordinator."""
 RECONNECT_EVERY_S = 1.0
+"""Seconds between its attempts."""
 STEADY_S = 5.0
 """A watch that has lasted for so many seconds gets the whole waiting time again when it is lost."""
 LOG_BYTES = 64 * 1024
@@ -59,7 +62,7 @@ NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """The outcome of a request."""
+    """The outcome of a request to cancel or pause a job."""
 
     is_made: bool
     """True if the request changed anything."""
@@ -104,7 +107,9 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels its open calls."""
-        self._reconnect_s = 0.0
+        self._reconnect_s = (
+            0.0  # first: a watch on another thread would take the end of its call for a lost coordinator
+        )
         self._channel.close()
 
     def submit(

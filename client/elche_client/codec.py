@@ -43,6 +43,7 @@ STATES: dict[int, JobState] = {
 
 
 def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
+    """The message for a job whose file is at `path`, with the text `source`."""
     spec = to_message(
         options,
         pb.JobSpec,
@@ -56,7 +57,7 @@ def encode_spec(path: Path, source: str, options: JobOptions) -> pb.JobSpec:
         replay=(),
         is_loop=not options.module and has_own_loop(path),
     )
-    spec.MergeFromString(options.replay)
+    spec.MergeFromString(options.replay)  # serialised parts of a `JobSpec`, end to end: see `decode_round`
     return spec
 
 
@@ -121,5 +122,6 @@ def decode_view(view: pb.JobView) -> JobView:
 
 
 def decode_round(report: pb.RoundReport) -> RoundReport:
+    # Serialised messages may be concatenated: repeated fields are appended. So a file of these is the whole recording.
     recorded = pb.JobSpec(replay=[report.recorded]).SerializeToString() if report.HasField("recorded") else b""
     return from_message(report, RoundReport, recorded=recorded)

@@ -12,6 +12,7 @@ from elche.token import checked
 from elche_client import contexts
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+"""Largest message, in bytes, that is sent or received: a view of a job with very many ranks is large."""
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -17,6 +17,7 @@ from elche.network import DEFAULT_ADDRESS
 from elche.tls import named_folder
 from elche.token import FILE_VARIABLE, read_token
 
+# Environment variables: the file of contexts, the name of the current one, and an address that replaces it.
 CONFIG = "ELCHE_CONFIG"
 CHOICE = "ELCHE_CONTEXT"
 ADDRESS = "ELCHE_COORDINATOR"

@@ -32,16 +32,21 @@ from elche_client.events import LinkView
 from elche_client.formatting import printable
 
 DEVICES_LIMIT_S = 120.0
+"""Limit in seconds of the trial of this machine's devices, torch's import included."""
 CONNECT_LIMIT_S = 3.0
+"""Limit in seconds of a TCP connection."""
 TLS_LIMIT_S = 15.0
 """Limit in seconds of a TLS handshake; a busy coordinator may take long."""
 NUM_CALLS = 5
+"""Calls that are timed; the first one also opens the connection."""
 MAX_SKEW_S = 5.0
 """Difference of clocks in seconds above which times in logs, tokens and certificates mislead."""
 MIN_DISK_BYTES = 2 << 30
+"""Free bytes of the disk below which a warning is given."""
 MIN_SHARED_BYTES = 512 << 20
 """Least shared memory in bytes. With the 64 MiB of containers, a loader with worker processes dies of a bus error."""
 MIN_FILES = 1024
+"""Open files of a process below which a warning is given."""
 SLOW_TIMES = 4.0
 """A link is slow if its bandwidth is lower than the median by this factor."""
 ROUND_BYTES = 400e6

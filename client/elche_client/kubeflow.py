@@ -18,6 +18,7 @@ CA = "KUBEFLOW_TRAINER_STATUS_CA_CERT"
 TOKEN = "KUBEFLOW_TRAINER_STATUS_TOKEN"
 """Environment variables that the controller sets if the cluster has this feature: an address, and two files."""
 EVERY_S = 5.0
+"""Least time in seconds between two reports."""
 LIMIT_S = 5.0
 """Seconds for the controller to answer. Figures that it does not take are sent with the next ones."""
 

@@ -51,15 +51,20 @@ if TYPE_CHECKING:
     from elche_client.progress import ProgressDisplay
 
 COMMAND = "run.json"
+"""File, in the run's folder, with the arguments of the run, for `elche resume` and `elche replay`."""
 CADENCE = "cadence.binpb"
+"""File with the recording of its rounds: parts of a `JobSpec`, each with one round, end to end."""
 TOKEN = "token"
+"""File with the run's token."""
 AGENT = "elche_worker.agent.for_run"
 COORDINATOR = "elche_coordinator.for_run"
 NEEDED = (*NEEDED_BY_WORKER, "elche_coordinator", "sqlalchemy")
 CHECKED = "checked "
+"""Begins the line in which the agent reports the check of the file."""
 NO_HOST = "no host offers"
 """Part of the coordinator's reason if there are no slots."""
 LISTENING = "elche-coordinator listening on "
+"""Begins the line in which the coordinator prints its address."""
 OF_OTHERS = (
     "ELCHE_TLS",
     "ELCHE_CLIENT_CERTIFICATES",
@@ -70,9 +75,11 @@ OF_OTHERS = (
 )
 """Environment variables for another coordinator, which are removed for the run's own."""
 START_TIMEOUT_S = 60.0
+"""Seconds in which the coordinator must print its address."""
 RECONNECT_S = 30.0
 """Seconds in which a killed coordinator must be back."""
 CANCEL_TIMEOUT_S = 15.0
+"""Seconds to wait for the result of a job that was cancelled."""
 CHECKPOINT_TIMEOUT_S = 10.0
 """Seconds to wait for the checkpoint before a job is cancelled."""
 EXPLANATION_TIMEOUT_S = 2.0

@@ -33,6 +33,7 @@ class MemoryUse:
     peak: int
     """The most that this process has used."""
     total: int
+    """The device's memory; on the host what the machine has, or the container's limit if that is less."""
 
     def __str__(self) -> str:
         held = f", {self.reserved / GIB:.2f} GiB of it held by this process's allocator" if self.reserved else ""

@@ -22,7 +22,9 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which all generators are seeded, and after which they are as before. Begins to use no device."""
+    """Context in which all generators are seeded, and after which they are as before. Does not initialise a device that
+    the process does not use yet: it could not be forked any more.
+    """
     host, (in_use, others) = capture_rng_state(of_gpu=False), _devices()
     before = [device.get_rng_state_all() for device in in_use]
     seed_all(seed)

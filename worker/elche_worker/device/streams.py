@@ -155,7 +155,10 @@ def new_streams(device: torch.device) -> DeviceStreams:
 
 
 def pin_accumulators(model: nn.Module) -> list[object]:
-    """The autograd nodes that accumulate gradients, bound to the current stream as long as the list lives (W1)."""
+    """Creates the autograd nodes that accumulate gradients, on the current stream, and returns them (W1). Autograd
+    makes a node at the first backward pass otherwise, on whatever stream is current then, and synchronises with that
+    stream in every pass. The nodes must be kept alive: autograd itself holds weak references.
+    """
     nodes: list[object] = []
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -25,7 +25,7 @@ from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
 
 MEANT_FOR_DRIVERS = ("CUDA", "NVIDIA", "HIP", "HSA", "ROCR", "GPU_", "ZE_", "SYCL", "ONEAPI", "PYTORCH", "TORCH")
-"""Environment variables that select the visible devices."""
+"""Prefixes of environment variables that select the visible devices, or change how they are used."""
 
 
 class Trials:

@@ -17,6 +17,7 @@ COMPILER = "torch._dynamo"
 MARK = "__dynamo_disable"
 """Attribute in which PyTorch's decorator keeps the function to call when the compiler is loaded."""
 DECORATED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+"""Methods of `torch.optim.Optimizer` that the decorator wraps, beside `step`."""
 OF_STEP = frozenset(
     (COMPILER, "_dynamo", "graph_break", "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults")
 )

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank, or its agent's signal: it asks to leave its job, and is ended when that takes too long."""
+"""SIGTERM to a rank, or its agent's signal: the rank asks to leave its job, and is killed if that takes too long."""
 
 import os
 import signal
@@ -8,9 +8,8 @@ from collections.abc import Callable
 LEAVE_S = 25.0
 """Seconds for which a rank may go on after SIGTERM, to commit its work. Kubernetes and Slurm kill after 30 s."""
 ALONE_AFTER_S = 1.5
-"""Seconds without a coordinator after which ranks that are to leave stop by themselves; one that is only cut off for a
-moment is there again by then.
-"""
+"""Seconds without a connection to the coordinator after which a rank that is to leave stops by itself: enough to
+connect again after a short break."""
 ASK = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGTERM
 """The agent's signal to a rank that is to leave. A rank that is leaving ignores it: it may have got SIGTERM before, as
 all processes of a host do when that is shut down.

@@ -13,7 +13,9 @@ from pathlib import Path
 from elche_worker.process.rank_files import RankFiles
 
 EVERY_S = 1.0
+"""Least time in seconds between two entries."""
 MAX_BYTES = 4 << 20
+"""Size from which the file is emptied."""
 MAX_READ_BYTES = 4 * MAX_BYTES
 """Most bytes of the file that are read at once; a rank may have written anything into it."""
 STAMP = "%Y-%m-%dT%H:%M:%SZ"

@@ -12,14 +12,17 @@ from elche_worker.process.rank_files import RankFiles
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A signal that user code is unlikely to use."""
 MAX_BYTES = 64 << 10
+"""Most bytes of stacks that are read."""
 ANSWER_S = 5.0
 """Limit in seconds for a process to write its stacks."""
 SETTLED_S = 0.1
+"""Seconds without new output after which the stacks count as complete."""
 STATES = {
     "T": "the process is stopped, by a signal or by a debugger; `kill -CONT {pid}` lets it go on",
     "t": "a debugger has stopped the process",
     "Z": "the process has ended",
 }
+"""States, as in /proc/PID/stat, in which a process cannot answer."""
 
 
 def write_when_asked(log_path: str) -> None:

@@ -98,10 +98,15 @@ class Sharded:
         self._parameters = list(module.parameters())
         self._scalars = [parameter for parameter in self._parameters if parameter.requires_grad and not parameter.dim()]
         self._is_averaging_due = False
+        """True from the beginning of a backward pass until scalars' gradients are averaged at its end."""
         self._prefetches: list[UnshardHandle] = []
+        """Gathers that were begun for the next forward pass."""
         self._was_reduced = False
+        """True if backward has reduced a gradient since the last `sync_gradients`."""
         self._step_watch: RemovableHandle | None = None
+        """Hook on all optimizers while gathered parameters are kept."""
         self._is_stale = False
+        """True if an optimizer has changed the shards of gathered parameters."""
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
         if not strategy.reshards_after_forward:
             self._hooks.append(module.register_forward_hook(self._watch_steps))

@@ -14,9 +14,13 @@ from typing import Any
 from zlib import crc32
 
 MAGIC, FORMAT = b"ELCHEAUD", 1
+"""First bytes of the file, and the version of its format."""
 BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
+"""Kinds of records, as their first byte."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
+"""Flags of a record of kind RECEIVED."""
 MAX_BUFFERED_BYTES = 4096
+"""Bytes from which batches are written before the next round: without rounds the buffer would grow without end."""
 
 
 class AuditLog:
@@ -109,6 +113,7 @@ class AuditLog:
         self._buffer.clear()
 
     def _add(self, record: bytes) -> None:
+        """Adds a record and the CRC-32 of the whole file so far: a record that was removed or changed is found."""
         self._crc = crc32(record, self._crc)
         self._buffer += record + pack("<I", self._crc)
 

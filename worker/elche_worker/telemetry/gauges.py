@@ -9,6 +9,7 @@ from elche_worker.device.kinds import kind_of
 from elche_worker.telemetry import nvml
 
 EVERY_S = 1.0
+"""Seconds between two samples; NVML itself averages a GPU's load over up to one second."""
 
 
 class GaugeSampler:

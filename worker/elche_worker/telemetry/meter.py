@@ -9,6 +9,7 @@ from elche.v1 import rank_pb2
 from elche_worker.user.scalars import MAX_SCALARS, Sum
 
 MAX_BATCH_TIMES = 64
+"""Newest batch times that a report carries; `BatchesTrained.batch_ms` has this limit."""
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class EpochSums:
     num_samples: int = 0
     """Samples, those of skipped batches too."""
     loss_sum: float | torch.Tensor = 0.0
+    """Sum of the batches' losses; a tensor on the device where reading it would make the host wait."""
     scalars: dict[str, Sum] = field(default_factory=dict)
     num_skipped: int = 0
     """Further batches, which were not trained."""
@@ -57,7 +59,9 @@ class RoundWork:
     weight: int = 0
     """Samples trained since the last round."""
     compute_ms: float = 0.0
+    """Time of its batches in ms, without waits for data."""
     epochs: dict[int, EpochSums] = field(default_factory=dict)
+    """By epoch: a round may have batches of two."""
 
     def part(self) -> list[Any]:
         """A follower's losses and scalars for the leader's sums, as plain values. Reads them from the device."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from elche.v1 import rank_pb2
 
 EVERY_S = 0.5
+"""Seconds between two messages."""
 MAX_SPANS = 4000
 """Most spans in one message; further ones are counted and dropped."""
 
@@ -25,6 +26,8 @@ class Timeline:
         self._clock = clock
         self._spans: deque[Span] = deque()
         self._wall_s = time.time() - time.perf_counter()
+        """Wall time at which `perf_counter` was 0. Taken once: a clock that is set during training must not move spans.
+        """
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
         self._thread.start()

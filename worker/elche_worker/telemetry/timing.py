@@ -85,11 +85,15 @@ class DeviceTimer:
         self._intervals: list[Interval] | None = [] if keeps_intervals else None
         self._base: Any = None
         self._base_s = 0.0
+        """Host time at which the event `_base` had passed. Events know only the time between two of them."""
         if keeps_intervals:
             self._rebase()
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Start and end of each batch that has not ended on the device yet."""
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Pairs to use again: creating an event takes longer than recording one."""
         self._ended: list[float] = []
+        """Times in ms of batches that have ended and were not taken."""
 
     def start(self) -> None:
         if len(self._pending) >= MAX_AHEAD:

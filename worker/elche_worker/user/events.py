@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable
 
 MAX_CHARS = 200
+"""Most characters of an event."""
 BURST = 20
+"""Most events at once; further ones are counted and dropped."""
 PER_S = 5.0
-"""Burst and rate limit of events; further ones are counted and dropped."""
+"""Events per second on average."""
 
 
 class EventSender:

@@ -8,6 +8,7 @@ from typing import Any
 from elche_worker.user.job import JobDefinition
 
 CALLED_AGAIN = ("train_step", "epoch_fn", "metrics_fn", "checkpoint_fn", "after_round")
+"""Functions that are called again and again, so that a variable set in one call is there in the next."""
 
 
 def what_is_kept_aside(job: JobDefinition) -> str:

@@ -5,10 +5,14 @@ from typing import Any
 import torch
 
 MAX_SCALARS = 1000
+"""Most names in one batch, and in one epoch of a rank."""
 MAX_NAME_CHARS = 200
+"""Most characters of a name."""
 Sum = tuple[float | torch.Tensor, int]
+"""(sum, number) of values; the sum of tensors stays on their device."""
 
 _recorded: dict[str, Sum] = {}
+"""Values recorded since `take_scalars`, by name."""
 
 
 def record_scalar(name: str, value: float | torch.Tensor) -> None:

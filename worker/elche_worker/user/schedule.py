@@ -50,13 +50,14 @@ class LearningRates:
         scheduler: Callable[[Any], LRScheduler] | None = None,
     ) -> None:
         self.epoch = -1
-        """Last epoch for which callbacks were called on the rank, or before the checkpoint, from which the
-        rates come.
+        """The last epoch for which `epoch_fn` has had its effect on these rates: on this rank, or on the rank or in the
+        checkpoint from which they come. -1: none.
         """
         self._scale = 1.0
         self._factor = 1.0
         self._optimizers = optimizers
         self._bases = [float(group["lr"]) for group in self._groups]
+        """Rate of each parameter group before factor and scale."""
         self._were_set = False
         """True if callbacks have set the base rates."""
         self._schedule = schedule
@@ -81,7 +82,7 @@ class LearningRates:
 
     @scale.setter
     def scale(self, scale: float) -> None:
-        if scale != self._scale:
+        if scale != self._scale:  # otherwise rates that user code has set in the optimizer itself would be lost
             self._scale = scale
             self.reset()
 
