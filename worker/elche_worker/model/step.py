@@ -307,7 +307,8 @@ class TrainStep:
                 self.scaler.unscale_(optimizer)
             norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
             self.grad_norm = norm if self._sharded is None else norm.full_tensor()
-        self._order_change()  # a round may be copying the parameters, on another stream
+        # a round may still be copying the parameters, on another stream
+        self._order_change()
         for optimizer in self._optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()

@@ -5,7 +5,7 @@ from elche_coordinator.core.results.counts import Counts
 
 
 def counts_of(run: Run) -> Counts:
-    """All zero before its ranks agree."""
+    """The counts of an attempt; all zero before its ranks agree."""
     training = run.training
     if training is None:
         return Counts()

@@ -12,16 +12,19 @@ from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.work.ledger import Ledger
 
 RESTART_S = (0.0, 1.0, 5.0, 30.0)
-"""Seconds before a rank is restarted, by its number of deaths in a row without a committed batch; then the last."""
+"""Seconds before a rank is restarted: after its first death in a row without a committed batch, its second, and so on.
+Later deaths have the last delay.
+"""
 RANKS_ON_SAMPLES = 3
 """Deaths in a row on the same samples after which the job fails."""
 DEATHS_ON_SAMPLES = 5
-"""As many deaths fail the job where these are fewer ranks, or others have died shortly before: that may be by chance.
-Those of one rank alone do not: it may have too little memory.
+"""Deaths on the same samples after which the job fails if they are of only two ranks, or if other ranks have died
+shortly before: fewer may be chance. Deaths of one rank alone never fail the job, since it may have too little memory.
 """
 SHORTLY_S = 60.0
+"""Seconds without a death after which deaths on the same samples are hardly chance."""
 REPORTED_MS = 200.0
-"""Seconds within which a rank that trains reports, unless one batch takes longer."""
+"""Time in ms within which a rank that trains reports, unless one batch takes longer."""
 
 
 class Death(Enum):
@@ -32,6 +35,7 @@ class Death(Enum):
     KILLED = auto()
     """By a signal, or because processes of its group were killed."""
     WITH_HOST = auto()
+    """Its host was lost; the process may still run there, cut off."""
 
 
 class Deaths:
@@ -41,13 +45,13 @@ class Deaths:
         self._in_a_row: Counter[Rank] = Counter()
         """Deaths of each rank in a row, without a committed batch between."""
         self._suspects: list[Lease] = []
-        """Samples that each of the last processes to die may have been training."""
+        """Samples that every process in `_died` may have been training when it died."""
         self._died: list[Rank] = []
-        """The ranks of these processes, in order."""
+        """Ranks of the last processes to die with such samples in common, in order."""
         self._died_s = -inf
         """Time of the last death."""
         self._quiet_s = inf
-        """Seconds without a death before these."""
+        """Seconds without a death before the first of `_died`."""
 
     def restart_delay_s(self, record: RankRecord) -> float:
         """Counts one more death of the rank; returns the seconds before it may be restarted."""
@@ -64,6 +68,8 @@ class Deaths:
         died, since they would kill more ranks (protocol P24.3). An unrelated death between, or one while not `trained`,
         restarts the count: then processes are killed at random.
         """
+        # Which sample killed a process is not known, only what it was training. A sample that kills whoever trains it
+        # is among those that all dead processes have in common, and nothing else stays in common for long.
         in_flight = ledger.in_flight(record.rank, _num_in_flight(record, now_s)) if trained else []
         common = _common(self._suspects, in_flight)
         if not common:

@@ -13,6 +13,7 @@ class FinalModel:
 
     def __init__(self, job_id: JobId, outbox: Outbox) -> None:
         self.path = ""
+        """The file on the host of the rank that wrote it; empty: not written yet."""
         self.agent_id = AgentId("")
         """The agent that has it."""
         self.folder = ""

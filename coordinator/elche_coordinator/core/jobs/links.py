@@ -13,10 +13,11 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords, presen
 from elche_coordinator.core.rounds.generation import Generation
 
 STUCK_S = 1.0
-"""Seconds, or `TIMES` the longest recent averaging if that is longer, after which an averaging's ranks test their
-links; then again after twice the time, and so on, since a large model on a slow link takes long.
+"""Seconds after which the ranks of an averaging test their links, or `TIMES` the longest recent averaging if that is
+longer. If all are connected, they test again after twice the time, and so on: a large model on a slow link takes long.
 """
 TIMES = 4.0
+"""Multiple of the longest recent averaging after which another one counts as too long."""
 BUILD_S = 5.0
 """Seconds after which the ranks of a group that is being built test their links."""
 
@@ -34,8 +35,9 @@ class LinkWatch:
         self._num_asked = 0
         """Number of times that its ranks were asked."""
         self._asked: RankRecords = {}
-        """Ranks that are asked now."""
+        """Ranks that are asked now; empty between two tests."""
         self._answers: dict[Rank, frozenset[Rank]] = {}
+        """The ranks that each of them can reach, as far as they have answered."""
 
     def is_of(self, generation: Generation | None) -> bool:
         """True if the asked ranks build the group of this generation."""
@@ -98,8 +100,8 @@ class LinkWatch:
 
 
 def _apart(links: Mapping[Rank, set[Rank]]) -> list[Rank]:
-    """Ranks without which all others are connected with each other, found greedily: those with the fewest links
-    first.
+    """Ranks without which all others are connected with each other: leaves out the rank with the fewest links, the
+    highest of several, until that holds. Not always the fewest ranks; to find these takes exponential time.
     """
     left, apart = {rank: set(others) for rank, others in links.items()}, []
     while any(len(others) < len(left) - 1 for others in left.values()):

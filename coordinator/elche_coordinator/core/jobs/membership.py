@@ -16,9 +16,8 @@ from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.generation import Generation
 
 DIGESTS_FROM = 8
-"""Members from which on only the first sends the rows of headers, and the others a digest: if all sent all rows, the
-work would grow with the square of their number.
-"""
+"""Number of members from which on only the first sends the rows of headers, and the others a digest: if each member
+sent the rows of all, the coordinator's work for a round would grow with the square of their number."""
 MAX_ABANDONED = 5
 """Generations in a row, without a death and without a round, after which the job fails."""
 Problem = Failure | BackToCheckpoint
@@ -47,9 +46,13 @@ class Membership:
         attempt: Attempt,
     ) -> None:
         self.standing: Generation | None = None
+        """The generation that makes rounds, or is being abandoned; None before the first group stands."""
         self.forming: Generation | None = None
-        """The generation whose members build its process group; None if there is none."""
+        """The generation whose members build its process group, or wait to take over; None if there is none. It is
+        always newer than the standing one.
+        """
         self.newest = GenerationId(0)
+        """The highest generation so far. Ids are never reused: news of a dropped generation must not fit another."""
         self._job_id = job_id
         self._roster = roster
         self._outbox = outbox
@@ -116,7 +119,7 @@ class Membership:
         if forming is None or not forming.is_formed or not self._closes(standing, now_s):
             return None
         before = list(training.members)
-        if standing is not None or before != list(forming.members):  # one may have died before the first group stood
+        if standing is not None or before != list(forming.members):  # a rank may die before the first group stands
             like = [[before.index(rank)] if rank in before else [] for rank in forming.members]
             training.set_members(forming.members, like)
         if standing is not None:
@@ -138,6 +141,7 @@ class Membership:
         if not standing.is_closing:
             standing.is_closing = True
             standing.scheduler.hurry(now_s)
+        # Grants first: a rank that is cut off could enter a granted round of this generation while the next one trains.
         return standing.scheduler.reserve.revoke() and not standing.rounds
 
     def _report_newcomers(self, before: Generation, now: Generation) -> None:
@@ -225,7 +229,7 @@ class Membership:
 
     def on_committed(self, now_s: float) -> Failure | None:
         """Called when a round of the standing generation is committed."""
-        self._num_failed = 0
+        self._num_failed = 0  # a round was made, so that the group works
         failure = self.take_over(now_s)
         self.change_members()  # newcomers may have the model now, so that leaving ranks can go
         return failure

@@ -64,7 +64,7 @@ class PlacedJob(Job):
 
     @abstractmethod
     def stay(self, records: Sequence[RankRecord], now_s: float) -> None:
-        """Lets ranks stay that were to leave."""
+        """Lets ranks stay that were to leave, such as when their host is offered again."""
 
     @abstractmethod
     def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:

@@ -72,12 +72,13 @@ class Placing:
         self._try_again = try_again
         self._new_incarnation = new_incarnation
         self._queued: dict[JobId, None] = {}
+        """Jobs that may wait for slots; those that do not any more are dropped at the next `place`."""
         self.behind: dict[JobId, JobId] = {}
         """Queued jobs without slots, each with the job before it that waits for the same slots."""
         self._reasons: dict[JobId, str] = {}
         """Reasons of queued jobs."""
         self.asked: list[SlotsAsked] = []
-        """Slots that jobs are asked to give to others."""
+        """Slots that jobs are asked to give to others, as found by the last `place`."""
 
     def queue(self, job: PlacedJob) -> None:
         """Adds a job to the queue."""

@@ -30,6 +30,7 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
     waiting one cannot use is not asked either: those might come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.needs)], waiting.spec.least_ranks
+    # Slots of ranks that are leaving count as free: they were asked before, and must not be asked for again and again.
     lack = least - len(fleet.free_for_one(waiting.spec.needs)) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
     richer = {

@@ -56,7 +56,9 @@ class Run:
         self._first_choice: Choice | None = None
         """The backend of the first ranks, once they have agreed."""
         self.training: Training | None = None
+        """What is committed, learned and owed; set once, when all first ranks are ready and agree."""
         self.membership: Membership | None = None
+        """The generations; set together with `training`."""
         self.model = FinalModel(job_id, outbox)
         self.links = LinkWatch(job_id, outbox)
 

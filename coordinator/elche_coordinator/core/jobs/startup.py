@@ -26,8 +26,9 @@ class Startup:
         self.resumed: Mapping[str, Any] | None = None
         """The training's state in the checkpoint from which the job resumes."""
         self._architecture: Architecture | None = None
-        """The training's state as text, of the first rank that was ready."""
+        """The model of the first rank that was ready, with which those of the others are compared."""
         self._read: dict[Rank, _Read] = {}
+        """The samples that the newest process of each rank has read."""
         self._difference: str | None = None
         """The first difference found between ranks' models or checkpoints."""
 
@@ -89,7 +90,7 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The samples that a process of a rank has read."""
+    """The samples of its data set that one process of a rank has read."""
 
     incarnation: Incarnation
     samples: tuple[SampleRead, ...]

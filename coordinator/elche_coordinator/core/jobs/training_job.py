@@ -83,9 +83,9 @@ class TrainingJob(PlacedJob):
         self.retry_at_s = 0.0
         """Time from which a job that has gone back may be placed again."""
         self._gives: frozenset[Incarnation] = frozenset()
-        """Processes that leave for another job."""
+        """Processes that leave for another job: their ranks get slots again only when no other job waits for these."""
         self._num_fruitless = 0
-        """Attempts in a row without a checkpoint."""
+        """Deaths in a row after which the job went back without a new checkpoint."""
         self._deaths = Deaths()
         self._counted = Counts()
         """Counts of earlier attempts."""

@@ -43,7 +43,7 @@ class SendSyncNow(RankCommand):
     newer_batches: int | None = None
     """Apply the result exactly so many batches after the snapshot, as recorded; None: when it arrives."""
     every: int = 1
-    """Batches between the rounds that `count_away` grants."""
+    """Batches between the rounds that `count_away` grants, and from the last announced one to the first of them."""
     count_away: int = 0
     """Rounds after these that are entered while the coordinator is away."""
 
@@ -118,6 +118,7 @@ class SendOutcome(RankCommand):
     evaluate: Evaluate | None = None
     checkpoint: WriteCheckpoint | None = None
     save_final: bool = False
+    """True if the rank writes the result as the job's final state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

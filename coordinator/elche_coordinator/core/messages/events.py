@@ -45,13 +45,16 @@ class BatchesTrained(RankEvent):
     """Progress between rounds. Counters are cumulative for the incarnation."""
 
     local_step: int
+    """Batches trained."""
     num_processed: int
+    """Samples trained, in the order of its leases."""
     batch_ms: tuple[float, ...] = ()
     """Times in ms of the newest batches, including the waits for their data, oldest first."""
     loss_sum: float = 0.0
+    """Sum of `loss_count` losses since the last report."""
     loss_count: int = 0
     data_wait_ms: float = 0.0
-    """Since the session began."""
+    """Time in ms in which the rank has waited for data since its session began."""
     gauges: Gauges | None = None
     waited_ms: float = 0.0
     """Time in ms since the session began in which steps of a user-owned loop have waited instead of computed."""
@@ -86,8 +89,11 @@ class ResultReceived(RankEvent):
     stalled_ms: float = 0.0
     """Time for which the round kept the rank from training."""
     sent_bytes: int = 0
+    """Payload that the rank has sent for the round."""
     divergence: float | None = None
+    """L2 distance of its values from the result, relative to the result's norm; None if not measured."""
     digest: int | None = None
+    """Digest of the result; None after rounds for which none is due."""
     newer_batches: int = 0
     """Batches that the rank had made after its snapshot when it applied the result."""
     callback_errors: int = 0
@@ -263,7 +269,7 @@ class LoopProgressed(RankEvent):
     batch_size: int
     anchor: int
     averaging_ms: float
-    """Seconds since the loop began."""
+    """Time in ms of averaging since the loop began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,13 @@ Attempt = NewType("Attempt", int)
 GenerationId = NewType("GenerationId", int)
 """A fixed membership with one process group."""
 RoundId = NewType("RoundId", int)
-"""One averaging of a generation, including given-up ones."""
+"""Number of a round in its job, from 1. Rounds that were given up count too, so that no number comes twice."""
 Version = NewType("Version", int)
 """A committed round's result; 0 is a model that no round has reached."""
 LeaseId = NewType("LeaseId", int)
+"""Number of a lease, which rises from lease to lease of a rank."""
 Epoch = NewType("Epoch", int)
+"""Counted from 0."""
 
 
 def by_rank(ranks: Iterable[Rank], values: Iterable[Value]) -> dict[Rank, Value]:

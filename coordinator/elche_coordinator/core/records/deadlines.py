@@ -12,8 +12,12 @@ class Deadlines(Generic[Key]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Key]] = []
+        """(time, number, key), also of deadlines that were cleared or replaced: removing from a heap's middle is slow.
+        """
         self._live: dict[Key, int] = {}
+        """Number of the deadline of each key that has one; other numbers in the heap are void."""
         self._count = 0
+        """Deadlines set so far. The number decides between equal times, so that the order never depends on keys."""
 
     def set(self, key: Key, at_s: float) -> None:
         """Sets the key's deadline, replacing an earlier one."""

@@ -26,8 +26,10 @@ class AgentRecord:
     """The coordinator's record of one host."""
 
     host: str
+    """Its name, for people; not unique."""
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
+    """On which jobs may set conditions; they never change, so that `Fleet` may cache what meets a condition."""
     is_drained: bool = False
     """True if it gets no more ranks."""
     folder: str = ""
@@ -74,14 +76,16 @@ class Fleet:
 
     def __init__(self) -> None:
         self.agents: dict[AgentId, AgentRecord] = {}
+        """The connected hosts, in the order in which they joined."""
         self.taken: dict[Place, tuple[JobId, Rank]] = {}
+        """Busy slots, all of hosts in `agents`. A slot stays busy until its rank's process has exited."""
         self._meeting: dict[tuple[str, ...], dict[AgentId, dict[int, Place]]] = {}
         """Cache by conditions, the most recently used last: the slots of each host that meet them, by index."""
         self._num_remembered = 0
         """Number of hosts and slots in `_meeting`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the cache."""
+        """The state without the cache, which would make every saved state of the core larger."""
         return {"agents": self.agents, "taken": self.taken}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,8 +206,8 @@ class Fleet:
         return self.agents[place.agent_id].slots[place.slot]
 
     def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
-        """The places with each device only once and without `used` ones; CPUs, and devices whose host allows it, as
-        often as they are offered.
+        """The places with each device only once and without `used` ones, to which it adds those that it returns. CPUs,
+        and devices whose host allows it, as often as they are offered.
         """
         found = []
         for place in places:
@@ -219,7 +223,7 @@ class Fleet:
         for place in places:
             hosts.setdefault(place.agent_id, []).append(place)
         group_size = spec.group_size
-        fullest = max(hosts.values(), key=len, default=[])
+        fullest = max(hosts.values(), key=len, default=[])  # a loop's ranks find each other over loopback
         return [
             tuple(places[start : start + group_size])
             for places in ([fullest] if spec.is_loop else hosts.values())

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 PERSIST_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Bounds of the times in which the coordinator writes to its disk or database."""
 BATCH_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Bounds of ranks' batch times."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,9 @@ class Refused(Exception):
 
 
 class Machine(Generic[Phase, Trigger]):
-    """A state machine that moves only along its table. Several may share a census, the number in each phase."""
+    """A state machine that moves only along its table. Several may share a census, the number of machines in each
+    phase, so that "how many ranks are ready" costs no loop over all ranks.
+    """
 
     __slots__ = ("_census", "_table", "_what", "phase")
 
@@ -65,12 +67,19 @@ class JobPhase(StrEnum):
     """Phase of a job."""
 
     QUEUED = "queued"
+    """It has no ranks, and waits for slots."""
     STARTING = "starting"
+    """Its processes load the user's file; not all are ready."""
     GROUPING = "grouping"
+    """All are ready, and form the first generation's process group."""
     TRAINING = "training"
+    """A generation has stood, and not all samples are committed."""
     FINISHING = "finishing"
+    """All samples are committed; evaluations, checkpoints or the final state are still to be made."""
     STOPPING = "stopping"
+    """Its outcome is decided; processes are being ended."""
     ENDED = "ended"
+    """All its processes have exited. Nothing about the job changes any more."""
 
 
 class JobTrigger(StrEnum):
@@ -107,10 +116,15 @@ class RankPhase(StrEnum):
     """Phase of a rank."""
 
     STARTING = "starting"
+    """Its process was ordered, and may not have begun; it has not said that it is ready."""
     READY = "ready"
+    """It has loaded the user's file, and is in no generation that stands."""
     TRAINING = "training"
+    """It is, or was, in a generation that stood, and in no round."""
     AVERAGING = "averaging"
+    """It has entered a round and not said how that ended; it may train on meanwhile."""
     EXITED = "exited"
+    """Its process has ended, or its host is lost."""
 
 
 class RankTrigger(StrEnum):

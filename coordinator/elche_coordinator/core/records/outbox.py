@@ -19,7 +19,7 @@ class Refusal:
 
 
 class Outbox:
-    """Collects one job's commands between two calls of `take`."""
+    """Collects one job's commands, in the order in which they must be carried out, until `take`."""
 
     def __init__(self, job_id: JobId) -> None:
         self._job_id = job_id

@@ -57,8 +57,10 @@ class RankRecord:
     incarnation: Incarnation
     agent_id: AgentId
     slot: int
+    """Index in the slots of its agent; of a replica group the leader's."""
     host: str
     device: str
+    """As text for people."""
     more_slots: tuple[int, ...] = ()
     """Slots of a replica group's other processes, by position from 1."""
     slot_devices: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ class RankRecord:
     links_address: str = ""
     """HOST:PORT at which other ranks can test if they reach it; empty before it is ready."""
     settings: AgreedSettings | None = None
+    """Those of its file; None before it is ready."""
     life: Machine[RankPhase, RankTrigger] = field(default_factory=rank_machine)
     departure: Departure = Departure.STAYS
     """If, and how, it is to leave."""
@@ -81,16 +84,17 @@ class RankRecord:
     """Batches committed by earlier incarnations of the rank."""
 
     local_step: int = 0
-    """Batches trained, as reported."""
+    """Batches trained, as reported; it never falls, and is at least `base_step`."""
     ms_per_batch: float | None = None
     """Present time per batch in ms, including the wait for its data; None before the first batch."""
     reported_at_s: float = 0.0
     """Time of the last report of `local_step`."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Newest batch times in ms, oldest first, from which `ms_per_batch` follows."""
     num_fresh: int = 0
-    """Number of these that came after the last round in which the rank had no work."""
+    """Number of batch times since the last round in which the rank had no work; may exceed those in `recent_ms`."""
     is_first_kept: bool = False
-    """True if the first of these is the process's first batch."""
+    """True if the first of `recent_ms` is the process's first batch, which takes longer than others."""
     gauges: Gauges = NO_GAUGES
     """Its device and loop, as last reported."""
     loss: float | None = None
@@ -98,12 +102,13 @@ class RankRecord:
     durations: Histogram = field(default_factory=lambda: Histogram(BATCH_SECONDS))
     """Histogram of its batch times, including waits for data."""
     num_samples: int = 0
-    """Committed."""
+    """Samples committed by all incarnations of the rank."""
     num_made: int = 0
     """Samples that its process has trained, as reported."""
     data_wait_ms: float = 0.0
-    """Since its session began."""
+    """Time in ms in which it has waited for data since its session began, as reported."""
     build: Build | None = None
+    """None before it is ready."""
     batch_size: int = 1
     """Samples in each of its batches."""
 
@@ -116,6 +121,7 @@ class RankRecord:
     base_data_wait_ms: float = 0.0
     """`data_wait_ms` at the last committed round; its pace counts both."""
     waited_ms: float = 0.0
+    """Time in ms for which committed rounds have kept it from training, over all incarnations."""
     callback_errors: int = 0
     """Number of errors of the job's callbacks on it."""
     divergence: float | None = None
@@ -209,8 +215,9 @@ class RankRecord:
         self._take_times(known, is_first=is_first)
 
     def _take_times(self, batch_ms: list[float], *, is_first: bool) -> None:
-        """Learns the rank's speed. What is not training, such as the first batch, which compiles, does not count once
-        there is another; nor does what was before a time without work, when the first batches after it differ from it.
+        """Learns the rank's speed. The first batch, in which code is compiled, does not count once there is another.
+        Times from before a pause without work do not count if the first batches after it differ from them: the device
+        may have become slower or faster meanwhile.
         """
         self.recent_ms.extend(batch_ms)
         self.is_first_kept |= is_first

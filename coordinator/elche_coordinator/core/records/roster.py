@@ -14,7 +14,7 @@ KILL_GRACE_S = 2.0
 
 
 class Roster:
-    """The newest process of each rank, by rank."""
+    """The newest process of each rank, by rank. An earlier process of a rank has always exited."""
 
     def __init__(self, job_id: JobId, outbox: Outbox, last_incarnation: Incarnation) -> None:
         self.ranks: RankRecords = {}
@@ -64,7 +64,9 @@ class Roster:
             self.stop(record)
 
     def dismiss(self, record: RankRecord) -> None:
-        """Asks a rank to exit whose work is committed. It is restarted on another slot if one is free."""
+        """Asks a rank whose work is committed to exit, since its slot is wanted. It is restarted on another slot if one
+        is free.
+        """
         self.shut_down(record, f"{record.host} is to be left")
         record.departs(DepartureTrigger.WORK_COMMITTED)
         self.tell_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")

@@ -32,9 +32,11 @@ class Round:
     first_targets: dict[Rank, int] = field(init=False)
     """The targets as first announced; revisions raise them by at most one anchor in all."""
     entered: dict[Rank, None] = field(default_factory=dict)
+    """Members that have entered it, in this order."""
     results: dict[Rank, ResultReceived] = field(default_factory=dict)
+    """Members that have the result. A member is in `results` or in `failures`, never in both."""
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Members that will not receive the result, with the reasons."""
+    """Members without the result, and why they will not get it."""
     told_header: tuple[HeaderRow, ...] = ()
     """The header's rows, if a member has sent them when the generation was abandoned."""
 
@@ -115,7 +117,9 @@ class Round:
 
     @property
     def parted(self) -> tuple[Rank, ...]:
-        """Members whose result differs from that of most others; all of the digests' ranks if there is no majority."""
+        """Members whose result differs from that of the majority; without a majority, all that have sent a digest. ()
+        if none differ.
+        """
         results = ((rank, self.results[rank].digest) for rank in self.targets if rank in self.results)
         digests = {rank: digest for rank, digest in results if digest is not None}
         counts = Counter(digests.values())
