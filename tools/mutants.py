@@ -1,13 +1,15 @@
 """Breaks the code on purpose, one line at a time, and checks that a test notices: tests/mutants/*.toml.
 
 Each mutant is a patch and the tests that must fail of it. It is made in a copy of the packages: the working tree
-stays as it is. First all those tests must pass on a copy that nobody has touched.
+stays as it is. First all those tests must pass on a copy that nobody has touched. Tests run in processes that are
+forked from one with the libraries that they import (`forked_tests.py`), which is most of the time of a short test.
 """
 
 import argparse
+import json
 import os
+import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ TABLES = ROOT / "tests" / "mutants"
 PACKAGES = ("proto", "coordinator", "worker", "client")
 LIMIT_S = 180.0
 """A test that is not over by then hangs."""
+OPTIONS = ("-x", "--tb=short", "-p", "no:cacheprovider", "-m", "not gpu and not multigpu")
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; others mean that it could not run the test."""
 
@@ -50,9 +53,9 @@ class Mutant:
         """As people are shown it."""
         return f"{self.area}: {self.story}"
 
-    def patched(self) -> str:
+    def patched(self, folder: Path = ROOT) -> str:
         """The file's text with the mutation. Raises `ValueError` when there is no such place, or more than one."""
-        text = (ROOT / self.file).read_text(encoding="utf-8")
+        text = (folder / self.file).read_text(encoding="utf-8")
         if text.count(self.before) != 1:
             raise ValueError(f"{self.file} has {text.count(self.before)} times, and should have once: {self.before!r}")
         return text.replace(self.before, self.after)
@@ -76,64 +79,94 @@ def load(folder: Path = TABLES) -> list[Mutant]:
     return mutants
 
 
-@contextmanager
-def copied() -> Iterator[Path]:
-    """A copy of the packages."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+class Copy:
+    """A copy of the packages, and a process that runs tests on it. It is closed when it is not needed any more."""
+
+    def __init__(self, folder: Path, source: Path = ROOT) -> None:
+        self.folder = folder
         for package in PACKAGES:
-            shutil.copytree(ROOT / package, Path(name) / package, ignore=shutil.ignore_patterns("__pycache__"))
-        yield Path(name)
+            shutil.copytree(source / package, folder / package)
+        command = [sys.executable, str(ROOT / "tools" / "forked_tests.py")]
+        more = {"PYTHONDONTWRITEBYTECODE": "1"}  # of a mutant: a file changes twice in a second
+        pipe = subprocess.PIPE
+        self._tests = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(folder) | more, stdin=pipe, stdout=pipe, text=True
+        )
+
+    def run_test(self, test: str) -> tuple[int | None, str]:
+        """Pytest's exit code, None when it was not over in time; and what it has said."""
+        said = self.folder / "said"
+        arguments = [*OPTIONS, "-n0", test]
+        assert self._tests.stdin is not None
+        assert self._tests.stdout is not None
+        print(
+            json.dumps({"arguments": arguments, "output": str(said), "limit_s": LIMIT_S}),
+            file=self._tests.stdin,
+            flush=True,
+        )
+        code = json.loads(self._tests.stdout.readline())
+        return code, said.read_text(encoding="utf-8", errors="replace")
+
+    @contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """With the mutant in it."""
+        file, kept = self.folder / mutant.file, self.folder / "kept"
+        text = mutant.patched(self.folder)
+        shutil.copy2(file, kept)
+        try:
+            file.write_text(text, encoding="utf-8")
+            yield
+        finally:
+            shutil.copy2(kept, file)  # with its time, by which Python knows that it has compiled it
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._tests.communicate()
 
 
-def run_tests(
-    tests: Sequence[str], folder: Path, *options: str, limit_s: float | None = None
-) -> tuple[int | None, str]:
-    """Pytest's exit code on the packages in a folder, None when it was not over in time; and what it has said."""
+def _environment(folder: Path) -> dict[str, str]:
     paths = os.pathsep.join(str(folder / package) for package in PACKAGES)
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    every = ("-m", "not gpu and not multigpu")
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", *every, *options, *tests]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-        return process.returncode, said
-    except subprocess.TimeoutExpired:
-        return None, f"not over in {limit_s:g} s"
-    finally:
-        _end(process)
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    """With what the tests have started in its session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+@contextmanager
+def copies(num_copies: int) -> Iterator[list[Copy]]:
+    """So many copies of the packages."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        made = [Copy(Path(name) / str(index)) for index in range(num_copies)]
+        try:
+            yield made
+        finally:
+            for one in made:
+                one.close()
 
 
-def try_mutant(mutant: Mutant) -> tuple[Fate, str]:
+def try_mutant(mutant: Mutant, copy: Copy) -> tuple[Fate, str]:
     """Whether each of its tests notices; and what pytest says of one that does not."""
-    with copied() as folder:
-        (folder / mutant.file).write_text(mutant.patched(), encoding="utf-8")
+    with copy.mutated(mutant):
         for test in mutant.tests:
-            code, said = run_tests([test], folder, "-n0", limit_s=LIMIT_S)
+            code, said = copy.run_test(test)
             if code == PASSED:
                 return Fate.SURVIVED, f"{test} passes"
             if code != FAILED and not (code is None and mutant.hangs):
-                return Fate.BROKEN, f"{test}: {said[-2000:]}"
+                return Fate.BROKEN, f"{test}: exit code {code}\n{said[-2000:]}"
     return Fate.KILLED, ""
 
 
-def check_unmutated(mutants: Sequence[Mutant], num_processes: int) -> str:
+def check_unmutated(mutants: Sequence[Mutant], folder: Path, num_processes: int) -> str:
     """Why the tests do not pass without a mutation; "" when they do."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    with copied() as folder:
-        code, said = run_tests(tests, folder, f"-n{num_processes}", "--dist=loadfile")
-    return "" if code == PASSED else said
+    options = (*OPTIONS, f"-n{num_processes}", "--dist=loadfile")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=ROOT,
+        env=_environment(folder),
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return "" if ended.returncode == PASSED else ended.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,23 +178,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mutants = [one for one in load() if options.only in "\n".join((one.name, one.file, *one.tests))]
     if not mutants:
         parser.error(f"there is no mutant with {options.only!r}")
-    said = check_unmutated(mutants, options.n)
-    if said:
-        print(said, "Without a mutation these tests must pass.", sep="\n")
-        return 1
-    fates = _try_all(mutants, options.n)
+    with copies(options.n) as made:
+        said = check_unmutated(mutants, made[0].folder, options.n)
+        if said:
+            print(said, "Without a mutation these tests must pass.", sep="\n")
+            return 1
+        fates = _try_all(mutants, made)
     counts = ", ".join(f"{list(fates.values()).count(fate)} {fate.value}" for fate in Fate)
-    print(f"{len(mutants)} mutants: {counts}")
+    used_s = sum(os.times()[:4])
+    print(f"{len(mutants)} mutants: {counts}, in {used_s:.0f} s of processor time")
     return int(any(fate is not Fate.KILLED for fate in fates.values()))
 
 
-def _try_all(mutants: Sequence[Mutant], num_processes: int) -> Mapping[str, Fate]:
+def _try_all(mutants: Sequence[Mutant], made: Sequence[Copy]) -> Mapping[str, Fate]:
     """By name; each is told as soon as it is known."""
     fates = {}
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for copy in made:
+        free.put(copy)
 
     def one(mutant: Mutant) -> None:
+        copy = free.get()
         started_s = time.perf_counter()
-        fate, said = try_mutant(mutant)
+        fate, said = try_mutant(mutant, copy)
+        free.put(copy)
         fates[mutant.name] = fate
         print(
             f"{fate.value:8} {time.perf_counter() - started_s:5.1f} s  {mutant.name}",
@@ -170,7 +210,7 @@ def _try_all(mutants: Sequence[Mutant], num_processes: int) -> Mapping[str, Fate
             flush=True,
         )
 
-    with ThreadPoolExecutor(num_processes) as threads:
+    with ThreadPoolExecutor(len(made)) as threads:
         list(threads.map(one, mutants))
     return fates
 

@@ -1,0 +1,62 @@
+"""Runs tests, each time in a process of its own that is forked from one in which the libraries are imported already.
+
+Reads one request per line, `{"arguments": of pytest, "output": a file for what it says, "limit_s": seconds}`, and
+answers with pytest's exit code, or `null` when the tests were not over in time. What is tested is not imported before.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("pytest", "xdist.plugin", "pytest_timeout", "hypothesis.stateful", "numpy", "google.protobuf.message")
+MORE = ("grpc.aio", "sqlalchemy", "uvicorn", "starlette.applications", "torch.distributed", "torch.utils.data")
+"""Imported when the first test is asked for that may need them."""
+NEED_NO_MORE = ("tests/core", "tests/arithmetic")
+
+
+def main() -> int:
+    """Serves until standard input ends. In a forked process it returns when the tests have ended, with their code."""
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # as `python -m pytest` has it there
+    for line in sys.stdin:
+        request = json.loads(line)
+        test = request["arguments"][-1]
+        for library in (*LIBRARIES, *(() if test.startswith(NEED_NO_MORE) else MORE)):
+            import_module(library)
+        gc.collect()
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            return _run(request)
+        print(json.dumps(_ended(pid, request["limit_s"])), flush=True)
+    return 0
+
+
+def _run(request: dict[str, Any]) -> int:
+    os.setsid()
+    said = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
+        os.dup2(file, number)
+    return int(sys.modules["pytest"].main(request["arguments"]))
+
+
+def _ended(pid: int, limit_s: float) -> int | None:
+    """Also whatever the tests have left in their session ends."""
+    ended = os.pidfd_open(pid)
+    in_time = bool(select.select([ended], [], [], limit_s)[0])
+    os.close(ended)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it had not come to have a session
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if in_time else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
