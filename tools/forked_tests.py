@@ -14,22 +14,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("pytest", "xdist.plugin", "pytest_timeout", "hypothesis.stateful", "numpy", "google.protobuf.message")
-MORE = ("grpc.aio", "sqlalchemy", "uvicorn", "starlette.applications", "torch.distributed", "torch.utils.data")
-"""Imported when the first test is asked for that may need them."""
-NEED_NO_MORE = ("tests/core", "tests/arithmetic")
+LIBRARIES = (
+    *("pytest", "_pytest.unittest", "_pytest.junitxml", "_hypothesis_pytestplugin", "anyio.pytest_plugin"),
+    *("pytest_timeout", "platformdirs.pytest_plugin", "xdist.looponfail", "xdist.plugin", "hypothesis.stateful"),
+    *("google.protobuf.internal.builder", "google.protobuf.timestamp_pb2", "google.protobuf.duration_pb2"),
+    *("grpc.aio", "grpc_health", "pathspec", "sqlalchemy", "starlette.applications", "uvicorn"),
+    *("numpy", "torch.distributed", "torch.optim", "torch.utils.data"),
+)
 
 
 def main() -> int:
     """Serves until standard input ends. In a forked process it returns when the tests have ended, with their code."""
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # as `python -m pytest` has it there
+    for library in LIBRARIES:
+        import_module(library)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
-        test = request["arguments"][-1]
-        for library in (*LIBRARIES, *(() if test.startswith(NEED_NO_MORE) else MORE)):
-            import_module(library)
-        gc.collect()
-        gc.freeze()
         pid = os.fork()
         if pid == 0:
             return _run(request)

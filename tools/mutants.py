@@ -16,6 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from compileall import compile_dir
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,10 +83,11 @@ def load(folder: Path = TABLES) -> list[Mutant]:
 class Copy:
     """A copy of the packages, and a process that runs tests on it. It is closed when it is not needed any more."""
 
-    def __init__(self, folder: Path, source: Path = ROOT) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         for package in PACKAGES:
-            shutil.copytree(source / package, folder / package)
+            shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+            compile_dir(folder / package, quiet=2)
         command = [sys.executable, str(ROOT / "tools" / "forked_tests.py")]
         more = {"PYTHONDONTWRITEBYTECODE": "1"}  # of a mutant: a file changes twice in a second
         pipe = subprocess.PIPE

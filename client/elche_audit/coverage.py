@@ -55,7 +55,7 @@ def ranges_of(pieces: Iterable[CoveredPiece]) -> Ranges:
 def overlaps(pieces: Iterable[CoveredPiece]) -> list[str]:
     """The positions that are in more than one piece, a line each."""
     found = []
-    ordered = sorted(pieces, key=lambda piece: (piece.epoch, piece.start, piece.end))
+    ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: (piece.epoch, piece.start, piece.end))
     for epoch, group in groupby(ordered, key=lambda piece: piece.epoch):
         last: CoveredPiece | None = None
         for piece in group:

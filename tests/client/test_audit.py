@@ -18,6 +18,7 @@ import pytest
 
 import elche_audit
 from elche.v1 import job_pb2
+from elche_audit import rank_file
 from elche_client.cli import main
 
 JOB = "digits-1"
@@ -234,6 +235,22 @@ def round_that_lost_a_cut(run: Run) -> None:
                 record[SAMPLES] -= 8
 
 
+def round_with_samples_of_nobody(run: Run) -> None:
+    for log in run.logs.values():
+        for record in log.records:
+            if record[0] == "received" and record[VERSION] >= 3:
+                record[SAMPLES] += 8
+
+
+def version_made_of_an_older_one(run: Run) -> None:
+    """Rank 1 has not heard of version 6, which rank 0 has made alone, and makes version 7 of version 5."""
+    for log in run.logs.values():
+        log.records.pop()
+    run.average(A)
+    run.average(B)
+    run.logs[B].find("entered")[4] -= 1
+
+
 def record_that_lost_a_cut(run: Run) -> None:
     del run.cadence[2].parts[1].slices[:]
 
@@ -359,6 +376,8 @@ FAULTS: dict[Fault, str] = {
     slice_beyond_its_epoch: r"epoch 1: positions 32 to 35 .* of rank 0 .* are outside the epochs",
     batch_of_no_epoch: r"epoch 2: positions .* of rank 0 .* are outside the epochs",
     round_that_lost_a_cut: r"round 3 .* has lost samples.*: its ranks brought 16, and its result counts 8",
+    round_with_samples_of_nobody: r"round 3 .* has too many: its ranks brought 16, and its result counts 24",
+    version_made_of_an_older_one: r"round 7 of generation 1 made version 7 of version 5",
     record_that_lost_a_cut: r"version 3 has two contents: cadence.binpb says .*epoch 0 \[16, 24\), and .*\[24, 32\)",
     record_with_another_slice: r"version 4 has two contents: cadence.binpb says",
     record_with_another_generation: r"version 5 has two contents: cadence.binpb says a round of generation 2",
@@ -376,8 +395,8 @@ FAULTS: dict[Fault, str] = {
     result_with_other_samples: r"epoch 1: record.json says 28 samples, and the ranks' rounds have 32",
     checkpoint_of_a_version_that_nobody_made: r"checkpoint epoch-version-5: no round made its version 9",
     checkpoint_of_another_version: r"checkpoint epoch-version-3 .*: it says 32 samples, and the ranks 48",
-    checkpoint_without_a_slice: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 4 to 7",
-    checkpoint_with_a_slice_too_many: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 20 to 23",
+    checkpoint_without_a_slice: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 4 to 7 .*: the ranks' rounds have them",
+    checkpoint_with_a_slice_too_many: r"checkpoint epoch-version-4 .* differ at epoch 1: positions 20 to 23 .*: no round of the ranks has",
     checkpoint_of_another_epoch: r"checkpoint epoch-version-4 .* differ at epoch 1",
     checkpoint_with_other_samples: r"checkpoint epoch-version-3 .*: it says 33 samples, and the ranks 32",
     checkpoint_with_other_steps: r"checkpoint epoch-version-3 .*: it says 9 batches, and the ranks 8",
@@ -393,6 +412,15 @@ def test_a_planted_fault_is_found_and_named(tmp_path: Path, fault: Fault) -> Non
     code, text = judged(run)
     assert code == 1, text
     assert re.search(f"refuted: {FAULTS[fault]}", text), text
+
+
+def test_of_many_faults_of_one_kind_the_first_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.train(A, EPOCHS, 0, 30 * BATCH)
+    code, text = judged(run)
+    assert code == 1
+    assert text.count("are outside the epochs") == 20
+    assert "refuted: and 10 more of this kind" in text
 
 
 # What cannot be judged
@@ -414,6 +442,11 @@ def damaged_record(run: Run) -> None:
 
 def damaged_last_record(run: Run) -> None:
     flipped(run.folder / "audit" / JOB / A, -1)
+
+
+def record_after_the_last_one(run: Run) -> None:
+    run.train(A, 1, 0, BATCH)
+    run.write()
 
 
 def damaged_head(run: Run) -> None:
@@ -476,6 +509,7 @@ def two_jobs(run: Run) -> None:
 LACKS: dict[Fault, str] = {
     damaged_record: r"rank-0-1.bin is damaged at byte \d+: ",
     damaged_last_record: r"rank-0-1.bin is damaged at byte \d+: the checksum of a record does not match",
+    record_after_the_last_one: r"rank-0-1.bin is damaged at byte \d+: there is no record of type 1",
     damaged_head: r"rank-0-1.bin is damaged: the checksum of its head",
     another_format: r"rank-0-1.bin has format 17, and this version of elche reads 1",
     missing_file: r"round 1 of generation 1 .* had 2 ranks, and the files of 1 tell of it",
@@ -541,6 +575,17 @@ def test_a_rank_is_killed_and_its_work_is_trained_by_another(tmp_path: Path) -> 
     assert elche_audit.exit_code(verdict) == 0, text
     assert "not in the model: 8 samples (2 batches) of rank 1, incarnation 2: its process was killed" in text
     assert "rank 1 (rank-1-2.bin) ends within a record, of which 11 bytes are there" in text
+
+
+def test_wherever_a_file_is_cut_its_whole_records_are_read(tmp_path: Path) -> None:
+    begun(tmp_path).write()
+    path = tmp_path / "audit" / JOB / A
+    data, last = path.read_bytes(), 1 + struct.calcsize(LAYOUTS["committed"][1]) + 4
+    whole_file = rank_file.read(path)
+    for size in range(1, last):
+        path.write_bytes(data[: len(data) - last + size])
+        cut = rank_file.read(path)
+        assert (cut.torn_bytes, cut.commits, cut.results) == (size, whole_file.commits[:-1], whole_file.results)
 
 
 def test_a_rank_dies_after_it_has_brought_its_part(tmp_path: Path) -> None:

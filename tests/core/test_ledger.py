@@ -249,6 +249,14 @@ def test_epochs_that_some_batches_end_are_those_of_which_nothing_else_is_left():
     assert ledger.ended_by({Rank(0): 6, Rank(1): 1}) == [0, 1, 2, 3]
 
 
+def test_nothing_more_is_leased_once_an_early_end_is_decided():
+    ledger = Ledger(Extent(dataset_size=40, epochs=2, batch_size=10))
+    ledger.grant(Rank(0), Epoch(0), 10)
+    ledger.stop()
+    assert ledger.grant(Rank(0), Epoch(0), 10) == []
+    assert (ledger.free_samples(Epoch(0)), ledger.free_batches(Epoch(0)), ledger.free_later()) == (0, 0, 0)
+
+
 def test_a_ranks_own_batches_are_counted_in_their_size():
     ledger = Ledger(Extent(dataset_size=100, epochs=1, batch_size=10), {Rank(1): 25})
     for rank in (0, 1):
