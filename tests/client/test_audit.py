@@ -395,7 +395,7 @@ FAULTS: dict[Fault, str] = {
     result_with_other_samples: r"epoch 1: record.json says 28 samples, and the ranks' rounds have 32",
     checkpoint_of_a_version_that_nobody_made: r"checkpoint epoch-version-5: no round made its version 9",
     checkpoint_of_another_version: r"checkpoint epoch-version-3 .*: it says 32 samples, and the ranks 48",
-    checkpoint_without_a_slice: r"checkpoint .*-4 .* differ at epoch 1: positions 4 to 7 .*: the ranks' rounds have them",
+    checkpoint_without_a_slice: r"checkpoint .*-4 .* differ at epoch 1: positions 4 to 7 .*: the ranks' rounds",
     checkpoint_with_a_slice_too_many: r"checkpoint .*-4 .* differ at epoch 1: positions 20 to 23 .*: no round",
     checkpoint_of_another_epoch: r"checkpoint epoch-version-4 .* differ at epoch 1",
     checkpoint_with_other_samples: r"checkpoint epoch-version-3 .*: it says 33 samples, and the ranks 32",
@@ -615,6 +615,18 @@ def test_a_round_is_given_up_and_its_work_goes_into_the_next_one(tmp_path: Path)
     run.end()
     code, text = judged(run)
     assert code == 0, text
+
+
+def test_a_round_of_many_batches_is_read_from_the_record(tmp_path: Path) -> None:
+    run = Run(tmp_path, options={"dataset_size": 400, "epochs": 1})
+    run.begin(0, 1)
+    run.average(A)
+    run.train(A, 0, 0, 400)
+    run.average(A)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "note" not in text, text
 
 
 def test_ranks_train_on_while_an_averaging_goes_on(tmp_path: Path) -> None:
