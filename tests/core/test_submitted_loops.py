@@ -214,6 +214,18 @@ def test_it_succeeds_when_all_processes_have_exited_with_code_0_and_no_sooner(tr
     assert not training.core.fleet.taken
 
 
+def test_a_rank_that_was_silent_and_ends_its_loop_is_silent_no_more(training: Cluster) -> None:
+    assert training.core.has_session_due(training.of(0))
+    for rank in (0, 1):
+        training.handle(BatchesTrained(**training.of(rank), local_step=5, num_processed=50, batch_ms=(20.0,)))
+    for _ in range(60):
+        training.handle(DeadlinePassed(), after_s=2.0)
+    assert [training.core.jobs[JOB].silence.since_s(Rank(rank)) is None for rank in (0, 1)] == [False, False]
+    training.handle(LoopLeft(**training.of(0)))
+    assert [training.core.jobs[JOB].silence.since_s(Rank(rank)) is None for rank in (0, 1)] == [True, False]
+    assert not training.core.has_session_due(training.of(0)), "its script may go on without one"
+
+
 def test_a_script_that_sets_up_no_trainer_succeeds_too() -> None:
     cluster = Cluster()
     cluster.host(FIRST, 1)
@@ -317,9 +329,10 @@ def test_one_that_waits_is_queued_by_a_coordinator_of_another_version_and_one_th
     assert end.outcome is Outcome.FAILED
 
 
-def test_a_slowed_rank_that_it_does_not_have_fails_it() -> None:
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_slowed_rank_that_it_does_not_have_fails_it(rank: int) -> None:
     cluster = Cluster()
     cluster.host(FIRST, 2)
-    cluster.submit(0, slow_factors={4: 2.0})
-    assert cluster.result.error == "rank 4 cannot be slowed: the job has 2 ranks, from 0"
+    cluster.submit(0, slow_factors={rank: 2.0})
+    assert cluster.result.error == f"rank {rank} cannot be slowed: the job has 2 ranks, from 0"
     assert not cluster.core.fleet.taken

@@ -28,9 +28,10 @@ TRAINING = json.dumps({"version": ROUND})
 class Coordinator(rank_pb2_grpc.RankServiceServicer):
     """Answers `Stopped` with commands, and remembers what it was told."""
 
-    def __init__(self, commands: Commands, refusal: str = "") -> None:
+    def __init__(self, commands: Commands, refusal: str, takes_stopped: bool) -> None:
         self.commands = commands
         self.refusal = refusal
+        self.welcome = rank_pb2.Welcome(store="store", takes_stopped=takes_stopped)
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.port = 0
 
@@ -39,7 +40,7 @@ class Coordinator(rank_pb2_grpc.RankServiceServicer):
     ) -> Iterator[rank_pb2.ConverseResponse]:
         if self.refusal:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, self.refusal)
-        yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="store", takes_stopped=True))
+        yield rank_pb2.ConverseResponse(welcome=self.welcome)
         for request in requests:
             self.told.put(request.WhichOneof("message") or "")
             if request.HasField("stopped"):
@@ -58,9 +59,9 @@ class Coordinator(rank_pb2_grpc.RankServiceServicer):
 
 
 @contextmanager
-def serving(commands: Commands, refusal: str = "") -> Iterator[Coordinator]:
+def serving(commands: Commands, refusal: str = "", *, takes_stopped: bool = True) -> Iterator[Coordinator]:
     """A coordinator while the context is open."""
-    server, coordinator = grpc.server(ThreadPoolExecutor(4)), Coordinator(commands, refusal)
+    server, coordinator = grpc.server(ThreadPoolExecutor(4)), Coordinator(commands, refusal, takes_stopped)
     rank_pb2_grpc.add_RankServiceServicer_to_server(coordinator, server)
     coordinator.port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -70,10 +71,10 @@ def serving(commands: Commands, refusal: str = "") -> Iterator[Coordinator]:
         server.stop(None).wait()
 
 
-def order() -> rank_pb2.ConverseResponse:
+def order(name: str = NAME, round_id: int = ROUND) -> rank_pb2.ConverseResponse:
     """That the draft become a checkpoint."""
-    checkpoint = rank_pb2.WriteCheckpoint(name=NAME, training=TRAINING)
-    outcome = rank_pb2.RoundOutcome(round=ROUND, version=ROUND, checkpoint=checkpoint)
+    checkpoint = rank_pb2.WriteCheckpoint(name=name, training=TRAINING)
+    outcome = rank_pb2.RoundOutcome(round=round_id, version=ROUND, checkpoint=checkpoint)
     return rank_pb2.ConverseResponse(round_outcome=outcome)
 
 
@@ -124,7 +125,16 @@ def test_a_draft_becomes_the_checkpoint_and_a_second_order_of_it_changes_nothing
     assert not (left / FOLDER).exists()
 
 
-def test_why_a_draft_is_not_used_is_said_as_the_coordinator_says_it(left: Path, do: Do) -> None:
+def test_why_a_draft_is_not_used_is_said_as_the_coordinator_says_it(
+    left: Path, do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = module._wait
+
+    def wait_in_time(condition: Callable[[], bool], until_s: float, is_over: threading.Event) -> None:
+        wait(condition, until_s, is_over)
+        assert condition(), "it waits for an order that will not come"
+
+    monkeypatch.setattr(module, "_wait", wait_in_time)
     shutdown = rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="the job is cancelled"))
     with serving([shutdown]) as coordinator:
         assert "job=job what its ranks had left is not used: the job is cancelled\n" in do(coordinator)
@@ -159,6 +169,64 @@ def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeyp
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
     with serving([]) as coordinator:
         assert f"stays in its folder: no coordinator takes it; remove {left / FOLDER} if none will" in do(coordinator)
+
+
+def test_what_the_coordinator_has_heard_of_stays_if_the_worker_ends_before_its_order(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def is_done(job: module._Job) -> bool:
+        if all(one.has_told for one in job._ghosts):
+            is_over.set()
+        return False
+
+    monkeypatch.setattr(module._Job, "is_done", property(is_done))
+    with serving([]) as coordinator:
+        hand_in(coordinator.address, "", JobFolders(left.parent), is_over)
+        assert coordinator.all_told() == ["stopped"]
+    assert list((left / FOLDER).glob("*.json")), "the next worker hands it in"
+
+
+def test_a_round_that_is_given_up_is_given_up_by_ranks_that_have_stopped(left: Path, do: Do) -> None:
+    abandon = rank_pb2.ConverseResponse(abandon=rank_pb2.Abandon(generation=3))
+    with serving([abandon, order()]) as coordinator:
+        do(coordinator)
+        assert coordinator.all_told() == ["stopped", "abandoned", "checkpoint_saved"]
+
+
+def test_a_checkpoint_is_written_beside_its_draft_whatever_name_is_ordered(left: Path, do: Do) -> None:
+    with serving([order(f"../../{NAME}")]) as coordinator:
+        assert f"goes on from {left}/checkpoints/{NAME}, which" in do(coordinator)
+
+
+def test_a_draft_of_another_round_becomes_no_checkpoint(left: Path, do: Do) -> None:
+    shutdown = rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="it goes back"))
+    with serving([order(round_id=ROUND + 1), shutdown]) as coordinator:
+        assert "is not used: it goes back\n" in do(coordinator)
+        assert coordinator.all_told() == ["stopped", "checkpoint_failed"]
+
+
+def test_a_draft_that_cannot_be_read_is_told_to_the_coordinator(left: Path, do: Do) -> None:
+    (left / "checkpoints" / ".stopped.abc" / UNFINISHED).write_text("{")
+    shutdown = rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="it goes back"))
+    with serving([order(), shutdown]) as coordinator:
+        assert "is not used: it goes back\n" in do(coordinator)
+        assert coordinator.all_told() == ["stopped", "checkpoint_failed"]
+
+
+def test_records_that_are_damaged_are_named_and_keep_no_worker_from_starting(left: Path, do: Do) -> None:
+    (record,) = (left / FOLDER).glob("*.json")
+    record.write_text('{"job_id": "job"}')
+    with serving([order()]) as coordinator:
+        assert f"{left}: what stopped ranks have left cannot be read: " in do(coordinator)
+        assert coordinator.all_told() == []
+
+
+def test_a_coordinator_of_an_earlier_release_is_not_told_what_it_does_not_know(left: Path, do: Do) -> None:
+    with serving([order()], takes_stopped=False) as coordinator:
+        assert "what its ranks had left is not used: the coordinator is of an earlier release\n" in do(coordinator)
+        assert coordinator.all_told() == []
 
 
 def test_a_coordinator_that_does_not_answer_is_named(left: Path, caplog: pytest.LogCaptureFixture) -> None:
