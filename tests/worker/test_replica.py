@@ -383,6 +383,43 @@ def test_a_rank_that_joins_gets_the_rates_and_multiplies_none_twice(world: Make)
     assert [rank.lr for rank in both.ranks] == pytest.approx([0.05, 0.05])
 
 
+def switch(rank: Any, epoch: int) -> None:
+    """In epoch 0 alone: what a rank that begins in a later one never hears of."""
+    if epoch == 0:
+        rank.model[0].requires_grad_(False)
+        rank.model[1].eval()
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def test_a_rank_that_joins_has_what_callbacks_have_frozen_and_the_modes_of_modules(world: Make) -> None:
+    """Of a layer that epoch_fn had frozen in the first epoch, it trained its own and brought it into the model."""
+    old, new = (world(1, averaging="blocking", model=normalised, epoch_fn=switch).ranks[0] for _ in range(2))
+    World([old]).round(1)
+    old.train(1)
+    new.replica._begun_epoch = 0  # it is dealt none of the first
+    both = World([old, new])
+    both.all(lambda at, rank: rank.join(2, at, 2))
+    both.round(2)
+    model: Any = new.replica.model
+    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
+    assert [module.training for module in model] == [True, False, True]
+
+
+def test_a_resumed_rank_has_what_callbacks_have_frozen_and_the_modes_of_modules(world: Make) -> None:
+    first = world(1, averaging="blocking", model=normalised, epoch_fn=switch)
+    first.round(1)
+    first.ranks[0].train(1)
+    first.ranks[0].enter(2, may_be_checkpoint=True)
+    first.ranks[0].replica.apply_result()
+    loaded = written(first.ranks[0].replica, 2, '{"version": 2, "samples": 4}')
+    model: Any = world(1, model=normalised, loaded=loaded).ranks[0].replica.model
+    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
+    assert [module.training for module in model] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("leased", "expected"), [((0, 1, 0, 1, 2), (0, 1, 2)), ((0, 3, 1, 4), (0, 1, 2, 3, 4)), ((4, 6, 5), (4, 5, 6))]
 )

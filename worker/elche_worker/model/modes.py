@@ -2,13 +2,45 @@
 sets of weights, such as schedule-free ones, are switched as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+
+class Switches:
+    """What callbacks have switched in a model since it was built: parameters that they have frozen, and modules' modes.
+    A rank that has not heard of the epochs in which they did needs it, since `epoch_fn` may switch in one epoch only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """The model as it was built."""
+        self._model = model
+        self._trained = [name for name, one in model.named_parameters() if one.requires_grad]
+        self._modes = {name: module.training for name, module in model.named_modules()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Names of parameters that are frozen now, and the modes, by name, of modules that have another one now."""
+        parameters = dict(self._model.named_parameters())
+        modes = {name: module.training for name, module in self._model.named_modules() if name in self._modes}
+        return {
+            "frozen": [name for name in self._trained if name in parameters and not parameters[name].requires_grad],
+            "modes": {name: mode for name, mode in modes.items() if mode != self._modes[name]},
+        }
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Switches what `to_json` returned, on this rank or another one; names that the model lacks are left out."""
+        parameters = dict(self._model.named_parameters())
+        frozen = set(value["frozen"])
+        for name in self._trained:
+            if name in parameters and parameters[name].requires_grad == (name in frozen):
+                parameters[name].requires_grad_(name not in frozen)
+        for name, module in self._model.named_modules():
+            if name in self._modes:
+                module.training = value["modes"].get(name, self._modes[name])
 
 
 def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:

@@ -12,6 +12,7 @@ from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
+from elche_worker.model.modes import Switches
 from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built, TrainStep
 from elche_worker.model.storage import place_of, results_of_views
@@ -37,6 +38,7 @@ class CheckpointCapture:
     ) -> None:
         self._streams = streams
         self._own_state = own_state or OwnState()
+        self._switches = Switches(built.model)
         self._left_out = left_out
         self._rank = rank
         self._built = built
@@ -68,7 +70,8 @@ class CheckpointCapture:
     def capture(self, at_entry: dict[str, Any]) -> CheckpointData:
         """A checkpoint of the round whose result is in the flat buffers, which are copied in the background."""
         old = self._spare.pop() if self._spare else CheckpointData({}, {})
-        state = {**at_entry, "rates": self._rates.to_json()}  # as set by callbacks that have seen the result
+        # as set by callbacks that have seen the result
+        state = {**at_entry, "rates": self._rates.to_json(), "switches": self._switches.to_json()}
         if self._own_state.objects:
             state["registered"] = copied(self._own_state.state(), old.state.get("registered"))
         state["outer"] = copied(self._reduction.memories(), old.state.get("outer"))
@@ -125,6 +128,8 @@ class CheckpointCapture:
         self._rates.reset()  # the loaded optimizers have the rates of then
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
+        if "switches" in loaded.state:
+            self._switches.restore(loaded.state["switches"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
         for name in self._own_state.restore(loaded.state.get("registered", {}), f"the checkpoint {loaded.path}"):
             print(f"elche: the checkpoint has no state of {name!r}, which begins anew", flush=True)

@@ -1,14 +1,16 @@
 """State that the source hands to ranks that join, beside the model and the outer optimizer's state."""
 
+from elche_worker.model.modes import Switches
 from elche_worker.model.own_state import OwnState, packed, unpacked
 from elche_worker.user.schedule import LearningRates
 
 
 class Handing:
-    """Learning rates that callbacks have set, and the objects of the job's `state` (protocol P4.6)."""
+    """Learning rates and switches that callbacks have set, and the objects of the job's `state` (protocol P4.6)."""
 
-    def __init__(self, rates: LearningRates, own_state: OwnState) -> None:
+    def __init__(self, rates: LearningRates, switches: Switches, own_state: OwnState) -> None:
         self._rates = rates
+        self._switches = switches
         self._own_state = own_state
         self._may_join = True
         """True until the first result of a generation: only that one can be a newcomer's first."""
@@ -18,9 +20,10 @@ class Handing:
         self._may_join = True
 
     def give(self) -> bytes:
-        """Packs the state for ranks that join. Objects, which may be large, are packed only where ranks may join."""
+        """Packs the state for ranks that join. What may be large is packed only where ranks may join."""
         own = self._own_state.storable() if self._may_join else {}
-        return packed({"rates": self._rates.to_json(), "own": own})
+        switches = self._switches.to_json() if self._may_join else None
+        return packed({"rates": self._rates.to_json(), "switches": switches, "own": own})
 
     def take(self, given: bytes) -> None:
         """Restores the state that came with a result; empty on ranks that have not joined. Raises `InvalidJob`."""
@@ -28,4 +31,6 @@ class Handing:
         if given:
             handed = unpacked(given)
             self._rates.restore(handed["rates"])
+            if handed["switches"] is not None:
+                self._switches.restore(handed["switches"])
             self._own_state.restore(handed["own"], "the rank that hands it over")

@@ -32,7 +32,7 @@ from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, re
 from elche_worker.model.frozen import LeftOut
 from elche_worker.model.layout import Layout
 from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
-from elche_worker.model.modes import evaluated_weights
+from elche_worker.model.modes import Switches, evaluated_weights
 from elche_worker.model.norms import ParameterNorm
 from elche_worker.model.own_state import OwnState
 from elche_worker.model.savable import check_savable, check_state
@@ -196,7 +196,7 @@ class Replica:
             order_change=self.averaging.order_change,
         )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
-        self._handing = Handing(self.rates, self.own_state)
+        self._handing = Handing(self.rates, Switches(self.model), self.own_state)
         self._digests = DigestTimes(is_always=launch.verify_rounds)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
