@@ -13,7 +13,7 @@ from elche.errors import InvalidJob
 from elche_worker import TrainingJob, record_scalar
 from elche_worker.data.fetching import Fetch, Indices
 from elche_worker.device.kinds import KINDS, MemoryUse
-from elche_worker.model.step import Built, TrainStep, merge_of, possible_precision, split
+from elche_worker.model.step import Built, TrainStep, build_model, merge_of, possible_precision, split
 from elche_worker.user.loading import describe_raised
 
 CPU = torch.device("cpu")
@@ -47,6 +47,36 @@ def stepped(job: TrainingJob, size: int = 7, num_steps: int = 3) -> tuple[torch.
         loss, _ = step.run(batch, size)
     assert isinstance(model, nn.Linear)
     return model.weight.detach(), loss.item()
+
+
+def test_gradients_that_no_optimizer_steps_neither_add_up_nor_count_for_clipping() -> None:
+    """Of a model whose head alone was given to the optimizer, the rest's gradients grew from batch to batch, and with
+    them the norm by which the head's were divided: soon nothing was trained.
+    """
+
+    def head(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.bias], lr=0.1)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    job = replace(JOB, optimizer=head, max_grad_norm=1.0)
+    step = TrainStep(job, Built(model, head(model)), CPU, "train.py")
+    for _ in range(5):
+        before = model.bias.item()
+        step.run({"pair": Pair(torch.ones(8, 4), torch.full((8, 1), 1e3)), "names": [], "scale": 2.0}, 8)
+        assert abs(model.bias.item() - before) == pytest.approx(0.1)
+        assert model.weight.grad is None
+
+
+def test_an_optimizer_with_parameters_beside_the_model_is_refused() -> None:
+    """Those of a loss, such as class centres, were trained on each rank for itself, and were in no checkpoint."""
+    centres = nn.Linear(1, 3)
+    for more in (list(centres.parameters()), [torch.zeros(3, requires_grad=True)]):
+        job = replace(JOB, optimizer=lambda model, more=more: torch.optim.SGD([*model.parameters(), *more], lr=0.1))
+        with pytest.raises(InvalidJob, match=rf"train.py: the optimizer has {len(more)} parameters that the model does"):
+            build_model(job, CPU, "train.py")
+    together = replace(JOB, model=lambda: nn.ModuleDict({"net": nn.Linear(4, 1), "loss": centres}))
+    assert len(build_model(together, CPU, "train.py").all_optimizers[0].param_groups[0]["params"]) == 4
 
 
 @pytest.mark.parametrize("said", ["auto", "adascale", "mean"])

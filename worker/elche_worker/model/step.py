@@ -105,10 +105,30 @@ def build_model(
             raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
     if not built.all_optimizers:
         raise InvalidJob(f"{file_name}: optimizer() returned no optimizer")
+    if sharded is None:
+        _check_parameters(built, file_name)
     if not job.manual_optimization:
         check_steps(built.all_optimizers)
     begin_training(built.all_optimizers)
     return built
+
+
+def _check_parameters(built: Built, file_name: str) -> None:
+    """Raises `InvalidJob` if an optimizer has parameters of its own, which rounds and checkpoints would leave out."""
+    of_model = {id(one) for one in built.model.parameters()}
+    num_others = sum(id(one) not in of_model for one in _stepped(built.all_optimizers))
+    if num_others:
+        raise InvalidJob(
+            f"{file_name}: the optimizer has {num_others} parameters that the model does not have, which would be "
+            "another's on each rank and in no checkpoint: let model() return one module that holds them, too, such as "
+            "nn.ModuleDict({'net': net, 'loss': loss}), and build the optimizer of what optimizer(model) gets"
+        )
+
+
+def _stepped(optimizers: list[Optimizer]) -> list[nn.Parameter]:
+    """The parameters that the optimizers step, each once."""
+    groups = (group for one in optimizers for group in one.param_groups)
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
 def merge_of(job: JobDefinition, built: Built) -> str:
@@ -305,7 +325,8 @@ class TrainStep:
         if self._job.max_grad_norm is not None:
             for optimizer in self._optimizers:
                 self.scaler.unscale_(optimizer)
-            norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), self._job.max_grad_norm)
+            clipped = _stepped(self._optimizers) if self._sharded is None else self._model.parameters()
+            norm: Any = nn.utils.clip_grad_norm_(clipped, self._job.max_grad_norm)
             self.grad_norm = norm if self._sharded is None else norm.full_tensor()
         # a round may still be copying the parameters, on another stream
         self._order_change()
@@ -317,6 +338,8 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self._sharded is None:
+            self._model.zero_grad(set_to_none=True)  # of parameters that no optimizer steps, too, or they would add up
 
 
 def possible_precision(wanted: str, device: torch.device) -> str:
