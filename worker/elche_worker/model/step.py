@@ -168,6 +168,10 @@ class TrainStep:
         self._sharded = built.sharded
         self._called: Any = torch.compile(built.model) if job.compile else built.model
         self._given_optimizers, self._optimizers = built.optimizers, built.all_optimizers
+        stepped = set(map(id, _stepped(self._optimizers)))
+        parameters = () if built.sharded else built.model.parameters()
+        self._unstepped = [one for one in parameters if id(one) not in stepped]
+        """Parameters whose gradients no optimizer clears."""
         self._device = device
         self._file_name = file_name
         self.num_parts = job.accumulate
@@ -338,8 +342,8 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self._sharded is None:
-            self._model.zero_grad(set_to_none=True)  # of parameters that no optimizer steps, too, or they would add up
+        for parameter in self._unstepped:  # or they would add up from batch to batch
+            parameter.grad = None
 
 
 def possible_precision(wanted: str, device: torch.device) -> str:
