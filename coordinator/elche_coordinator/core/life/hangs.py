@@ -26,7 +26,9 @@ UNAWAITED = 4.0
 others train on, without averaging.
 """
 CHECK_S = 0.5
+"""Seconds until the next check while ranks wait, at least."""
 MAX_CHECK_S = 5.0
+"""Seconds until the next check while ranks wait, at most; in between a tenth of the longest wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +100,17 @@ class HangWatch:
         """Returns the ranks to ping, those to leave out with reasons, and the seconds until the next check; None: no
         rank waits.
         """
+        # a rank that was never heard is silent from its first check on
         silent_s = {rank: now_s - self._heard_s.setdefault(rank, now_s) for rank in duties}
         hung = {rank: why for rank, duty in duties.items() if (why := self._why(rank, duty, silent_s[rank], now_s))}
         waiting_s = [silent_s[rank] for rank, duty in duties.items() if not duty.is_busy and rank not in hung]
-        waited_s = sum(waiting_s)
+        waited_s = sum(waiting_s)  # idle time of all ranks together, to compare with the work that would be lost
         to_ask, left_out = [], {}
         for rank, duty in duties.items():
             is_long = duty.hang_s is not None and silent_s[rank] >= duty.hang_s
             if (waiting_s or is_long) and self._may_be_asked(rank, now_s):
                 to_ask.append(rank)
-                self._asked_s[rank] = None
+                self._asked_s[rank] = None  # the time for an answer starts at `on_asked`, when the ping has gone out
             is_very_long = is_long and silent_s[rank] >= UNAWAITED * (duty.hang_s or 0.0)
             if rank in hung and (is_very_long or waited_s > duty.cost_s + REGROUP_S):
                 left_out[rank] = hung[rank]
@@ -115,6 +118,7 @@ class HangWatch:
         return to_ask, left_out, sooner_s
 
     def _may_be_asked(self, rank: Rank, now_s: float) -> bool:
+        """True if no ping to the rank is open, and its last message or answer is older than `ASK_AFTER_S`."""
         last_s = max(self._heard_s[rank], self._answered_s.get(rank, 0.0))
         return rank not in self._asked_s and now_s - last_s >= ASK_AFTER_S
 

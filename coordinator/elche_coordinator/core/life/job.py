@@ -60,20 +60,27 @@ class Job(ABC):
     ) -> None:
         self.id = job_id
         self.spec = spec
+        """The submission, as the client sent it."""
         self.key = key
+        """The client's key for the submission, by which a repeated one is recognized; empty: it sent none."""
         self.submitted_at = submitted_at
+        """Time of the submission, in seconds since 1970."""
         self.reason = "waits for free slots"
         """The reason of the job's phase, for people."""
         self.began_s: dict[JobPhase, float] = {}
         """Time at which each phase began, for people."""
         self.result: JobResult | None = None
+        """Set once, when the outcome is decided and no process is left; the job changes no more then."""
         self.outbox = Outbox(job_id)
+        """Commands and refusals since `Coordinator` took them."""
         self.roster = Roster(job_id, self.outbox, last_incarnation)
+        """Its ranks' records, and the start and end of their processes."""
         self.timers: dict[Timer, float | None] = {}
         """Changes of timers since `Coordinator` took them, in seconds from now; None: cancelled."""
         self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=self._set_check)
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self._decided: tuple[Outcome, Failure | None] | None = None
+        """The outcome, and the failure if there was one; None while the job is open. Never changed once set."""
 
     # Implemented by trainings and loops
 
@@ -293,7 +300,7 @@ class Job(ABC):
             elif record.phase is not RankPhase.EXITED:
                 self.roster.shut_down(record, reason, failed=outcome is Outcome.FAILED)
         self.set_deadline(STOP_GRACE_S)
-        self.end_if_gone()
+        self.end_if_gone()  # a job without processes gets no event that would end it
 
     def end_if_gone(self) -> None:
         """Ends the job if its outcome is decided and no rank is left."""

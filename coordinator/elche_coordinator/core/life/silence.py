@@ -36,7 +36,9 @@ class SilenceWatch:
         self._due_s = inf
         """Time of the next check."""
         self.stalls = StallWatch()
+        """Finds ranks to report as stalled, whether others wait for them or not."""
         self.hangs = HangWatch()
+        """Finds ranks to leave out, for which others wait."""
         self._gaps_before_s: dict[Rank, float] = {}
         """Longest gaps of ranks as of before they were left out."""
 
@@ -57,6 +59,7 @@ class SilenceWatch:
         """Reports newly stalled ranks, and asks their agents for stacks; returns the ranks to leave out, with
         reasons.
         """
+        # If the coordinator did not run, messages may be unread: the ranks that sent them would seem to be silent.
         late_s, self._due_s = now_s - self._due_s, inf
         if late_s > LATE_S:
             self.hangs.excuse(late_s)
@@ -69,7 +72,7 @@ class SilenceWatch:
         for rank in found:
             record = self._ranks[rank]
             self._report(record, now_s - self.stalls.stalled[rank])
-            if record.agent_id:
+            if record.agent_id:  # only an agent can read another process's stacks
                 self._outbox.add(AskStacks(**record.address(self._job_id), agent_id=record.agent_id))
         to_ask, left_out, sooner_s = self.hangs.check(duties, now_s)
         for rank in to_ask:

@@ -37,7 +37,9 @@ class StallWatch:
         self.stalled: dict[Rank, float] = {}
         """Time since which each stalled rank is silent."""
         self._quiet_since_s: dict[Rank, float] = {}
+        """Time from which each rank's present silence counts; set by the first check that finds a batch due."""
         self._heard_s: dict[Rank, float] = {}
+        """Time of each rank's last batches; absent after it has waited or done other work (`on_order`)."""
         self.gaps_s: dict[Rank, float] = {}
         """Longest gap in seconds between two reports of each rank; older ones are discounted."""
         self._first_s: dict[Rank, float] = {}

@@ -61,13 +61,16 @@ class Loop(Job):
         self.metrics: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.checkpoints: list[Checkpoint] = []
+        """Complete checkpoints, oldest first, each path once; at most `MAX_CHECKPOINTS`."""
         self.num_checkpoint_failures = 0
         self.saved_at_s: float | None = None
+        """Time at which the newest checkpoint was complete."""
         self.num_epochs = 0
         """Number of epochs that have ended on all ranks."""
         self.epoch_sizes: list[int] = []
         """Samples of all ranks in each of the newest ended epochs."""
         self._began_s = now_s
+        """Time at which the coordinator has heard of the loop."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
         self._told_without: dict[int, set[Rank]] = {}

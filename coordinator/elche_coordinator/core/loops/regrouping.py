@@ -11,6 +11,7 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 MAX_FRUITLESS = 5
 """Groups in a row without a batch after which the job fails."""
 ATTEMPT = Attempt(1)
+"""A loop resumes by itself, so the coordinator counts no further attempt."""
 
 
 class Regrouping:
@@ -27,6 +28,7 @@ class Regrouping:
         self._answered: set[Rank] | None = None
         """Ranks that have abandoned the group; None while it stands."""
         self._num_fruitless = 0
+        """Groups formed since a rank has last trained or been lost."""
         self._left: Rank | None = None
         """A rank that has ended regularly while the group stood."""
         self._has_lost = False
@@ -67,8 +69,8 @@ class Regrouping:
         return self._answered
 
     def form_if_all_have(self, reason: str) -> Failure | None:
-        """Forms the next group if all members have abandoned this one, the last of them for `reason`. Returns a failure
-        if the job cannot go on.
+        """Forms the next group if all members have abandoned this one; `reason`: why the last of them did. Returns a
+        failure if the job cannot go on.
         """
         members = self.members
         if self._answered is None or not members or any(one.rank not in self._answered for one in members):

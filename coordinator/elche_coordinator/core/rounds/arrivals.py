@@ -1,4 +1,4 @@
-"""When members will come to the open round, followed report by report without looking at all of them each time."""
+"""Follows the times at which members will enter the open round, report by report, without a look at all each time."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -8,20 +8,23 @@ from elche_coordinator.core.records.ranks import RankRecord
 
 
 class Arrivals:
-    """Between which times the members will come to one round, or a wider span.
+    """The span from the first to the last time at which a member will enter one round; it may be too wide, never too
+    narrow.
 
-    A member's time is where its last report leads, so it moves with its own reports alone. They only widen the span,
-    which is made exact when all members are looked at. So a span that is short enough saves a look, and nothing is
-    missed.
+    A member's time follows from its last report alone. Each report can only widen the span; a look at all members makes
+    it exact. So while the span is short enough no look is needed: a sum over all members per report would cost the
+    square of their number.
     """
 
     def __init__(self) -> None:
         self._round = RoundId(0)
-        """Of which the span is; 0: none is known."""
+        """The round of the known span; 0: no span is known."""
         self._first_s, self._last_s = inf, -inf
+        """The span's bounds, in seconds of the coordinator's clock."""
         self._slowest, self._slowest_ms = Rank(0), 0.0
+        """The slowest member at the last look, and its ms per batch: a change of its speed needs another look."""
         self.looked_s = -inf
-        """When all members were looked at last."""
+        """Time of the last look at all members."""
 
     def forget(self) -> None:
         """Drops the known span: the members' targets have changed."""
@@ -30,15 +33,15 @@ class Arrivals:
     def look(
         self, round_id: RoundId, members: Mapping[Rank, RankRecord], arrivals_ms: Sequence[float], now_s: float
     ) -> None:
-        """All members were looked at: in so many ms each comes to the round."""
+        """Sets the span exactly: `arrivals_ms` has, of all members, the ms from now until they enter the round."""
         self._round, self.looked_s = round_id, now_s
         self._first_s, self._last_s = now_s + min(arrivals_ms) / 1000, now_s + max(arrivals_ms) / 1000
         self._slowest = max(members, key=lambda rank: members[rank].ms_per_batch or 0.0)
         self._slowest_ms = members[self._slowest].ms_per_batch or 0.0
 
     def may_differ(self, record: RankRecord, round_id: RoundId, target: int, batches: float, now_s: float) -> bool:
-        """True if members may come further apart than so many batches of the slowest, now that this one, which comes to
-        the round after its `target` step, has reported.
+        """Takes in a member's report; `target` is the step after which it enters the round. True if members may enter
+        further apart than `batches` batches of the slowest one, so that a look is needed.
         """
         ms_per_batch = record.ms_per_batch
         if round_id != self._round or record.rank == self._slowest or ms_per_batch is None:

@@ -6,7 +6,9 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Build
 
 BACKENDS = ("auto", "nccl", "gloo", "cpu")
+"""What the setting `backend` may be; "cpu" averages through the coordinator."""
 UNENCRYPTED = "hosts would average unencrypted: elche-worker --interface names a network where they may"
+"""The reason of the choice "cpu" between hosts that are joined by TLS: NCCL and gloo do not encrypt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +16,9 @@ class Choice:
     """A backend with the reason of its choice."""
 
     backend: str
+    """"nccl", "gloo" or "cpu"; never "auto"."""
     reason: str
+    """Why, for people."""
 
     @property
     def is_relayed(self) -> bool:
@@ -26,7 +30,9 @@ class Choice:
 
 
 def choose_backend(asked: str, builds: dict[Rank, Build], num_hosts: int) -> Choice:
-    """The backend for these ranks on `num_hosts` hosts. Raises `ValueError` if the one in `asked` cannot be used."""
+    """Returns the backend for these ranks on `num_hosts` hosts. Raises `ValueError` if the one in `asked` is unknown or
+    cannot be used.
+    """
     if asked not in BACKENDS:
         raise ValueError(f"unknown backend {asked!r}; known are {', '.join(BACKENDS[:-1])} and {BACKENDS[-1]}")
     obstacle = nccl_obstacle(builds)
@@ -42,7 +48,7 @@ def choose_backend(asked: str, builds: dict[Rank, Build], num_hosts: int) -> Cho
 
 
 def nccl_obstacle(builds: dict[Rank, Build]) -> str | None:
-    """Returns why the ranks cannot average over NCCL; None when they can."""
+    """Returns the reason for which the ranks cannot average over NCCL; None if they can."""
     first_rank, first = next(iter(builds.items()))
     owners: dict[str, Rank] = {}
     for rank, build in builds.items():
@@ -56,9 +62,10 @@ def nccl_obstacle(builds: dict[Rank, Build]) -> str | None:
                 return f"ranks {first_rank} and {rank} have {NAMES[name]} {mine} and {theirs}"
         if build.device_id in owners:
             return f"ranks {owners[build.device_id]} and {rank} share one GPU"
-        if build.device_id:
+        if build.device_id:  # empty: the device has no id, so that sharing cannot be found out
             owners[build.device_id] = rank
     return None
 
 
 NAMES = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL"}
+"""Names for people of the versions in a `Build`."""

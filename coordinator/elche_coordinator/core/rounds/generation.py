@@ -42,6 +42,7 @@ class Generation:
     ) -> None:
         self.id = generation
         self.members = members
+        """Its ranks, in the order of their positions in the group; a lost one stays until the next generation."""
         self.backend = backend
         """The backend over which its members average."""
         self.formed: dict[Rank, None] = {}
@@ -51,17 +52,19 @@ class Generation:
         self.abandoned: dict[Rank, None] | None = None
         """Members that have abandoned it; None unless it is being abandoned."""
         self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
+        """Has its open rounds."""
         self.is_closing = False
         """True if it announces no more rounds, since another generation will take over."""
         self.num_given_up = 0
         """Number of rounds given up."""
         self._given_up_in_a_row = 0
+        """Rounds given up since the last commit."""
         self._training = training
         self._outbox = outbox
 
     @property
     def rounds(self) -> list[Round]:
-        """Announced and not committed, in order."""
+        """Its open rounds, in order: announced, or entered by grant, and not committed."""
         return self.scheduler.rounds
 
     @property
@@ -112,6 +115,7 @@ class Generation:
         return kept, [record for record in there if levels[record.rank] != kept]
 
     def _num_received(self, rank: Rank) -> int:
+        """Number of open rounds, from the first on, whose results the rank has."""
         return sum(1 for _ in takewhile(lambda opened: rank in opened.results, self.rounds))
 
     @property
@@ -120,7 +124,7 @@ class Generation:
         return any(opened.results and opened.failures for opened in self.rounds)
 
     def open_round(self, round_id: RoundId, generation: GenerationId) -> Round | None:
-        """The open round with this id; None when there is none."""
+        """The open round with this id; None if there is none, or the event is of another generation."""
         if generation != self.id:
             return None
         return next((opened for opened in self.rounds if opened.id == round_id), None)
@@ -175,13 +179,15 @@ class Generation:
             self.scheduler.follow_progress(record, now_s)
 
     def _reached(self, event: RoundEntered | ResultReceived | RoundFailed, now_s: float) -> Round | None:
-        """The open round of an event; a granted round is opened by its first event. None: neither open nor granted."""
+        """Returns the open round of an event. A granted round is opened by the first event of it; None: the round is
+        neither open nor granted.
+        """
         if event.generation == self.id:
             self.scheduler.open_granted(event.round, now_s, is_told=self.abandoned is None)
         return self.open_round(event.round, event.generation)
 
     def on_entered(self, record: RankRecord, event: RoundEntered, now_s: float) -> None:
-        """The rank has taken its snapshot for an open round."""
+        """Records that the rank has taken its snapshot for an open round."""
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.entered:
             self._refuse(event, opened)
@@ -202,8 +208,9 @@ class Generation:
             return None
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.RECEIVED_RESULT)
-        opened.entered[record.rank] = None
+        opened.entered[record.rank] = None  # of a round by grant, the event of entering may be lost or come later
         opened.results[record.rank] = event
+        # A later round may be complete before an earlier one: results are taken in order, so that versions are.
         while self.abandoned is None and self.rounds and self.rounds[0].is_received_by_all:
             if failure := self._commit(self.rounds[0], now_s):
                 return failure
@@ -226,6 +233,7 @@ class Generation:
         training = self._training
         allows_nonfinite = training.settings.nonfinite != "fail"
         failure = received.failure(allows_nonfinite=allows_nonfinite)
+        # all checks come before the first change: a round that fails one leaves the training as it was
         if (
             failure := failure
             or training.parted(received)

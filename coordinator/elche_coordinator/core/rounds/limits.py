@@ -8,7 +8,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 NO_LIMIT = 2**62
-"""Lifts the limit that a rank was sent. In the rank's record no limit is 0."""
+"""The step that lifts a limit on the rank's side. In the coordinator's record of the rank, 0 stands for no limit."""
 
 
 class Limits:
@@ -28,7 +28,7 @@ class Limits:
         """The step at which each rank stops while training is paused."""
 
     def start(self) -> None:
-        """The first round is announced: every rank may make its first batches."""
+        """Lets every rank make its first batches. Called when the first round is announced."""
         if self._applies and self._max_batch_diff is not None:
             for record in self._members.values():
                 self._raise(record, max(1, self._max_batch_diff))
@@ -51,14 +51,14 @@ class Limits:
             self._raise(record, min(limit_step, self._stops[record.rank]) if training.is_paused else limit_step)
 
     def stop_at(self, targets: dict[Rank, int]) -> None:
-        """Training is paused: every rank stops at its target, or where it is."""
+        """Has every rank stop at its target, or where it is. Called when training is paused."""
         self._stops = {rank: targets.get(rank, record.local_step) for rank, record in self._members.items()}
         for rank, record in self._members.items():
             stop = self._stops[rank]
             self._send(record, min(stop, record.limit_step) if self._applies else stop)
 
     def lift_stops(self) -> None:
-        """Training goes on; `update` then grants steps where they are limited."""
+        """Lets ranks go on after a pause. Where steps are limited `update`, called next, grants them."""
         for record in self._members.values():
             record.limit_step = 0
             if not self._applies:

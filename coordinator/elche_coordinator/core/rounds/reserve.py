@@ -12,10 +12,11 @@ from elche_coordinator.core.results.training import Training
 TAIL_ROUNDS = 3
 """Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
 EXCESS, EXCESS_ROUNDS = 2, 2
-"""A reserve that is larger than so many times what is wanted, and this many rounds, is wanted back, as when a rank has
-become slower. Not before, since nothing is granted until the rank has answered.
+"""A reserve larger than `EXCESS` times what is needed plus `EXCESS_ROUNDS` rounds is recalled, as when a rank has
+become slower. A smaller excess is not, since nothing is granted until the rank has answered.
 """
 MAX_ROUNDS = 1000
+"""Most rounds that are granted at once."""
 ASYNC_FACTOR = 1.5
 """Under `async` nobody stops at a target, so granted rounds lie further apart, and no rank is late for one."""
 
@@ -31,9 +32,9 @@ class Reserve:
         self.every: dict[Rank, int] = {}
         """Batches of each rank between granted rounds."""
         self.count = 0
-        """Rounds that are granted after the announced one."""
+        """Number of rounds that are granted after the last announced one; 0: none, or they are being recalled."""
         self._revoked: dict[Rank, None] = {}
-        """Members that were asked to enter no granted round any more."""
+        """Members that were asked to enter no granted round any more; emptied when rounds are granted again."""
         self._job_id = job_id
         self._members = members
         self._training = training
@@ -53,7 +54,7 @@ class Reserve:
         self._training.granted_through = max(self._training.granted_through, RoundId(opened.id + self.count))
 
     def recall(self) -> None:
-        """Wants all back that is in reserve."""
+        """Asks every rank that has a reserve to give it back."""
         self.count = 0
         for record in self._members.values():
             if self._training.ledger.reserve_of(record.rank):
@@ -65,10 +66,10 @@ class Reserve:
         return any(rank in self._members for rank in self._training.ledger.recalled)
 
     def revoke(self) -> bool:
-        """Asks members to enter no granted round any more; returns whether all have said that they will not.
+        """Asks members to enter no granted round any more. Returns True once all have said that they will not.
 
-        Until then one may have been made that the coordinator has not heard of, with the work of ranks that another
-        generation would be without.
+        Until then they may have made a round of which the coordinator has not heard. It would contain the work of ranks
+        that the next generation may not have, and be lost with them.
         """
         ledger, there = self._training.ledger, present(self._members)
         self.count = 0
@@ -81,13 +82,13 @@ class Reserve:
         return not any(rank in there for rank in ledger.recalled)
 
     def _distance(self, count: int) -> int:
-        """Batches from one granted round to the next, where so many are planned to the one that is announced."""
+        """Batches of a rank from one granted round to the next; `count`: those planned for the announced round."""
         if self._training.policy.stops_ranks:
             return 1  # a round after each batch: several are announced at once
         return math.ceil(ASYNC_FACTOR * count) if self._training.settings.policy == "async" else count
 
     def _num_rounds(self, every: dict[Rank, int]) -> int:
-        """Number of rounds of so many batches that may be granted."""
+        """Number of rounds that may be granted, where each rank makes `every` of its batches in one."""
         training, ledger = self._training, self._training.ledger
         if not training.ride_out_s or not training.policy.is_calibrated or training.replay is not None:
             return 0
@@ -102,7 +103,7 @@ class Reserve:
         return min(wanted, left, MAX_ROUNDS)
 
     def _fill(self, record: RankRecord, count: int, num_rounds: int) -> int:
-        """Tops up a rank's reserve; returns for how many rounds after the next one its work suffices."""
+        """Tops up a rank's reserve, and returns the number of rounds after the next one for which its work suffices."""
         ledger, every = self._training.ledger, self.every[record.rank]
         permitted = ledger.uncommitted_batches(record.rank)[1]
         wanted = (count + num_rounds * every - permitted) * record.batch_size

@@ -20,23 +20,25 @@ from elche_coordinator.core.work.replay import Replay
 REVISE_EVERY_S = 0.05
 """Least time between two revisions of a round."""
 FEW, LOOK_S = 100, 0.0005
-"""Of more members than that, least time between two looks at all of them, times their number: so what looking costs
-does not grow with it."""
+"""With more than `FEW` members, at least `LOOK_S` seconds per member lie between two looks at all of them: so looking
+takes the same part of the coordinator's time however many there are."""
 REVISE_BATCHES = 0.5
 """Announced targets stay while the predicted arrivals differ by less than this many of the slowest batches."""
 
 FIRST_EVALUATION_MS = 150.0
 """Assumed duration of a rank's first evaluation, or that of an epoch if that is shorter."""
 OVERDUE_FRACTION, OVERDUE_MS = 0.5, 100.0
-"""Assumed rest of an evaluation that is overdue, as a part of the time by which it is, and at least so many ms, or
-`LATE_BATCHES` of the slowest rank. By then a report leads to new targets."""
+"""An evaluation that is overdue is assumed to take this fraction of the overdue time longer; at least `OVERDUE_MS`, or
+`LATE_BATCHES` batches of the slowest rank if that is shorter. By then a report leads to new targets."""
 LATE_MS = 30.0
-"""A rank whose last report is older than its work until its target takes, by so much, half a batch and what a message
-takes to a rank and back, is late."""
+"""A rank is late if it should have reported its target's batch this many ms ago, plus half a batch and the time of a
+message to a rank and back."""
 MAX_ROUND_TRIP_MS = 300.0
+"""Upper limit of the measured time of a message to a rank and back: the first answer may include a slow start."""
 LATE_BATCHES, MOST_LATE_MS = 5, 1000.0
-"""After so many batches, and so long, nobody trains on for a rank that is late: it may hang, which is found out when
-others wait for it, and each pause of a busy host would make averagings rarer.
+"""The others train on for a late rank until it is late by `LATE_BATCHES` of its batches, at most `MOST_LATE_MS`. After
+that they wait: the rank may hang, which is only found out while others wait, and every pause of a busy host would make
+averagings rarer.
 """
 
 
@@ -47,7 +49,7 @@ class RoundScheduler:
         self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
     ) -> None:
         self.rounds: list[Round] = []
-        """Announced and not committed, in order."""
+        """Open rounds, in order: announced, or entered by grant, and not committed."""
         self.reason = "no round yet"
         """Reason for the next round's targets, for people."""
         self.has_committed = False
@@ -64,10 +66,11 @@ class RoundScheduler:
         self._limits = Limits(job_id, members, training, outbox)
         self._arrivals = Arrivals()
         self._looked_s = -inf
-        """When it was looked last whether members evaluate or are late."""
+        """Time at which `_train_on` last looked for members that evaluate or are late."""
         self._topped_up: tuple[float, Work] | None = None
-        """When all members last got leases for the first measured round, and the work that was left."""
+        """Time at which all members last got leases for the first measured round, and the work that was left."""
         self.reserve = Reserve(job_id, members, training, outbox)
+        """Grants rounds and work for the coordinator's absence."""
 
     @property
     def _policy(self) -> Policy:
@@ -80,7 +83,9 @@ class RoundScheduler:
         self._limits.start()
 
     def go_on(self, now_s: float) -> None:
-        """The training goes on with other members. A round at once gives newcomers the model, if there are any."""
+        """Goes on with the training of an earlier generation, which had other members. If there are newcomers, a round
+        at once gives them the model.
+        """
         self.has_committed = self._goes_on = True
         self._limits.start()
         if self._training.is_paused:
@@ -92,19 +97,19 @@ class RoundScheduler:
             self.reason = "at once, to give the model to ranks that have joined"
 
     def pause(self) -> None:
-        """Every rank stops at the step of the last announced round, so that all of them still enter it."""
+        """Has every rank stop at the step of the last announced round, so that all of them still enter it."""
         self._limits.stop_at(self.rounds[-1].targets if self.rounds else {})
 
     def unpause(self, now_s: float, *, may_plan: bool = True) -> None:
-        """Training goes on; without `may_plan` another generation makes the next rounds."""
+        """Lets training go on after a pause; without `may_plan` another generation makes the next rounds."""
         self._limits.lift_stops()
         if not self.rounds and may_plan:
             self.plan_next(now_s)
         self._limits.update(self.rounds)
 
     def on_entered(self, now_s: float) -> None:
-        """A rank waits in a round: the others may go on from where they are. Of the first round, before which no rank
-        trains, it tells how long a message takes to a rank and back.
+        """Called when a rank has entered a round: raises the limits of the others. In the first round, before which no
+        rank trains, the time since the announcement is that of a message to a rank and back.
         """
         if not self.has_committed and self.rounds:
             round_trip_ms = min((now_s - self.rounds[0].at_s) * 1000, MAX_ROUND_TRIP_MS)
@@ -112,8 +117,8 @@ class RoundScheduler:
         self._limits.update(self.rounds)
 
     def open_granted(self, round_id: RoundId, now_s: float, *, is_told: bool) -> bool:
-        """Opens the rounds up to this one, which a member has entered while the coordinator was away; False when it was
-        not granted. `is_told`: the others are to enter them too.
+        """Opens the rounds up to this one, which a member has entered while the coordinator was away. Returns False if
+        it was not granted. `is_told`: the others are told to enter them too.
         """
         if not self._training.next_round <= round_id <= self._training.granted_through or not self.reserve.every:
             return False
@@ -126,11 +131,11 @@ class RoundScheduler:
             for rank, step in steps.items() if is_told else ():
                 self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
         if self._training.is_paused:
-            self.pause()  # a round later than was said
+            self.pause()  # ranks were told to stop at a round before this one, in which they would miss it
         return True
 
     def on_recalled(self, now_s: float) -> None:
-        """A rank has given its reserve back: what waited for that can be planned."""
+        """Called when a rank has given its reserve back: plans what waited for that."""
         if not self.rounds and self.has_committed:
             self.plan_next(now_s)
         elif self.has_committed and not self.reserve.is_awaited and not self._ledger.is_stopped:
@@ -140,7 +145,9 @@ class RoundScheduler:
                 self._send_sync_now(rank, opened.id, step)
 
     def follow_progress(self, record: RankRecord, now_s: float) -> None:
-        """A rank has made batches: revises targets, leases more work, announces what is due. Not in a replay."""
+        """Called when a rank has made batches: revises targets, leases more work, and announces what is due; in a
+        replay it only raises limits.
+        """
         if self._training.is_paused:
             self._limits.update(self.rounds)
             return
@@ -157,7 +164,7 @@ class RoundScheduler:
         if self._training.is_paused:
             self.reason = "paused"
             return
-        if self._ledger.is_stopped:  # what is left is trained when it is known what that is
+        if self._ledger.is_stopped:  # the last rounds are planned once it is known what work ranks have kept
             self.reserve.recall()
             if not self.reserve.revoke() or self._ledger.has_reserve:
                 return
@@ -284,7 +291,7 @@ class RoundScheduler:
         )
 
     def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
-        """Has the rank train so many more samples: of its reserve first, then of what is free."""
+        """Has the rank train `num_samples` more samples: of its reserve first, then of those that are free."""
         if self._ledger.is_recalled(rank):
             return
         permitted = self._ledger.permit(rank, num_samples)
@@ -294,7 +301,7 @@ class RoundScheduler:
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
     def _lease_later(self, rank: Rank, num_samples: int) -> None:
-        """Has the rank train so many samples of later epochs, of the next one first."""
+        """Has the rank train `num_samples` samples of later epochs, those of the next one first."""
         ledger, size = self._ledger, self._members[rank].batch_size
         for epoch in range(ledger.epoch + 1, ledger.num_epochs):
             if num_samples <= 0 or ledger.is_recalled(rank) or not ledger.free_later():
@@ -315,8 +322,8 @@ class RoundScheduler:
         return [self._pace(record, now_s, first_ms, overdue_ms) for record in records if record.has_model]
 
     def _pace(self, record: RankRecord, now_s: float, first_ms: float, overdue_ms: float) -> Pace:
-        """Its position is that of its last report; since then it has trained on, or evaluates first: for `first_ms` if
-        it has never done so, and `overdue_ms` more at least if that takes longer than the last time.
+        """Returns a rank's speed and position by its last report. Since that it has trained on, or it evaluates first:
+        for `first_ms` if it never has, and at least `overdue_ms` more if that takes longer than the last time.
         """
         is_evaluating = self._is_evaluating(record.rank)
         leased, leased_total = self._ledger.uncommitted_batches(record.rank)
@@ -346,6 +353,7 @@ class RoundScheduler:
 
     @property
     def _slowest_ms(self) -> float:
+        """Ms per batch of the slowest member; 0 if no speed is known."""
         return max(record.ms_per_batch or 0.0 for record in self._members.values())
 
     def _least_overdue_ms(self) -> float:
@@ -369,7 +377,7 @@ class RoundScheduler:
 
     @property
     def _granted(self) -> int:
-        """Batches from the last committed round to the last announced one."""
+        """Batches from the last committed round to the last open one, of the rank that makes most."""
         last = self.rounds[-1].targets if self.rounds else {}
         return max((target - self._members[rank].base_step for rank, target in last.items()), default=0)
 
@@ -379,9 +387,9 @@ class RoundScheduler:
         return self._settings.averaging == "overlapped"
 
     def _lease_for_overlap(self, record: RankRecord, now_s: float) -> None:
-        """Leases work for the time of the first measured round's averaging, which was planned before speeds were known.
+        """Leases work to train during the first measured round's averaging, which was planned before speeds were known.
 
-        A rank that ran out of work there would make the averaging look dear.
+        A rank that ran out of work there would wait, and the averaging would seem to cost more than it does.
         """
         if not self._overlaps or not self.has_committed or self._policy.is_calibrated:
             return
@@ -397,8 +405,8 @@ class RoundScheduler:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 
     def _train_on(self, now_s: float) -> None:
-        """While a rank evaluates or is late, the others get later targets, and work until then: of this epoch, then of
-        later ones. Who has entered and trains on gets work alone.
+        """While a rank evaluates or is late, gives the others later targets and work until then, of this epoch and then
+        of later ones. One that has entered the round, and trains on, gets work only: its target is passed.
         """
         if self._policy.stops_ranks or self._settings.max_batch_diff is not None or len(self.rounds) != 1:
             return
@@ -421,7 +429,8 @@ class RoundScheduler:
             count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
             if is_for_late:
                 count = min(count, int(longest_ms / pace.ms_per_batch))
-            spare = 0 if has_entered and is_for_late else self._policy.spare(pace, work)  # one that hangs is found out
+            # no spare for a rank that has entered while another is late: it must run out of work, or hangs stay unseen
+            spare = 0 if has_entered and is_for_late else self._policy.spare(pace, work)
             self._lease_on(rank, count + spare - pace.leased_total)
             target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
             if not has_entered and target > opened.targets[rank]:
@@ -430,7 +439,7 @@ class RoundScheduler:
                 self._send_sync_now(rank, opened.id, target, 1, opened.id if opened.checkpoint_writer == rank else None)
 
     def _away_ms(self, pace: Pace, opened: Round, now_s: float) -> float:
-        """Estimated time in ms until a rank has evaluated, or until one that is late reports; 0 for any other."""
+        """Estimated time in ms until a rank has evaluated, or a late one reports; 0 for any other."""
         record, ms = self._members[pace.rank], pace.ms_per_batch or 0.0
         if self._is_evaluating(pace.rank):
             return pace.delay_ms
@@ -440,15 +449,15 @@ class RoundScheduler:
         return min(max(OVERDUE_FRACTION * late_ms, self._least_overdue_ms()), most_ms - late_ms) if is_late else 0.0
 
     def _lease_on(self, rank: Rank, num_batches: int) -> None:
-        """Has the rank train so many more batches, of this epoch and then of later ones."""
+        """Has the rank train `num_batches` more batches, of this epoch and then of later ones."""
         if num_batches > 0:
             before, size = self._ledger.uncommitted_batches(rank)[1], self._members[rank].batch_size
             self._lease(rank, self._ledger.epoch, num_batches * size)
             self._lease_later(rank, (num_batches + before - self._ledger.uncommitted_batches(rank)[1]) * size)
 
     def hurry(self, now_s: float) -> None:
-        """Others wait for the open round's end, to join or to go: it is made within about a batch of the slowest rank,
-        if none has entered it.
+        """Moves the open round forward to within about a batch of the slowest rank, if none has entered it. Called when
+        ranks wait for its end, to join or to leave.
         """
         paces = self._paces(now_s) if self._can_revise() else []
         if not paces or not _are_timed(paces):
@@ -462,7 +471,7 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, spare=0)
 
     def _can_revise(self) -> bool:
-        """True if the open round may get other targets once the speeds of all are known."""
+        """True if the open round may get other targets: nobody has entered it, and its policy allows that."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
             return False
         opened, has_begun = self.rounds[0], self._training.committed is not None
@@ -506,7 +515,7 @@ class RoundScheduler:
 
     @property
     def _look_every_s(self) -> float:
-        """Least time between two looks at all members that reports lead to."""
+        """Least time in seconds between two looks at all members because of reports (`FEW`, `LOOK_S`)."""
         return LOOK_S * len(self._members) if len(self._members) > FEW else 0.0
 
     def _retarget(self, opened: Round, rank: Rank, target: int, spare: int) -> None:
