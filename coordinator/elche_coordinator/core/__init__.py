@@ -1,4 +1,4 @@
-"""The brain of elche: decides who trains what, and when ranks average. This page is its manual.
+"""The core: decides which rank trains what, and when ranks average. This page is its manual.
 
 **Theory of operation.** A job's ranks train on disjoint slices of an epoch's permutation and average their parameters
 now and then. A *round* is one averaging. It is announced in advance, as the local step after which each rank joins, so
@@ -17,13 +17,13 @@ When a rank *dies*, its generation is abandoned: each of the others says how its
 resolved (the model that most have is kept), and those that are left form the next generation while they train on. The
 rank is started again, and is taken in, between two rounds, by a generation that has formed meanwhile.
 
-**Where to read.** `docs/glossary.md` has the words, `docs/protocol.md` the norm. `coordinator` is the one door. Its
-rooms, each of which imports only those before it: `messages` (events in, commands out, reports), `records` (ranks,
-rounds, slots, phases as tables), `life` (phase, outcome and silent ranks of any job), `work` (the ledger and what is
-leased next), `pacing` (how many batches each rank makes, a module for each policy), `results` (what is committed,
-learned and owed; checkpoints, evaluations), `rounds` (a generation of ranks, its rounds and its limits), `jobs`
-(trainings: who gets slots, and which ranks train together), `loops` (loops of the user's own, which need none of this).
-`invariants` are the rules as checks.
+**Where to read.** `docs/glossary.md` has the words, `docs/protocol.md` the norm. All events go through `coordinator`.
+The packages, each of which imports only those before it: `messages` (events in, commands out, reports), `records`
+(ranks, rounds, slots, phases as tables), `life` (phase, outcome and silent ranks of any job), `work` (the ledger and
+what is leased next), `pacing` (how many batches each rank makes, a module for each policy), `results` (what is
+committed, learned and owed; checkpoints, evaluations), `rounds` (a generation of ranks, its rounds and its limits),
+`jobs` (trainings: who gets slots, and which ranks train together), `loops` (loops of the user's own, which need none of
+this). `invariants` has the rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
 result, equal on every member; it commits when all members have received it; old news changes nothing; targets lie

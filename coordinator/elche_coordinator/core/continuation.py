@@ -15,9 +15,13 @@ class Continuation:
     """The submission's key."""
     submitted_at: float
     attempt: Attempt
+    """The job's present attempt, to be counted on from."""
     last_incarnation: Incarnation
+    """The highest incarnation of its processes: those of the other coordinator must be higher."""
     num_ranks: int
+    """Ranks that it should have; 0 if it was not placed and its submission does not say."""
     min_ranks: int
+    """Ranks with which it may begin."""
     resume: str
     """The checkpoint, or the folder of checkpoints, from which it goes on; empty: from its start."""
     end: JobResult | None

@@ -1,4 +1,4 @@
-"""The one door of the core: events go in, commands come out."""
+"""The core's only entry: events go in, commands come out."""
 
 from dataclasses import replace
 from typing import Any, assert_never
@@ -63,6 +63,7 @@ class Coordinator:
 
     def __init__(self, *, first_incarnation: int = 1) -> None:
         self.quotas: dict[str, int] = {}
+        """Most slots of each project's jobs together; `shares.EVERYONE` names the entry of those without their own."""
         self.jobs: dict[JobId, Job] = {}
         """Trainings and loops, oldest first."""
         self.trainings: dict[JobId, TrainingJob] = {}
@@ -71,17 +72,20 @@ class Coordinator:
         """Trainings and submitted loops, which get slots."""
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
+        """Times of `Job.set_deadline`."""
         self._checks: Deadlines[JobId] = Deadlines()
         """Times at which to look for silent ranks."""
         self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
         """Times from which lost ranks may be restarted."""
         self._next_incarnation = first_incarnation
+        """Larger than every incarnation that was given out: a number names one process for ever."""
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
+        """Jobs that the present event has named or changed, whose commands are taken at its end."""
         self.last_touched: list[JobId] = []
         """Jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
-        """Their refusals of it."""
+        """The refusals of these jobs: why parts of the last event changed nothing."""
         self._placing = Placing(self._touch_placed, self._try_again, self._new_incarnation)
         self.asked: list[SlotsAsked] = []
         """Events for other jobs that follow from the last event, to be handled next."""
@@ -223,7 +227,7 @@ class Coordinator:
         return [record.address(job.id) for record in job.ranks.values()]
 
     def is_there(self, address: Address) -> bool:
-        """True if this is a rank's present process, and has not ended."""
+        """True if the address is that of a rank's present process, which has not ended."""
         job = self.jobs.get(address["job_id"])
         record = job.ranks.get(address["rank"]) if job and not job.result else None
         is_it = record is not None and record.incarnation == address["incarnation"]

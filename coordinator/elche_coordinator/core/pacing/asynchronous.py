@@ -9,7 +9,8 @@ from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 
 class Async(Cadence):
-    """A round when every rank has made El Che's count; who is done before the others trains on: it overshoots (row C1).
+    """A round when every rank has made El Che's count; one that is done before the others trains on, and so overshoots
+    (row C1).
 
     Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
     last round of an epoch is planned as `Cadence` does, so that all ranks end it together.
@@ -35,4 +36,5 @@ class Async(Cadence):
         return all(pace.made >= min(self._due_counts[pace.rank], pace.leased_total) for pace in paces)
 
     def _solo_count(self, pace: Pace) -> int:
+        """Batches in a round of a job's only rank: `SOLO_ROUND_MS` long once its speed is known."""
         return max(1, round(SOLO_ROUND_MS / pace.ms_per_batch)) if pace.ms_per_batch else self.anchor

@@ -27,9 +27,10 @@ from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 SHORTER = 0.8
 """Factor by which a round is shortened until the work that is left suffices for it."""
 PROBE_BATCHES = 4
+"""Least number of batches of the slowest rank in the first round."""
 PROBE_FRACTION = 0.10
-"""The first round measures the ranks' speeds. The slowest rank makes this part of its share of an epoch in it, at least
-`PROBE_BATCHES`, and never more than the anchor."""
+"""Part of its share of an epoch that the slowest rank makes in the first round, which measures the ranks' speeds; never
+more than the anchor."""
 UNMEASURED_FRACTION = 0.01
 """Part of an epoch that a rank gets beyond the first round: it may be fast, and the coordinator far."""
 SOLO_ROUND_MS = 5000.0
@@ -46,7 +47,7 @@ class Cadence:
 
     def __init__(self, settings: AgreedSettings, ranks: Sequence[Rank]) -> None:
         self._ranks = tuple(ranks)
-        """In the order in which El Che, which knows positions only, has them."""
+        """The ranks in El Che's order: El Che knows positions only."""
         self._el_che = _new_el_che(settings, ranks) if len(ranks) > 1 else None
         self._first_anchor = settings.anchor
         self._max_batch_diff = settings.max_batch_diff
@@ -54,7 +55,9 @@ class Cadence:
         self._asleep: Mapping[str, Any] | None = None
         """Learned speeds, kept unused while the job has only one rank."""
         self._solo_calibrated = False
+        """True once the job's only rank has committed batches."""
         self._due_counts: dict[Rank, int] = {}
+        """Under `async`, batches that each rank makes until the planned round is due."""
         self._probe = settings.anchor
         """Batches of the slowest rank in the first round, if that is less than the anchor."""
 
@@ -102,7 +105,7 @@ class Cadence:
         return bounded
 
     def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
-        """Time until the epoch is trained if nobody waits, and into how many rounds that is best divided."""
+        """Returns the ms until the epoch is trained if nobody waits, and the number of rounds to divide them into."""
         num_batches = work.free_batches + sum(pace.ratio * (pace.leased - pace.made) for pace in paces)
         finish_ms = num_batches / sum(pace.ratio / (pace.ms_per_batch or 1) for pace in paces)
         return finish_ms, max(1, math.ceil(finish_ms / wall_ms - STRETCH))
@@ -148,9 +151,10 @@ class Cadence:
         self._el_che = el_che.with_ranks(same if like is None else like)
 
     def _timed(self, paces: Sequence[Pace], work: Work) -> tuple[list[Pace], float]:
-        """Paces with a time for every rank, and the round's length in the same unit.
+        """Returns paces with a time per batch for every rank, and the round's length in the same unit: ms once all
+        ranks are measured.
 
-        Until every rank is measured, El Che's counts (equal, or by the hint) stand for the speeds.
+        Until then the times are relative, by El Che's counts (equal, or by the hint): the slowest rank's batch is 1.
         """
         times = [pace.ms_per_batch for pace in paces if pace.ms_per_batch is not None]
         if len(times) == len(paces):
@@ -164,6 +168,7 @@ class Cadence:
         return by_rank(self._ranks, self._el_che.batch_counts if self._el_che else [self.anchor])
 
     def _wall_ms(self, times: Sequence[float]) -> float:
+        """Length of a round in ms, given each rank's ms per batch."""
         if self._el_che is None:
             return max(SOLO_ROUND_MS, times[0])
         if self._el_che.is_calibrated:
@@ -197,8 +202,8 @@ class Cadence:
         )
 
     def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
-        """Leases all that is left of the epoch. Whoever is done before the others, or gets nothing of it, trains of
-        later epochs what fits: nobody waits for an epoch's end.
+        """Leases all that is left of the epoch. A rank that is done before the others, or gets nothing of it, trains as
+        much of later epochs as fits: nobody waits for an epoch's end.
 
         None when that would take a rank more than `max_batch_diff` ahead of the others.
         """

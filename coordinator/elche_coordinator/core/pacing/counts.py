@@ -18,9 +18,10 @@ MAX_CANDIDATES = 24
 SPARE_MS = 30.0
 """Training time for which work is leased beyond the next round, while the round after is decided."""
 ROUND_TRIPS = 3.0
-"""And for so many times that of a message to a rank and back: the announcement, the results, and the next leases."""
+"""In addition, this many times that a message takes to a rank and back: for the announcement, the results, and the next
+leases."""
 OVERLAP_MARGIN = 1.25
-"""And for the longest recent averaging times this, if ranks train on meanwhile: the next one may last longer."""
+"""If ranks train on during an averaging, in addition the longest recent one times this: the next may last longer."""
 
 
 def within(counts: dict[Rank, int], max_batch_diff: int | None) -> dict[Rank, int]:
@@ -59,7 +60,7 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     """
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
-    for _ in range(50):
+    for _ in range(50):  # halvings, after which the interval is as small as floats distinguish
         middle = (low + high) / 2
         dealt = sum(pace.ratio * max(0, _fitting(pace, middle) - pace.leased_total) for pace in paces)
         low, high = (middle, high) if dealt <= num_batches else (low, middle)
@@ -152,8 +153,8 @@ def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> d
 
 
 def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> dict[Rank, int]:
-    """All but the last batch or two for each rank of what dealing one by one would come to: what keeps all of them busy
-    until one moment. One by one, a large epoch held the coordinator up for many seconds.
+    """Deals all but the last one or two batches per rank, so that all ranks are busy until one moment, as dealing them
+    one by one would. One by one, a large epoch held the coordinator up for many seconds.
     """
 
     def needed(until_ms: float) -> dict[Rank, int]:
@@ -161,7 +162,7 @@ def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> 
 
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + most[pace.rank]) for pace in paces)
-    for _ in range(50):
+    for _ in range(50):  # halvings, after which the interval is as small as floats distinguish
         middle = (low + high) / 2
         lease = needed(middle)
         is_free = sum(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
@@ -197,7 +198,9 @@ def elapsed_ms(pace: Pace) -> float:
 
 
 def _fitting(pace: Pace, horizon_ms: float) -> int:
-    """Batches, those made included, that are done within the horizon."""
+    """Batches, those made included, that are done within the horizon. The 1e-9 makes up for rounding: a batch that ends
+    exactly at the horizon fits.
+    """
     return pace.made + max(0, math.floor((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 1e-9))
 
 

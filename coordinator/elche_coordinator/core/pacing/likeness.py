@@ -1,10 +1,11 @@
-"""Which rank of an earlier training each rank goes on as, so that what was learned of its speed is kept (row E10)."""
+"""Matches ranks to those of an earlier training by device, so that learned speeds are kept (row E10)."""
 
 from collections.abc import Sequence
 
 
 def likenesses(then: Sequence[str], now: Sequence[str]) -> list[list[int]]:
-    """Which ranks of an earlier training each rank takes its speed from.
+    """Returns, for each rank, the ranks of an earlier training from which it takes its speed. `then` and `now` have the
+    devices by rank.
 
     First the same rank number on the same device, then any rank on that device, then one of the same kind; each is
     taken once. A rank that is left over takes the speeds of all of its kind; without any the list is empty.

@@ -1,8 +1,8 @@
-"""The policies by name: when ranks average, and how many batches each makes until then.
+"""The policies by name.
 
-All of them are pure: they get the ranks' speeds and the work that is left, and say what to do and why. El Che says how
-long a round lasts. The counts come from each rank's latest batch times, so that all arrive together also right after a
-speed has changed (El Che's smoothed times would lag for rounds).
+A policy gets the ranks' speeds and the work that is left, and returns the next rounds with a reason; it does nothing
+else. El Che sets the length of a round. The counts come from each rank's latest batch times, so that all arrive
+together also right after a speed has changed (El Che's smoothed times would lag for rounds).
 """
 
 from collections.abc import Callable, Sequence

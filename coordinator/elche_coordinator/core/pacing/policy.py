@@ -14,7 +14,7 @@ class Pace:
 
     rank: Rank
     ms_per_batch: float | None
-    """None before the first batch."""
+    """Time of one of its batches by the latest reports; None before the first."""
     batch_size: int = 1
     """Samples in its batches."""
     ratio: float = 1.0
@@ -26,7 +26,7 @@ class Pace:
     leased_total: int = 0
     """All batches leased; those after the first `leased` are of later epochs."""
     delay_ms: float = 0.0
-    """From now until it begins its next batch; negative when it has begun before."""
+    """Time from now until it begins the batch after those in `made`; negative if it has begun it already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Work:
     free_later: int
     """Batches of later epochs that nobody has; 0 in the last one."""
     open_rounds: int = 0
+    """Rounds that are announced and not committed."""
     granted: int = 0
     """Batches from the last committed round to the last announced one."""
     overlap_ms: float = 0.0
@@ -55,11 +56,11 @@ class Plan:
     """The next round or rounds."""
 
     counts: dict[Rank, int]
-    """Batches that each rank makes from the last committed round until the first of these."""
+    """Batches that each rank makes from the last committed round until the first of the planned ones."""
     lease_samples: dict[Rank, int] = field(default_factory=dict)
-    """Samples of this epoch to lease."""
+    """Samples of this epoch to lease to each rank."""
     lease_later: dict[Rank, int] = field(default_factory=dict)
-    """Samples of later epochs to lease, of the next one first."""
+    """Samples of later epochs to lease to each rank, of the next one first."""
     num_rounds: int = 1
     """Rounds to announce, one batch apart; more than one only under `sync`."""
     is_fixed: bool = False
@@ -67,10 +68,11 @@ class Plan:
     is_announced: bool = True
     """False: the round is announced when it is due, and ranks train on until then."""
     reason: str
+    """Why, for people."""
 
 
 class Policy(Protocol):
-    """When ranks average, and how many batches each makes until then."""
+    """Decides when ranks average, and how many batches each makes until then."""
 
     can_revise: bool
     """True if announced rounds may get other targets."""

@@ -9,7 +9,7 @@ from elche_coordinator.core.pacing.divergence import Drift
 from elche_coordinator.core.pacing.policy import Pace, Plan, Work
 
 SYNC_LEASE = 64
-"""Batches that a rank has leased when it gets more: so that there is something left for one that joins."""
+"""Batches to which a rank's leases are topped up; not all of the epoch, so that work is left for a rank that joins."""
 SYNC_WINDOW = 16
 """Rounds that are open at once: with one, every batch would wait for a commit and its disk write (protocol P10.1)."""
 

@@ -19,16 +19,21 @@ class Checkpoints:
 
     settings: AgreedSettings
     attempt: Attempt
+    """The job's present attempt, which is part of the folders' names: an earlier one may have written the same step."""
     kept: list[Checkpoint] = field(default_factory=list)
     """Complete checkpoints, oldest first."""
     num_failures: int = 0
+    """Checkpoints that were not written: failed, lost with their writer, or refused because it had too many."""
     saved_at_s: float | None = None
     """Time at which the newest one was complete."""
     _writing: dict[Version, tuple[Rank, Checkpoint]] = field(default_factory=dict)
+    """Checkpoints that are being written, each with its writer."""
     _writers: dict[Version, Rank] = field(default_factory=dict)
+    """The writer of each checkpoint that was begun, also after it is complete."""
     _before: Checkpoint | None = None
     """The best checkpoint of the training that this one resumes."""
     _is_requested: bool = False
+    """True if the next round should become a checkpoint whatever the settings say."""
     _since_s: float = 0.0
     """Time at which the last checkpoint, or training, began."""
 
@@ -119,6 +124,7 @@ class Checkpoints:
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False
         del self._writing[event.version]
+        # late: the writer had trained on before it knew, which is no failure; the next round becomes the checkpoint
         self._is_requested |= event.is_late
         self.num_failures += not event.is_late
         return True

@@ -15,12 +15,17 @@ class Counts:
     made_samples: int = 0
     """Samples trained by ranks, committed or lost."""
     rounds: int = 0
-    """Committed."""
+    """Committed rounds."""
     sent_bytes: int = 0
+    """Payload that ranks have sent for averaging, in bytes."""
     given_up_rounds: int = 0
+    """Rounds that no member got a result of."""
     regroups: int = 0
+    """Changes of the ranks that train together."""
     discarded_samples: int = 0
+    """Committed samples that were left out of the average."""
     checkpoint_failures: int = 0
+    """Checkpoints that were wanted and not written."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Counts)})

@@ -26,8 +26,11 @@ class Epochs:
         self._outbox = outbox
         self._attempt = attempt
         self._tells_a_rank = tells_a_rank
+        """True if the job has a callback for finished epochs."""
         self._awaits_evaluation = awaits_evaluation
+        """True if the job has an evaluation, whose metrics go with the epoch's report."""
         self._tallies: dict[int, EpochTally] = {}
+        """Sums of each epoch that has begun and is not complete."""
         self._shared_until_s = 0.0
         """Time up to which durations were attributed to epochs."""
         self.untaken: dict[int, SendEpochMetrics] = {}

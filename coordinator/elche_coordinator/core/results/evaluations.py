@@ -28,11 +28,13 @@ class Evaluation:
     waiting: dict[Rank, None]
     """Ranks whose part is missing."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Metrics as (sum, number of samples), over the received parts."""
     tensors: dict[str, TensorSum] = field(default_factory=dict)
     """Sums of tensors over the received parts, of which a rank makes metrics once all are there."""
     is_asked: bool = False
     """True if a rank was asked to make metrics of the tensors; it is in `waiting` until it answers."""
     duration_ms: float = 0.0
+    """Time of the longest part, plus that for making metrics of tensors."""
     failure: Failure | None = None
     """A failure if the parts do not fit together."""
 
@@ -91,15 +93,18 @@ class Evaluations:
         self.num_since_best = 0
         """Number of evaluations since the best one."""
         self._best: float | None = None
+        """The monitored metric's best finite value; None before the first."""
         self._last_finite: dict[str, int] = {}
         """Number of epochs complete when each metric was last finite."""
         self._by_version: dict[Version, dict[str, float]] = {}
         """Metrics by version, of the newest evaluations and the best one."""
         self._open: list[Evaluation] = []
+        """Evaluations under way, oldest first; they are judged in this order."""
         self._void: dict[Rank, list[int]] = {}
         """By rank: epochs of void evaluations of which it will still send a part, to be ignored."""
         self._monitor = settings.monitor
         self._sign = -1.0 if settings.more_is_better else 1.0
+        """Factor by which a smaller product is the better value."""
         self._patience = settings.patience
 
     @property
@@ -228,11 +233,10 @@ class Evaluations:
         self.metrics = figures(state["metrics"])
         self._best = None if best is None else float(best)
         self.best_version = None if best_version is None else Version(whole_number(best_version, "best version"))
-        self.best_epoch, self.metrics_epoch = (
-            state.get("best_epoch"),
-            state.get("metrics_epoch"),
-        )  # older ones have none
-        finite = state.get("last_finite", {})  # older ones have none
+        # checkpoints of older versions have none of the following three
+        self.best_epoch = state.get("best_epoch")
+        self.metrics_epoch = state.get("metrics_epoch")
+        finite = state.get("last_finite", {})
         self._last_finite = {name: whole_number(epoch, "last finite metric") for name, epoch in finite.items()}
         self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
         self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

@@ -7,12 +7,13 @@ from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 
 EPOCHS = 3
-"""Epochs of which a rank's part is looked at together."""
+"""Least number of epochs over which a rank's part is compared with its share."""
 LEAST_BATCHES = 4
-"""Batches that its share must be by then; of shorter epochs more are looked at."""
+"""Least share in batches over these epochs; if they are shorter, more of them are taken together."""
 LEAST_S = 2.0
-"""And how long they must have lasted: one pause of a process is no news."""
+"""Least duration of these epochs in seconds, so that one pause of a process is not reported."""
 STARVED_FRACTION = 0.5
+"""A rank that has trained less than this part of its share is reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,11 +22,15 @@ class Window:
 
     num_epochs: int = 0
     num_batches: int = 0
+    """Batches that it has trained."""
     due_batches: float = 0.0
+    """Batches that are its share."""
     evaluated_ms: float
-    """Until the first of them, as `waited_ms`."""
+    """The rank's total time of evaluation when the window began, to be subtracted from that at its end."""
     waited_ms: float
+    """The rank's total time of waiting for others when the window began."""
     duration_s: float = 0.0
+    """Duration of the epochs."""
 
 
 class FairShares:
@@ -34,10 +39,12 @@ class FairShares:
     def __init__(self) -> None:
         self._windows: dict[Rank, Window] = {}
         self._told: dict[Rank, None] = {}
-        """Ranks of which it is known; they are told again once they have had their share."""
+        """Ranks that were reported; they may be reported again once they have had their share."""
 
     def close(self, report: EpochReport, ranks: RankRecords, members: RankRecords) -> dict[Rank, str]:
-        """An epoch is complete, whose batches are in the order of `ranks`: what is to be said of which rank."""
+        """Takes in a complete epoch, whose figures are in the order of `ranks`. Returns a message for people about each
+        rank that is to be reported.
+        """
         batches = dict(zip(ranks, report.rank_batches, strict=False))
         speeds = {rank: 1 / one.ms_per_batch for rank, one in present(members).items() if one.ms_per_batch}
         said: dict[Rank, str] = {}
@@ -56,6 +63,7 @@ class FairShares:
         return said
 
     def _judge(self, record: RankRecord, window: Window) -> dict[Rank, str]:
+        """Returns the rank's message if it has had too little, and was not reported since it last had its share."""
         if window.num_batches >= STARVED_FRACTION * window.due_batches:
             self._told.pop(record.rank, None)
             return {}

@@ -11,6 +11,7 @@ from elche_coordinator.core.messages.spec import EpochWork
 from elche_coordinator.core.records.ranks import RankRecords
 
 FIRST = Attempt(1)
+"""The attempt of a loop, which resumes by itself."""
 
 
 @dataclass(slots=True)
@@ -18,16 +19,21 @@ class EpochTally:
     """Sums over the committed work of one epoch."""
 
     num_batches: int = 0
+    """Batches of all ranks, those without a known loss too."""
     loss_sum: float = 0.0
+    """Sum of the known losses of batches."""
     num_losses: int = 0
     """Number of batches whose losses are in the sum."""
     scalars: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Recorded scalars as (sum, count), by name."""
     duration_s: float = 0.0
-    """Duration in seconds of the rounds that trained it, in proportion to their samples."""
+    """Seconds of the rounds that trained it; a round of several epochs counts for each by its part of the samples."""
     rank_batches: dict[Rank, int] = field(default_factory=dict)
+    """Batches that each rank has trained."""
     rank_samples: dict[Rank, int] = field(default_factory=dict)
+    """Committed samples of each rank."""
     rank_skipped: dict[Rank, int] = field(default_factory=dict)
-    """Batches that were not trained, since the data gave None for them."""
+    """Batches of each rank that were not trained, since the data gave None for them."""
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's part of a committed round."""
@@ -65,7 +71,7 @@ class EpochTally:
         return bool(self.rank_skipped) and not self.num_batches
 
     def notice_of_skipped(self, epoch: int) -> tuple[Rank, str] | None:
-        """The rank that has skipped the most batches, and what is to be said of all; None if there were none."""
+        """The rank that has skipped the most batches, with a message for people about all ranks; None if none has."""
         if not self.rank_skipped:
             return None
         rank, most = max(self.rank_skipped.items(), key=lambda item: (item[1], -item[0]))
@@ -106,12 +112,15 @@ class EpochTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Figures of training at one moment."""
+    """Figures of training at one moment; two of them give the throughput in between."""
 
     at_s: float
     samples: int
+    """Samples committed so far."""
     rank_batches: dict[Rank, int]
+    """Batches that each rank has committed so far."""
     rank_compute_ms: dict[Rank, float]
+    """Time that each rank has computed so far."""
 
 
 def bound_samples_per_s(start: Mark, end: Mark, batch_sizes: Mapping[Rank, int]) -> float:

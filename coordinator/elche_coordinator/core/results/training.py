@@ -63,10 +63,10 @@ class Training:
         replay: tuple[RecordedRound, ...] = (),
         verifies: bool = False,
     ) -> None:
-        """`verifies`: whether the job fails when ranks have different results."""
+        """`verifies`: True to fail the job when ranks have different results."""
         self._verifies = verifies
         self._told_parted: dict[Rank, RoundId] = {}
-        """Ranks of which it was told that their result differs, and in which round."""
+        """The first round in which each rank's result differed from the others'; it is reported once."""
         self.settings = settings
         self.ranks = members
         """All ranks of the job, including lost ones."""
@@ -84,25 +84,29 @@ class Training:
             job_id, outbox, attempt, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
         self.version = Version(0)
+        """Version of the last committed result; 0 before the first round."""
         self.last_round = RoundId(0)
-        """Version of the last committed round."""
+        """The last committed round."""
         self.next_round = RoundId(1)
+        """The id of the next round to be opened. It is never lowered, so that a late message names no later round."""
         self.granted_through = RoundId(0)
         """The last round granted for an absence of the coordinator; ranks may have entered it."""
         self.ride_out_s = 0.0
-        """For how long rounds are granted, in seconds."""
+        """Seconds of the coordinator's absence for which rounds are granted; 0: none are."""
         self.global_step = 0
+        """Batches of all ranks that are committed."""
         self.holds: set[Hold] = set()
         """Reasons for which ranks stop at the last announced round, and no other is announced."""
         self.discarded_samples = 0
-        """Committed samples whose values were not finite and were left out of the average."""
+        """Committed samples of ranks whose part was left out of the average, as it was not finite or an outlier."""
         self.loss: float | None = None
         """Mean loss of the last batches that any rank has reported."""
         self.ended_early = ""
         """Reason for which training ends early, so that no more work is leased; empty: none."""
         self.started: Mark | None = None
+        """Mark of the first commit, before which nothing is trained; None before it."""
         self.committed: Mark | None = None
-        """Marks of the first and the last commit."""
+        """Mark of the last commit."""
         self.calibrated: Mark | None = None
         """Mark of the first calibrated commit."""
         self.restored_samples, self.restored_version = 0, Version(0)
@@ -116,7 +120,7 @@ class Training:
         self.averaging_ms = 0.0
         """Duration in ms of the averaging itself in the last round."""
         self.longest_averaging_ms = 0.0
-        """Longest recent averaging in ms."""
+        """Longest recent averaging in ms; it decays by `OVERLAP_DECAY` per round."""
         self.round_trip_ms = 0.0
         """Round trip of a message in ms: from the first announcement to the last rank's entry, before any trains."""
         self._job_id = job_id
@@ -124,7 +128,7 @@ class Training:
         self._shares = FairShares()
         self._guard = DivergenceGuard(settings.divergence_threshold)
         self._devices_then: list[str] = []
-        """The ranks whose learned speeds are in the checkpoint that training resumes."""
+        """Devices of the ranks whose learned speeds are in the checkpoint that training resumes."""
         self._owed: list[Epoch] = []
         """Complete epochs to evaluate with the next result: their evaluation was not complete in the checkpoint that
         training resumes, or a rank with a part of it was lost.
@@ -181,7 +185,7 @@ class Training:
     # Ranks' reports on results
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone, now_s: float) -> Failure | None:
-        """A rank has evaluated its part, and trains from now on."""
+        """Takes in a rank's part of an evaluation; the rank trains from now on."""
         record.reported_at_s = now_s
         if not event.is_made:
             record.evaluation_ms = event.duration_ms
@@ -203,7 +207,7 @@ class Training:
             self._outbox.add(SendMakeMetrics(**address, epoch=one.epochs[-1], tensors=one.tensors, names=names))
 
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
-        """Judges complete evaluations."""
+        """Reports complete evaluations, adds their metrics to checkpoints and ends training if patience is lost."""
         for done in complete:
             if failure := self.evaluations.judge(done):
                 return failure
@@ -257,8 +261,8 @@ class Training:
         return None
 
     def parted(self, received: Round) -> Failure | None:
-        """A failure that names ranks whose result differs from the others', in a job that verifies rounds; others tell
-        it, once per rank.
+        """A failure that names ranks whose result differs from the others', if the job verifies rounds. Otherwise each
+        such rank is reported once, and the round commits.
         """
         parted = received.parted
         if parted and self._verifies:
@@ -331,9 +335,8 @@ class Training:
         self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
         self.global_step += sum(num_batches.values())
         slowest_ms = max(record.ms_per_batch or 0.0 for record in self.members.values())
-        longest_ms = min(
-            received.longest_ms, received.sync_ms + slowest_ms
-        )  # who waited longer, waited for one that evaluates
+        # a rank that waited longer than this has waited for one that evaluates, which leasing ahead does not shorten
+        longest_ms = min(received.longest_ms, received.sync_ms + slowest_ms)
         self.longest_averaging_ms = max(longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
 
@@ -376,7 +379,8 @@ class Training:
         quickest = fastest(self.members)
         saver = self._choose_saver(quickest)
         owed, self._owed = [*self._owed, *closed], []
-        judged = owed if self.settings.monitor is not None else closed  # the best may be among them
+        # with a monitored metric each evaluated version may be the best, and needs a checkpoint to go back to
+        judged = owed if self.settings.monitor is not None else closed
         if self.is_complete and not owed:  # training ended within an epoch: the saved model was not evaluated yet
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
         parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}

@@ -17,14 +17,20 @@ class EpochBook:
     """One epoch's positions. Those in neither set are leased."""
 
     free: IntervalSet
+    """Positions that no rank has."""
     committed: IntervalSet = field(default_factory=IntervalSet)
+    """Positions whose samples are in a committed result."""
 
 
 @dataclass(slots=True)
 class RankLeases:
-    """One rank's ordered leases. Positions are counted in samples since the rank's incarnation began."""
+    """One rank's ordered leases. Positions are counted in samples since the rank's incarnation began.
+
+    `first` <= `committed` <= `processed` <= `permitted` <= `end`.
+    """
 
     leases: deque[Lease] = field(default_factory=deque)
+    """In the order in which the rank trains them; those that are all committed are dropped."""
     first: int = 0
     """Position of the first lease's first sample."""
     committed: int = 0
@@ -87,9 +93,11 @@ class Ledger:
         self._batch_sizes = dict(batch_sizes or {})
         """Batch sizes of ranks that differ from the job's."""
         self._shards = shards
+        """Chooses which free positions a rank gets; None: the lowest."""
         self._cursors: dict[tuple[Rank, Epoch], int | None] = {}
-        """Position in its shard at which each rank goes on."""
+        """Position in its shard at which each rank goes on; None: it begins another shard next."""
         self._books: dict[Epoch, EpochBook] = {}
+        """Books of epochs that have begun and are not complete; any other is all free, or all committed."""
         self._cut_short: EpochBook | None = None
         """Committed parts of a last epoch that `max_steps` has cut short: a job that resumes with more trains
         the rest.
@@ -119,7 +127,7 @@ class Ledger:
         return self.extent.epoch_size(epoch)
 
     def book(self, epoch: Epoch) -> EpochBook:
-        """The books of an epoch, created at the first use."""
+        """Returns the books of an epoch, created at the first use."""
         if epoch not in self._books:
             self._books[epoch] = EpochBook(IntervalSet([(0, self.size(epoch))]))
         return self._books[epoch]
@@ -299,6 +307,7 @@ class Ledger:
         return leases.end - leases.permitted if leases is not None else 0
 
     def _take(self, rank: Rank, epoch: Epoch, num_samples: int) -> list[Interval]:
+        """Removes up to `num_samples` free positions for the rank, and returns them."""
         free = self.book(epoch).free
         if self._shards is None:
             return free.take(num_samples)
@@ -307,7 +316,7 @@ class Ledger:
         return taken
 
     def grant_slice(self, rank: Rank, epoch: Epoch, offset: int, size: int) -> Lease:
-        """Leases exactly this slice. Raises `ValueError` if it is not free."""
+        """Leases exactly this slice, for a replay. Raises `ValueError` if it is not free."""
         if not self._has_free(epoch):
             raise ValueError(f"there is no epoch {epoch} to lease of")
         self.book(epoch).free.remove(offset, offset + size)
@@ -316,6 +325,7 @@ class Ledger:
         return lease
 
     def _hand(self, rank: Rank, epoch: Epoch, start: int, end: int) -> Lease:
+        """Makes a lease of positions that were free, after the rank's others."""
         lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
         self._next_lease += 1
         self.rank_leases.setdefault(rank, RankLeases()).leases.append(lease)

@@ -25,6 +25,7 @@ class Replay:
                     "replay it with as many"
                 )
         self._next = self._skip(ledger.total_committed())
+        # a checkpoint lies at the end of a round, so its number of samples tells how many recorded rounds it includes
         self._leased = self._next
         """Rounds before this one are leased."""
         self._check(ledger)
