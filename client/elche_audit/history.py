@@ -10,11 +10,14 @@ from elche_audit.run_folder import RunFolder
 
 @dataclass(slots=True)
 class Part:
-    """What one rank process brought to a committed round."""
+    """The contribution of one rank process to a committed round."""
 
     file: RankFile
+    """The process's file."""
     batches: list[TrainedBatch]
+    """Batches that it had trained since the last committed round."""
     is_left_out: bool = False
+    """True if its part was left out of the average; its samples are committed all the same."""
 
     @property
     def samples(self) -> int:
@@ -37,7 +40,7 @@ class AuditedRound:
     """By file name."""
     results: dict[str, Received] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    """What it consists of, if it is committed, in rank order."""
+    """The ranks' contributions, in rank order; empty unless it is committed."""
 
     @property
     def words(self) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 from zlib import crc32
 
 MAGIC, FORMAT = b"ELCHEAUD", 1
+"""The first bytes of every file, and the format's number."""
 HEAD = Struct("<8sHHI")
 CRC = Struct("<I")
+"""The checksum after each record: a record that was cut off by the process's end is recognized by it."""
 MAX_START_BYTES = 1 << 20
+"""Largest description of the process, which follows the head."""
 BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
 LAYOUTS = {
     BATCH: "<QIQIQ",

@@ -24,7 +24,7 @@ class RecordedRound:
 
     generation: int
     parts: tuple[tuple[tuple[int, int, int], ...], ...]
-    """What each rank that had any samples contributed, in rank order, as (epoch, start, end)."""
+    """Of each rank that had any samples, in rank order, its contribution as (epoch, start, end)."""
 
 
 @dataclass(frozen=True, slots=True)

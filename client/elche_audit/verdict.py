@@ -16,15 +16,15 @@ class Thrown:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found. It is refuted by any violation, and undecided by anything missing."""
+    """The result of an audit: refuted if there is any violation, undecided if anything is missing, else confirmed."""
 
     job: str = ""
     violations: list[str] = field(default_factory=list)
-    """What is wrong and where, a line each."""
+    """Faults with their places, a line each."""
     missing: list[str] = field(default_factory=list)
     """Files that are missing or damaged, a line each."""
     notes: list[str] = field(default_factory=list)
-    """What is worth knowing and is not wrong, a line each."""
+    """Remarks on things that are unusual and no faults, a line each."""
     thrown: list[Thrown] = field(default_factory=list)
     epoch_samples: list[int] = field(default_factory=list)
     """By epoch: samples in the final parameters."""

@@ -24,7 +24,7 @@ RECORD = "record.json"
 MODULE = "elche_coordinator.planning"
 BAR_WIDTH = 40
 PARTS = (("training", "█", "#"), ("waiting", "░", "."), ("averaging", "▒", "="), ("lost to failures", "·", "x"))
-"""Where a device's time goes, each with its character and that of a terminal without Unicode."""
+"""Parts of a device's time, each with its character, and that for a terminal without Unicode."""
 ASSUMED = (
     "Batches are equally large and as long as given. Averagings go over the link alone, by ring; computing them is not "
     "counted, nor are evaluations, checkpoints and activations."
@@ -110,7 +110,7 @@ def _plan_of(process: "subprocess.Popen[str]") -> Plan:
 
 
 def document(plans: Sequence[Plan]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the value that `--json` prints."""
     plan, *with_added = [_document(one) for one in plans]
     if not with_added:
         return plan
@@ -181,7 +181,7 @@ _ROWS: tuple[tuple[str, Callable[[Plan], str]], ...] = (
 
 
 def _picture(plan: Plan, *, with_unicode: bool) -> RenderableType:
-    """Where the time of each device goes; devices that are alike have one bar."""
+    """Draws the parts of each device's time; devices that are alike have one bar."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for title in ("ms/batch", "devices", "where the time goes", *(name for name, *_ in PARTS), "batches/s"):
         table.add_column(title, justify="left" if title == "where the time goes" else "right", no_wrap=True)

@@ -17,8 +17,11 @@ from elche_client.formatting import printable
 from elche_client.notifications import NotificationQueue, ProcessExited, ProcessOutput, ProcessRestarted
 
 MAX_LINE_BYTES = 2 << 20
+"""Longest line of a process that is read as one."""
 TAIL_BYTES = 4096
+"""Bytes at the end of a log that are read for a message."""
 STOP_GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 60.0
 """A process that was killed more than `MAX_RESTARTS` times within so many seconds is not restarted."""

@@ -13,15 +13,18 @@ from typing import Any
 from elche_client.events import LogLine
 
 POLL_S = 0.1
+"""Seconds between two looks at the logs."""
 STAMP_BYTES = 20
 """Length of the time before each line."""
 MAX_LINES = 50
 """Most lines of all ranks that are shown per poll, the newest; others are only counted. So a rank that prints megabytes
 is not slowed by the terminal."""
 MAX_LINE_CHARS = 1000
+"""Longest line that is shown; of a longer one, its beginning."""
 MAX_OPEN_BYTES = 64 * 1024
 """Most bytes that are kept of an incomplete line."""
 CHUNK_BYTES = 1 << 20
+"""Bytes that are read of a log at once."""
 EXIT_NOTE = b"elche: this rank "
 """Prefix of a rank's note on its exit, which is not shown, since the run reports exits itself."""
 TRACEBACK = b"Traceback (most recent call last):"

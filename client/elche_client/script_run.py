@@ -25,6 +25,7 @@ from elche_client.progress import ProgressDisplay, make_progress
 
 RUNNER = "elche_worker.trainer"
 POLL_S = 0.2
+"""Seconds between two looks at the processes."""
 PEERS_GRACE_S = 5.0
 """Seconds for the other processes to exit after one has failed."""
 

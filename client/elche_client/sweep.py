@@ -18,10 +18,12 @@ from elche.settings import SETTINGS
 from elche_client.options import JobOptions, read_source
 
 MAX_TRIALS = 1000
+"""Most trials of one sweep."""
 METHODS = ("grid", "random", "halving", "optuna")
 PLACES = ("settings", "arguments", "environment")
 """Places of parameters: settings of the job, arguments of its file, environment variables."""
 MAX_AT_ONCE = 100
+"""Most trials that are submitted at the same time."""
 OF_THE_JOB = ("job", "folder", "ranks", "priority", "project", "conditions")
 KEYS = (*OF_THE_JOB, "metric", "mode", "method", "trials", "at_once", "seed", "halving", *PLACES)
 

@@ -28,6 +28,7 @@ from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials
 from elche_client.upload import folder_of
 
 POLL_S = 1.0
+"""Seconds between two looks at the trials, at least."""
 POLL_COST = 20
 """Least pause between two looks, as a multiple of the time that a look takes."""
 

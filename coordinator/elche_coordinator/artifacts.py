@@ -33,11 +33,14 @@ from elche_coordinator.transfers import Transfers
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Seconds until a failed attempt is repeated; doubled with each further failure, up to `MAX_RETRY_S`."""
 MAX_RETRY_S = 300.0
 LOOK_EVERY_S = 1.0
+"""Seconds between two looks for jobs whose turn has come, unless an event wakes the loop sooner."""
 MAX_AT_ONCE = 16
 """Jobs whose hosts store at the same time."""
 MAX_MANIFEST_BYTES = 1 << 20
+"""Largest manifest that is accepted of a host."""
 MAX_RECORD_CHARS = 1 << 20
 """A longer record, of a job of very many ranks, is stored without its last view: it must fit into a message."""
 STAMP_CHARS = 21
@@ -241,7 +244,7 @@ class Artifacts:
         return text if len(text) <= MAX_RECORD_CHARS else json.dumps({**record, "view": None}, indent=1)
 
     def _tell(self, job_id: str) -> None:
-        """Where the job's artifacts are, or why not yet, for whoever looks at the job."""
+        """Updates the text for people that says where the job's artifacts are, or why they are not stored yet."""
         kept, wait = self._kept.get(job_id, {}), self._waiting.get(job_id)
         lacks = [f"{name} was not on its host" for one in kept.values() for name in one["missing"]]
         told = [f"{next(iter(kept.values()))['root']}/{job_id}", *lacks] if kept else []
@@ -335,7 +338,9 @@ class Artifacts:
         return next((name for one in (EMA, WEIGHTS) if (name := f"{folder}/{one}") in entry["files"]), None)
 
     def checkpoints_place(self, job_id: str, path: str) -> str:
-        """Where the store has the checkpoint that was at a path; empty: nowhere, or a host that had it is connected."""
+        """Returns the place in the store of the checkpoint that was at a path; empty if it is not there, or a host that
+        had it is connected and so can be asked.
+        """
         entry = self._find(job_id, _manifest_of(path))
         if entry is None:
             return ""
@@ -362,7 +367,7 @@ def _read(rows: Mapping[str, str]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _parts_of(view: JobView, result: JobResult) -> list[_Part]:
-    """Who has what of a job, whoever has the model first."""
+    """Returns the hosts' parts of a job's output; the host with the model comes first."""
     parts: dict[str, _Part] = {}
     if result.model and result.model_agent_id:
         at = (AgentId(result.model_agent_id), result.model_folder)

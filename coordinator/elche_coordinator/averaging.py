@@ -18,6 +18,7 @@ from elche_coordinator.core.messages.ids import Attempt, JobId, RoundId
 STALL_S = 30.0
 """Seconds for which a member may send or receive nothing once all members have joined."""
 MAX_PART_BYTES = 1 << 20
+"""Largest part, as the protocol has it (P11)."""
 QUEUE_PARTS = 4
 """Parts of one member that may wait, in each direction."""
 MAX_VERDICTS = 64

@@ -19,7 +19,9 @@ from elche_coordinator.sql.database import REVISION
 from elche_coordinator.standby import DATABASE, take_folder
 
 ABOUT = "backup.json"
+"""File in the copy with the time at which it was made, and its numbers of tables and jobs."""
 BUNDLES = "bundles"
+"""Folder of bundles, in a coordinator's folder and in its copy."""
 
 
 def back_up(data: Path, to: Path) -> str:

@@ -9,12 +9,14 @@ from elche.errors import TooMuch
 MAX_REQUESTS = 96
 """HTTP requests with a token that are served at once; fewer than connections, which requests without one need, too."""
 MAX_REQUESTS_OF_CALLER = 32
+"""Of these, those of one caller; as with each further bound that has the same ending."""
 MAX_CALLS = 8192
 """gRPC calls that are open at once, except those of agents and ranks."""
 MAX_CALLS_OF_CALLER = 512
 FILE_CALLS = frozenset({"FetchModel", "FetchTimeline", "FetchJournal", "UploadBundle"})
 """Calls that hold parts of files in memory."""
 MAX_FILE_CALLS = 64
+"""Such calls that are open at once."""
 MAX_FILE_CALLS_OF_CALLER = 8
 MAX_LOGS = 1024
 """Logs of ranks that are read at once; each needs a stream from its host, which has a bound of its own."""
@@ -40,12 +42,15 @@ PROCESSOR_FRACTION = 0.25
 PROCESSOR_STORE_S = 20.0
 """Seconds without calls for which a caller accumulates time: a quarter of it may then be used at once."""
 MAX_TURN_S = 4.0
-"""How long a call waits for its caller's turn; shorter than the clients' timeout. With more to wait it is refused."""
+"""Most seconds that a call waits for its caller's turn, shorter than the clients' timeout; one that would wait longer
+is refused."""
 
 
 class Budget:
-    """Counts what callers have of `what`, which is more than one. A caller is whom a token names; empty: who has the
-    coordinator's own, or needs none, of whom only all together have a bound.
+    """Counts how many of `what`, a plural for messages, callers have at once.
+
+    A caller is the name of a token. It is empty for the coordinator's own token, or where none is needed: such callers
+    have no bound of their own, but count in that of all.
     """
 
     def __init__(self, what: str, of_caller: int, in_all: int) -> None:

@@ -21,6 +21,7 @@ MAX_TOTAL_BYTES = 10 << 30
 STALL_S = 30.0
 """Seconds for which an upload may send nothing, since others wait for it and the room reserved for it."""
 WHOLE, PART = ".tar.gz", ".part"
+"""Suffixes of complete and incomplete bundles: only a complete one, with the right checksum, is renamed."""
 UNFINISHED_S = 24 * 3600.0
 """Seconds for which an incomplete bundle is kept for an upload that resumes."""
 

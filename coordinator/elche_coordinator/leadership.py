@@ -17,10 +17,13 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 """Seconds after which a lease expires that is not renewed."""
 RENEW_S = 1.0
+"""Seconds between two renewals: several may fail before the lease expires."""
 POLL_S = 0.1
 """Seconds between the standbys' attempts to lead."""
 RETRY_S = 0.5
+"""Seconds between two attempts while the store does not answer."""
 SAY_EVERY_S = 60.0
+"""Seconds between two lines in the log of a coordinator that waits."""
 
 
 class Leadership:

@@ -14,9 +14,11 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.transfers import TooLong, Transfers
 
 SECRET_BYTES = 32
+"""Length of the random secret by which a host recognizes the other one."""
 MAX_HOSTS = 64
 """Most hosts of one measurement: these have 2016 links, which take more than an hour."""
 MAX_ANSWER_BYTES = 4096
+"""Largest answer of a host: an address, or a `LinkMeasured`."""
 
 
 class Unmeasured(ElcheError):

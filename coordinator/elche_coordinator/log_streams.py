@@ -18,9 +18,11 @@ from elche_coordinator.transfers import Transfers
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
+"""Largest end of a log that is sent before what is appended."""
 MAX_RANKS = 64
 """Most logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
+"""Seconds between two looks whether a queued job's ranks have begun."""
 DEPTH = 8
 """Chunks that may wait for the client; with more, the hosts wait."""
 

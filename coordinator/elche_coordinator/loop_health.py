@@ -4,7 +4,9 @@ import asyncio
 from collections import Counter, deque
 
 EVERY_S = 0.1
+"""Seconds for which the measurement sleeps; by how much longer it took, the event loop was held up."""
 WINDOW_S = 10.0
+"""Seconds over which the largest lag is shown."""
 
 
 class LoopHealth:

@@ -7,10 +7,13 @@ from elche.errors import TooMuch
 from elche_coordinator.core.messages.spec import JobSpec
 
 MAX_JOBS = 20_000
+"""Most open jobs of all users."""
 MAX_JOBS_OF_USER = 2_000
+"""Most open jobs of the user that a token names."""
 MAX_BYTES = 1 << 30
 """Most bytes of files and settings of all open jobs."""
 MAX_BYTES_OF_USER = 128 << 20
+"""Most bytes of files and settings of one user's open jobs."""
 
 
 class OpenJobs:

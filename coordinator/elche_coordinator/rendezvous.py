@@ -8,7 +8,9 @@ from itertools import islice
 from elche.errors import ElcheError, TooMuch
 
 MAX_KEYS = 200_000
+"""Most keys of one table."""
 MAX_VALUE_BYTES = 1 << 20
+"""Largest value of a key, appended parts included."""
 MAX_BYTES = 64 << 20
 """Largest size of one table, keys and values, in bytes."""
 MAX_AWAITED = 1_000_000

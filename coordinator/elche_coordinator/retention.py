@@ -5,6 +5,7 @@ import asyncio
 from elche_coordinator.catalogue import JobCatalogue
 
 EVERY_S = 60.0
+"""Seconds between two looks for jobs to forget."""
 
 
 async def forget_old(catalogue: JobCatalogue, keep_jobs: int) -> None:

@@ -12,7 +12,9 @@ from elche.settings import SETTINGS
 from elche.v1 import job_pb2
 
 MAX_SOURCE_BYTES = 1 << 20
+"""Largest file of a job."""
 MAX_PRIORITY = 1000
+"""Highest priority; the lowest is its negative."""
 MAX_ECHO = 100
 """Longest text of a client, in characters, that an error repeats."""
 

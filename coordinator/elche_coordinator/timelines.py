@@ -61,7 +61,9 @@ MAX_WAITING_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
 """Bytes that are read at once, for each client that fetches a timeline."""
 EVERY_S = 0.5
+"""Seconds between two writes of waiting lines."""
 CLOCK_EVERY_S = 2.0
+"""Seconds between two messages with the coordinator's clock to each rank."""
 NAMES: dict[type[Report], str] = {
     RoundReport: "round",
     StallReport: "stall",

@@ -14,7 +14,9 @@ from elche_coordinator.store import Store
 PREFIX = "elche_"
 """Prefix of tokens, by which scanners for secrets find them."""
 MAX_TOKENS = 10_000
+"""Most tokens that are valid at once."""
 MAX_NAME = 64
+"""Longest name of a token, in characters."""
 
 
 @dataclass(slots=True)

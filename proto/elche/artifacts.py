@@ -49,7 +49,7 @@ def rank_log(rank: int) -> str:
 
 
 def problem_of(root: str) -> str:
-    """Why a text cannot be the address of a store; empty when it can. It does not repeat what may be secret."""
+    """Returns why a text cannot be the address of a store; empty if it can. It repeats no secret of the text."""
     path = root.removeprefix("file://").removeprefix("local://")
     if "://" not in path:
         return "" if os.path.isabs(path) else f"{root!r} is neither an absolute path nor a URL"

@@ -92,7 +92,7 @@ class _Grid:
         )
 
     def encipher(self, cells: U64Array) -> U64Array:
-        """Where each cell goes."""
+        """Returns the position to which each cell is moved."""
         rows = cells // self.num_columns
         columns = cells - rows * self.num_columns
         for row_key, column_key in self.round_keys.reshape(-1, 2):

@@ -19,7 +19,7 @@ class PlanRequest:
     model_bytes: int
     """Size of the trained parameters in float32."""
     link_bytes_per_s: float
-    """What each device can send and, at the same time, receive."""
+    """Bytes per second that each device can send and, at the same time, receive."""
     round_trip_s: float
     """Seconds to another device, or to the coordinator, and back."""
     mtbf_s: float | None = None
@@ -74,7 +74,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is expected of a planned job once it has run for a while."""
+    """The figures to be expected of a planned job once it has run for a while."""
 
     batches_per_s: float
     bound_batches_per_s: float

@@ -15,10 +15,11 @@ from elche_coordinator.simulator.clock import VirtualClock
 
 @dataclass(slots=True)
 class Parameters:
-    """Which positions of which epochs the parameters have seen. A new version is a new value."""
+    """Stands for a model's parameters: the samples that they were trained with. A new version is a new value."""
 
     version: int = 0
     seen: dict[int, IntervalSet] = field(default_factory=dict)
+    """By epoch, the positions in them."""
 
     def with_pieces(self, pieces: list[Lease]) -> "Parameters":
         """The next version, with these slices in it. Raises `ValueError` when one is there already."""
@@ -115,7 +116,7 @@ class Collective:
         self.broken: set[frozenset[int]] = set()
         """Pairs of ranks that cannot reach each other."""
         self.unreached_s = 30.0
-        """How long a group over a broken link is built before that fails; at once where there is no way at all."""
+        """Seconds until the building of a group over a broken link fails; without any link it fails at once."""
         self.mistaken: set[int] = set()
         """Ranks that say that they reach all."""
         self._relayed: set[tuple[Attempt, GenerationId]] = set()

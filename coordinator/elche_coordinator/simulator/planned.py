@@ -15,32 +15,36 @@ ROUND_TRIPS = 4
 """Round trips of an averaging for each rank but one: its headers and checks go around the ring before and after values,
 and gloo's receiver says that it is ready. Fits what docs/benchmarks.md measured over a slow link."""
 FIXED_S = 0.005
-"""What an averaging takes beside that, however small the model: the least over gloo on loopback was 2 to 7 ms."""
+"""Seconds that an averaging takes in addition, however small the model: over gloo on loopback at least 2 to 7 ms."""
 SENT_FRACTIONS = {None: 1.0, "bf16": 1 / 2, "int8": 260 / 1024}
-"""What is sent of float32; 8-bit values have a scale of 4 bytes for each 256."""
+"""Bytes sent per byte of float32, by compression; 8-bit values have a scale of 4 bytes for each 256."""
 OPTIMIZER_COPIES = {"adam": 2, "momentum": 1, "sgd": 0}
+"""Tensors of the parameters' size that each optimizer keeps."""
 CHECKPOINT_S = 600.0
-"""By default a lone rank's checkpoints are so far apart."""
+"""Default of the seconds between checkpoints of a rank that trains alone."""
 LEAST_ROUNDS, FEW_ROUNDS = 8, 3
-"""Rounds before it is counted, in which the cadence is found, and rounds that are counted; few of very many batches."""
+"""Least number of rounds before counting begins, in which the cadence is found, and of rounds that are counted; the
+smaller number where a round has very many batches."""
 MOST_VICTIMS = 3
 """Devices that fail in a simulation; the others stand for them."""
 ROUNDS_AFTER_FAILURE = 3
+"""Rounds that are simulated after a failed device is back."""
 NUM_BATCHES = 1500
-"""Of all ranks together, at least so many before counting and so many counted; of many ranks fewer."""
+"""Least number of batches of all ranks before counting begins, and of those counted; with many ranks fewer."""
 MOST_BATCHES_BEFORE = 4000
-"""Beyond so many before it is counted, several batches are simulated as one that takes as long."""
+"""If more batches come before counting begins, several are simulated as one that takes as long as all of them."""
 LEAST_PARTS = 20
-"""The slowest rank makes at least so many of those in the time of an averaging."""
+"""Least number of such joined batches that the slowest rank makes in the time of an averaging."""
 MOST_RESTART_S = 60.0
-"""So much of a restart is simulated; for the rest the others train without the rank."""
+"""Seconds of a restart that are simulated at most; for the rest the others are assumed to train without the rank."""
 MOST_EVENTS = 500_000
+"""Most events that the core handles in one simulation."""
 LONG_EPOCH = 300_000
 """Batches of an epoch that does not end while it is simulated."""
 
 
 def plan(request: PlanRequest) -> Plan:
-    """What is expected of a job. Raises `InvalidJob` for settings that exclude each other."""
+    """Returns the figures to be expected of a job. Raises `InvalidJob` for settings that exclude each other."""
     return _Planned(request).plan()
 
 
@@ -97,7 +101,7 @@ class _Planned:
         self._averaging_s = averaging_s(request)
         self._settings = self._make_settings()
         self._restart_s = min(request.restart_s, MOST_RESTART_S, 1000 / sum(self._bounds))
-        """What is simulated of a restart."""
+        """Seconds of a restart that are simulated."""
         models = [RankModel(batch_ms=ms * self._factor) for ms in request.batch_ms]
         self._simulation = Simulation(
             settings=self._settings,
@@ -108,7 +112,7 @@ class _Planned:
             check=False,
         )
         self._num_read = self._num_rounds = self._committed = 0
-        """Of the simulation's reports; of rounds; and of batches in these."""
+        """Numbers of the simulation's reports that were read, of rounds in them, and of these rounds' batches."""
 
     def _make_settings(self) -> AgreedSettings:
         request = self._request
@@ -134,7 +138,9 @@ class _Planned:
         )
 
     def _find_factor(self, settings: AgreedSettings) -> int:
-        """How many batches are simulated as one: 1, unless averagings are so long that it would take too long."""
+        """Returns the number of batches that are simulated as one: 1, unless averagings are so long that the simulation
+        would take too long.
+        """
         wanted = LEAST_ROUNDS * self._averaging_s * sum(self._bounds) / MOST_BATCHES_BEFORE
         most = self._averaging_s * min(self._bounds) / LEAST_PARTS
         if self._request.epoch_batches is not None:

@@ -44,6 +44,7 @@ from elche_coordinator.simulator.saved import FOLDER, Saved
 from elche_coordinator.simulator.synthetic import SyntheticRank
 
 JOB = JobId("job")
+"""The only simulated job; commands for others are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,9 @@ class RankModel:
     first_ms: tuple[float, ...] = ()
     """Times of a process's first batches, such as those that compile."""
     tail: tuple[float, float] = (0.0, 1.0)
-    """Which part of its batches takes how many times as long."""
+    """(fraction of its batches, factor by which these take longer)."""
     evaluation_ms: float | None = None
-    """How long an evaluation takes here; None: as long as the simulation's."""
+    """Duration of an evaluation on this rank; None: as the simulation's."""
 
     def ms_at(self, now_s: float) -> float:
         """Mean time per batch at a time."""
@@ -76,21 +77,26 @@ class Simulation:
     settings: AgreedSettings
     ranks: list[RankModel]
     group_size: int = 1
+    """Slots that each rank takes; with more than one it is a replica group."""
     num_hosts: int = 1
-    """Slots that each rank takes: more than one, and it is a replica group."""
     seed: int = 0
+    """Seed of the jitter of batch times."""
     latency_ms: float = 0.5
+    """Time of a message, in one direction."""
     persist_ms: float = 1.0
+    """Time of one write to the disk, before which nothing leaves the coordinator."""
     sync_ms: float = 5.0
+    """Duration of an averaging, once all have entered it."""
     build_ms: float = 0.0
-    """How long a process group takes to stand."""
+    """Time in which a process group is built."""
     start_ms: float = 0.0
-    """How long a process that is started takes until it is ready."""
+    """Time from the start of a process until it is ready."""
     evaluation_ms: float = 20.0
+    """Duration of a part of an evaluation."""
     broken_rounds: frozenset[int] = frozenset()
     """Ids of rounds that are given up by all, as those through the coordinator can be."""
     checkpoint_ms: float = 50.0
-    """How long a checkpoint is written, while training goes on."""
+    """Time in which a checkpoint is written, while training goes on."""
     resumed: Saved | None = None
     """The checkpoint that every rank loads."""
     replay: tuple[RecordedRound, ...] = ()
@@ -107,7 +113,7 @@ class Simulation:
     crashes: bool = False
     """True if the coordinator keeps what it goes on with after `crash`."""
     new_rank: Callable[..., SyntheticRank] = SyntheticRank
-    """What makes the process of a rank."""
+    """Constructor of a rank's process."""
     clock: VirtualClock = field(default_factory=VirtualClock)
     core: Coordinator = field(default_factory=Coordinator)
     reports: list[Report] = field(default_factory=list)
@@ -118,11 +124,11 @@ class Simulation:
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self._durable_s = 0.0
-        """When the last event that has led to something is on disk."""
+        """Time at which the last event that had commands is on disk; later messages leave no sooner."""
         self._write_ends_s, self._is_more_to_write = 0.0, False
         self._asleep: list[Event] | None = None
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
-        """Of ranks whose sessions are broken, what waits to be said, either way."""
+        """For each rank whose session is broken, the messages that wait, in both directions."""
         self._saved_state = b""
         self._tape: list[tuple[float, Event, list[Command]]] = []
         self._saves_every = 20
@@ -276,7 +282,9 @@ class Simulation:
         self._arm()
 
     def _write(self) -> float:
-        """When the event of this moment is on disk: events that come during a write are written together after it."""
+        """Returns the time at which the present event is on disk. Events that come during a write are written together
+        after it.
+        """
         now_s, write_s = self.clock.now_s, self.persist_ms / 1000
         if self._is_more_to_write and now_s >= self._write_ends_s:
             self._write_ends_s, self._is_more_to_write = self._write_ends_s + write_s, False
@@ -318,8 +326,8 @@ class Simulation:
             self.handle(DeadlinePassed())
 
     def _perform(self, command: Command) -> None:
-        """What an event leads to waits until the event is on disk, and messages stay in order. Of other jobs than the
-        one that is simulated nothing happens.
+        """Carries out a command: a message leaves once the event before it is on disk, in order. Commands for other
+        jobs than the simulated one are dropped.
         """
         if command.job_id != JOB:
             return

@@ -59,8 +59,9 @@ from elche_coordinator.simulator.collective import Collective, Parameters, Round
 from elche_coordinator.simulator.saved import FOLDER, Saved, work_of
 
 REPORT_EVERY_S = 0.05
+"""Seconds between two reports of progress, as of a real rank."""
 PROBE_S = 3.0
-"""How long a rank tries to reach another."""
+"""Seconds for which a rank tries to reach another."""
 
 
 class SyntheticRank:
@@ -85,7 +86,9 @@ class SyntheticRank:
         is_alone: Callable[[], bool] = lambda: False,
         is_deadly: Callable[[Lease], bool] = lambda _: False,
     ) -> None:
-        """`is_alone`: whether the coordinator is away; `is_deadly`: whether a batch of these ends the process."""
+        """`is_alone` returns True while the coordinator is away; `is_deadly` if a batch of these samples ends the
+        process.
+        """
         self._is_deadly = is_deadly
         self._is_alone = is_alone
         self.address = address
@@ -94,7 +97,7 @@ class SyntheticRank:
         self.local_step = 0
         self.is_alive, self.was_killed = True, False
         self.files: dict[str, Parameters] = {}
-        """What it has written beside checkpoints, by name."""
+        """Models that it has written beside checkpoints, by file name."""
         self._agent_id = agent_id
         self.clock = ProcessClock(clock)
         self._tell = tell
@@ -107,7 +110,7 @@ class SyntheticRank:
         self._checkpoint_s = checkpoint_s
         self._evaluate = evaluate
         self._kept: dict[RoundId, Parameters] = {}
-        """What the rank has kept for checkpoints, by round."""
+        """Results that it keeps for checkpoints, by round."""
         self._checkpoint_rounds, self._newer_batches = dict[RoundId, None](), dict[RoundId, int]()
         """Batches after which each result is to be applied, where that is said."""
         self._result: Callable[[], None] | None = None
@@ -116,7 +119,7 @@ class SyntheticRank:
         self._abandoned = GenerationId(0)
         """The newest generation that was abandoned; announced rounds of it, and of those before it, never come."""
         self._entry: tuple[RoundId, RoundEntry] | None = None
-        """What it has brought into the round that runs."""
+        """Its contribution to the round that runs; None between rounds."""
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
         self._sends_digest: dict[GenerationId, bool] = {}

@@ -52,7 +52,9 @@ SAVE_RUNNING_EVERY_S = 5.0
 MAX_LOADED = 8
 """Recordings of earlier runs that are kept in memory."""
 MAX_DIGITS = 6
+"""Most digits of a number in a query, so that none is converted that is absurdly long."""
 MAX_LOG_BYTES = 64 << 10
+"""Largest end of a log that the page shows."""
 
 
 class Web:

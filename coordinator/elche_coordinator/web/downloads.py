@@ -14,6 +14,7 @@ from elche.errors import ElcheError
 LINK_S = 30.0
 """Seconds for which a link is valid."""
 MAX_LINKS = 16
+"""Most links that are valid at once; a further one is refused."""
 
 
 class Download:

@@ -33,8 +33,11 @@ PER_PAGE = 25
 MAX_SLOTS = 16
 """Slots that are shown of one host."""
 MAX_CHECKPOINTS = 20
+"""Newest checkpoints that are shown."""
 MAX_TEXT = 1000
+"""Longest text that is shown, in characters."""
 MAX_TRACEBACK = 16_000
+"""Longest traceback that is shown, in characters."""
 SAVED_FIELDS = (
     *("ranks", "loss", "samples_per_s", "anchor", "pacing", "backend", "policy", "averaging", "overhead", "round_s"),
     *("averaging_s", "sent_bytes", "checkpoint_failures", "given_up", "discarded", "spread", "num_ranks_hidden"),

@@ -32,6 +32,7 @@ MAX_TEXT = 500
 MAX_STACKS = 8000
 """Longest text of a stall with stacks, in characters."""
 MAX_EVENTS = 500
+"""Newest events of a job that are recorded."""
 MAX_JOBS = 100
 """Recordings in memory; more ended jobs are dropped, oldest first."""
 STALLED = "stalled"

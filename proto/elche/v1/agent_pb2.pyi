@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DeliverRequest(_message.Message):
-    """The next chunk of a file."""
+    """From an agent, the next chunk of a file for which the coordinator has asked. The coordinator forwards it to the
+    client, and keeps nothing.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,7 +70,7 @@ Global___DeliverResponse: _TypeAlias = DeliverResponse  # noqa: Y015
 
 @_typing.final
 class SendModel(_message.Message):
-    """Requests the delivery of the model of a job whose ranks ran on this host."""
+    """From the coordinator, for a client: deliver the model of a job whose ranks ran on this host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -83,7 +85,7 @@ class SendModel(_message.Message):
     checkpoint: _builtins.str
     """Folder on this host of the checkpoint whose weights to send; empty: the job's final model."""
     best: _builtins.bool
-    """Whether to send the best model by the monitored metric instead of the final one."""
+    """True to send the best model by the monitored metric instead of the final one."""
     def __init__(
         self,
         *,
@@ -102,7 +104,7 @@ Global___SendModel: _TypeAlias = SendModel  # noqa: Y015
 
 @_typing.final
 class SendLog(_message.Message):
-    """Requests the delivery of the end of a rank's log."""
+    """From the coordinator, for a client: deliver the end of a rank's log."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,9 +123,9 @@ class SendLog(_message.Message):
     max_bytes: _builtins.int
     """Largest part of the log's end, in bytes."""
     follow: _builtins.bool
-    """Whether to deliver what is appended to the log until the rank exits. Empty chunks are sent as signs of life."""
+    """True to deliver what is appended to the log until the rank exits. Empty chunks are sent as signs of life."""
     with_times: _builtins.bool
-    """Whether each line begins with the time at which it was written, as 2026-01-31T12:00:00Z, or 20 spaces where that is not
+    """True if each line begins with the time at which it was written, as 2026-01-31T12:00:00Z, or 20 spaces where that is not
     known, and a space.
     """
     def __init__(
@@ -146,8 +148,8 @@ Global___SendLog: _TypeAlias = SendLog  # noqa: Y015
 
 @_typing.final
 class StoreArtifacts(_message.Message):
-    """Requests that the host puts what it holds of a job that has ended into the artifact store. It delivers the manifest, as
-    JSON; empty chunks before are signs of life.
+    """From the coordinator: put what the host holds of a job that has ended into the artifact store. The agent delivers the
+    manifest, as JSON; empty chunks before are signs of life.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -169,7 +171,7 @@ class StoreArtifacts(_message.Message):
     folder: _builtins.str
     """Folder in it for what this host has, which is whole when there is a manifest in it."""
     has_model: _builtins.bool
-    """Whether the final model is here, and the best one beside it."""
+    """True if the final model is here, and the best one beside it."""
     record: _builtins.str
     """The job's record, as JSON; empty: another host has it."""
     @_builtins.property
@@ -202,7 +204,9 @@ Global___StoreArtifacts: _TypeAlias = StoreArtifacts  # noqa: Y015
 
 @_typing.final
 class OpenLink(_message.Message):
-    """Has the host listen for another one that measures the link between them. What it delivers is where, as HOST:PORT."""
+    """From the coordinator: listen for another host that measures the link between them. The agent delivers where, as
+    HOST:PORT.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -228,7 +232,9 @@ Global___OpenLink: _TypeAlias = OpenLink  # noqa: Y015
 
 @_typing.final
 class TryLink(_message.Message):
-    """Has the host measure the link to another one. It delivers a `LinkMeasured`, serialized."""
+    """From the coordinator: measure the link to another host, which listens after OpenLink. The agent delivers a
+    `LinkMeasured`, serialized.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,7 +249,7 @@ class TryLink(_message.Message):
     secret: _builtins.bytes
     """What to show there."""
     only_connects: _builtins.bool
-    """Whether to find out only whether it can be reached."""
+    """True to find out only whether it can be reached."""
     def __init__(
         self,
         *,
@@ -296,7 +302,9 @@ Global___Slot: _TypeAlias = Slot  # noqa: Y015
 
 @_typing.final
 class AgentHello(_message.Message):
-    """The agent's first message."""
+    """From an agent, its first message on a stream. The coordinator places ranks on its slots, or takes the agent for the
+    one that it knew before.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,13 +352,13 @@ class AgentHello(_message.Message):
     num_ranks: _builtins.int
     """How many ranks run on it."""
     measures_links: _builtins.bool
-    """Whether it knows `OpenLink` and `TryLink`."""
+    """True if it knows `OpenLink` and `TryLink`."""
     folder: _builtins.str
     """Identifies its work folder, whichever agent has it; empty: none could be kept there."""
     stores_artifacts: _builtins.bool
-    """Whether it knows `StoreArtifacts`."""
+    """True if it knows `StoreArtifacts`."""
     starts_loops: _builtins.bool
-    """Whether it starts scripts with their own loop (`JobSpec.is_loop`); an older one would take them for files of jobs."""
+    """True if it starts scripts with their own loop (`JobSpec.is_loop`); an older one would take them for files of jobs."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -394,7 +402,7 @@ Global___AgentHello: _TypeAlias = AgentHello  # noqa: Y015
 
 @_typing.final
 class RankStarted(_message.Message):
-    """A rank process has started."""
+    """From an agent that has started a rank process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,7 +436,9 @@ Global___RankStarted: _TypeAlias = RankStarted  # noqa: Y015
 
 @_typing.final
 class RankExited(_message.Message):
-    """A rank process has exited, for whatever reason."""
+    """From an agent whose rank process has exited, for whatever reason. The coordinator frees its slots, and decides
+    whether to start another.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -455,7 +465,7 @@ class RankExited(_message.Message):
     log_path: _builtins.str
     """The log of that process on this host; empty: the rank's."""
     was_stopped: _builtins.bool
-    """Whether somebody had stopped it (SIGSTOP) when it was to be ended."""
+    """True if somebody had stopped it (SIGSTOP) when it was to be ended."""
     def __init__(
         self,
         *,
@@ -478,7 +488,9 @@ Global___RankExited: _TypeAlias = RankExited  # noqa: Y015
 
 @_typing.final
 class RankStacks(_message.Message):
-    """The stacks of the threads of a rank process."""
+    """From an agent, the answer to SendStacks: the stacks of the threads of a rank process. The coordinator shows them to
+    all that watch the job.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -512,7 +524,7 @@ Global___RankStacks: _TypeAlias = RankStacks  # noqa: Y015
 
 @_typing.final
 class SendStacks(_message.Message):
-    """Requests the stacks of the threads of a rank process."""
+    """From the coordinator, as a rank has stalled: send the stacks of its process's threads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -542,7 +554,9 @@ Global___SendStacks: _TypeAlias = SendStacks  # noqa: Y015
 
 @_typing.final
 class HostLeaves(_message.Message):
-    """The host is to be left: its ranks commit their work, and exit; it gets no others."""
+    """From an agent that is to end soon, as by SIGTERM: the ranks on its host commit their work and exit, and the host gets
+    no others.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -617,7 +631,7 @@ Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
 
 @_typing.final
 class StartRank(_message.Message):
-    """Starts a rank process."""
+    """From the coordinator: start a rank process. The agent answers with RankStarted, or RankExited if it cannot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -641,7 +655,7 @@ class StartRank(_message.Message):
     slot: _builtins.int
     """The slot's index in the agent's hello."""
     warms_up: _builtins.bool
-    """Whether others train already: it makes a batch of which nothing stays before it says that it is ready."""
+    """True if others train already: it makes a batch of which nothing stays before it says that it is ready."""
     @_builtins.property
     def spec(self) -> _job_pb2.JobSpec:
         """The job to run."""
@@ -679,7 +693,7 @@ Global___StartRank: _TypeAlias = StartRank  # noqa: Y015
 
 @_typing.final
 class StopRank(_message.Message):
-    """Stops a rank process: SIGTERM first, SIGKILL after the grace time."""
+    """From the coordinator: stop a rank process, by SIGTERM first and by SIGKILL after the grace time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,7 +711,7 @@ class StopRank(_message.Message):
     grace_s: _builtins.float
     """Seconds between SIGTERM and SIGKILL."""
     waits_while_stopped: _builtins.bool
-    """Whether a process that is stopped (SIGSTOP) is left alone until it continues."""
+    """True if a process that is stopped (SIGSTOP) is left alone until it continues."""
     def __init__(
         self,
         *,
@@ -717,7 +731,9 @@ Global___StopRank: _TypeAlias = StopRank  # noqa: Y015
 
 @_typing.final
 class AgentWelcome(_message.Message):
-    """The answer to the agent's hello."""
+    """From the coordinator, the answer to the agent's hello. The agent drops its messages up to `taken`, and sends the
+    later ones again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -732,7 +748,7 @@ class AgentWelcome(_message.Message):
     taken: _builtins.int
     """The number of the last message that the coordinator has durably."""
     is_new: _builtins.bool
-    """Whether the agent is new to the coordinator, which knows nothing of ranks on it: those that run are to end."""
+    """True if the agent is new to the coordinator, which knows nothing of ranks on it: those that run are to end."""
     def __init__(
         self,
         *,
@@ -751,7 +767,7 @@ Global___AgentWelcome: _TypeAlias = AgentWelcome  # noqa: Y015
 
 @_typing.final
 class AgentTaken(_message.Message):
-    """Messages up to a number are durable: the agent need not keep them."""
+    """From the coordinator: messages up to a number are durable, so that the agent need not keep them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,7 +59,9 @@ Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 @_typing.final
 class JoinRound(_message.Message):
-    """Joins a round that is announced and not committed."""
+    """From a rank, first on a stream: joins a round that is announced and not committed. The coordinator refuses a rank
+    that is no member.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -85,7 +87,7 @@ Global___JoinRound: _TypeAlias = JoinRound  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
-    """A member's part in one operation."""
+    """From a rank, its part in one operation. The coordinator answers all members when it has everybody's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,7 +149,7 @@ Global___AverageRequest: _TypeAlias = AverageRequest  # noqa: Y015
 
 @_typing.final
 class AverageResponse(_message.Message):
-    """The result of an operation."""
+    """From the coordinator, the result of one operation, in the order in which the rank has sent its parts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -169,7 +171,7 @@ Global___AverageResponse: _TypeAlias = AverageResponse  # noqa: Y015
 
 @_typing.final
 class GetVerdictRequest(_message.Message):
-    """Requests the outcome of a round."""
+    """From a rank whose stream broke, to find out whether it may use the result."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,7 +199,7 @@ class GetVerdictResponse(_message.Message):
 
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
     is_complete: _builtins.bool
-    """Whether every member had everything."""
+    """True if every member had everything."""
     def __init__(
         self,
         *,

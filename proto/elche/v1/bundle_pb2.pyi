@@ -49,7 +49,7 @@ class FindBundleResponse(_message.Message):
     size_bytes: _builtins.int
     """Bytes that it has, from the beginning."""
     is_complete: _builtins.bool
-    """Whether that is all of it, and its checksum is right."""
+    """True if that is all of it, and its checksum is right."""
     def __init__(
         self,
         *,

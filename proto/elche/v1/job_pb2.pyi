@@ -264,7 +264,7 @@ class HostView(_message.Message):
     host: _builtins.str
     """Its name; several hosts may have the same."""
     is_drained: _builtins.bool
-    """Whether it gets no more ranks."""
+    """True if it gets no more ranks."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]:
         """Its devices."""
@@ -383,7 +383,7 @@ class FetchModelRequest(_message.Message):
     job_id: _builtins.str
     """The job's id."""
     best: _builtins.bool
-    """Whether to send the weights of the best checkpoint, by the monitored metric, instead of the final model."""
+    """True to send the weights of the best checkpoint, by the monitored metric, instead of the final model."""
     def __init__(
         self,
         *,
@@ -438,9 +438,9 @@ class StreamLogsRequest(_message.Message):
     max_bytes: _builtins.int
     """Largest part of the end of each log, in bytes."""
     follow: _builtins.bool
-    """Whether to stream what is appended to the logs until the ranks exit. Waits for a job that is queued."""
+    """True to stream what is appended to the logs until the ranks exit. Waits for a job that is queued."""
     with_times: _builtins.bool
-    """Whether each line begins with its time, as in `SendLog`."""
+    """True if each line begins with its time, as in `SendLog`."""
     def __init__(
         self,
         *,
@@ -591,7 +591,7 @@ class JobSpec(_message.Message):
     output_dir: _builtins.str
     """Folder on the rank's host for the model file; empty: one that the agent creates."""
     verify_rounds: _builtins.bool
-    """Whether every rank reports a digest of its parameters after every round; a difference fails the job."""
+    """True if every rank reports a digest of its parameters after every round; a difference fails the job."""
     resume: _builtins.str
     """Checkpoint to resume from, a folder or URL that the ranks can read; empty: none."""
     submitted_by: _builtins.str
@@ -607,7 +607,7 @@ class JobSpec(_message.Message):
     module: _builtins.str
     """The object that is the job, as PACKAGE.MODULE:NAME in the bundle, whose file `file_name` is; empty: `job` of the file."""
     is_loop: _builtins.bool
-    """Whether the file is a script with its own loop (`elche_worker.Trainer`), whose ranks are placed on one host (P26)."""
+    """True if the file is a script with its own loop (`elche_worker.Trainer`), whose ranks are placed on one host (P26)."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -813,7 +813,7 @@ class Checkpoint(_message.Message):
     duration_s: _builtins.float
     """Seconds that the rank took to write it; training goes on meanwhile."""
     is_best: _builtins.bool
-    """Whether it is the best by the monitored metric."""
+    """True if it is the best by the monitored metric."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics of the evaluation of this version; empty before there is one."""
@@ -1133,7 +1133,7 @@ class StallReport(_message.Message):
     usual_ms: _builtins.float
     """Its usual time per batch in ms; 0: it has made none."""
     is_over: _builtins.bool
-    """Whether it makes batches again."""
+    """True if it makes batches again."""
     stacks: _builtins.str
     """Python stacks of its threads; empty until its host has reported them."""
     def __init__(
@@ -1172,7 +1172,7 @@ class MembershipReport(_message.Message):
     num_ranks: _builtins.int
     """Ranks that train now."""
     is_back: _builtins.bool
-    """Whether the rank has joined; else it is lost."""
+    """True if the rank has joined; else it is lost."""
     def __init__(
         self,
         *,
@@ -1225,7 +1225,7 @@ class EvaluationReport(_message.Message):
     duration_s: _builtins.float
     """Seconds that it took, on the slowest rank."""
     is_final: _builtins.bool
-    """Whether it evaluates the last model, which is the final one unless a better one is restored."""
+    """True if it evaluates the last model, which is the final one unless a better one is restored."""
     attempt: _builtins.int
     """As in `EpochReport`."""
     @_builtins.property
@@ -1478,7 +1478,7 @@ class JobResult(_message.Message):
     traceback: _builtins.str
     """The user's traceback when user code raised, else empty."""
     invalid: _builtins.bool
-    """Whether the job was not valid, as opposed to failing while it ran."""
+    """True if the job was not valid, as opposed to failing while it ran."""
     epochs: _builtins.int
     """Epochs completed."""
     samples_per_s: _builtins.float
@@ -1588,7 +1588,7 @@ class SubmitJobRequest(_message.Message):
     another caller, as its token names it, is another key. Empty: none.
     """
     finds: _builtins.bool
-    """Whether to find the job that was submitted with the key, and to submit none."""
+    """True to find the job that was submitted with the key, and to submit none."""
     @_builtins.property
     def spec(self) -> Global___JobSpec:
         """What to run."""
@@ -1811,7 +1811,7 @@ class CancelJobResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
-    """Whether this request cancels it."""
+    """True if this request cancels it."""
     state: Global___JobState.ValueType
     """The job's state when the request arrived."""
     def __init__(
@@ -1941,7 +1941,7 @@ class PauseJobResponse(_message.Message):
     CHANGED_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
-    """Whether this request changes anything. A job that has ended does not change."""
+    """True if this request changes anything. A job that has ended does not change."""
     state: Global___JobState.ValueType
     """The job's state when the request arrived."""
     def __init__(

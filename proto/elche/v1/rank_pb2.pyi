@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoopRank(_message.Message):
-    """A process of a script with its own loop."""
+    """A process of a script with its own loop, in `AttachRequest`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -46,7 +46,9 @@ Global___LoopRank: _TypeAlias = LoopRank  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """A script with its own loop, which decides by itself what it trains."""
+    """From the first process of a script with its own loop, for all of them. The coordinator makes a job of it, which gets
+    no slots: its processes run already.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,7 +70,7 @@ class AttachRequest(_message.Message):
     submitted_by: _builtins.str
     """Who runs it, as USER@HOST; not authenticated. Empty: unknown."""
     can_regroup: _builtins.bool
-    """Whether its ranks can go on without one that has died (protocol P18.5)."""
+    """True if its ranks can go on without one that has died (protocol P18.5)."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopRank]:
         """Its processes, in rank order."""
@@ -94,7 +96,7 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class AttachResponse(_message.Message):
-    """The script is a job now."""
+    """The script is a job now. The first process gives each other one its secret, with which it opens its session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -122,7 +124,7 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class SpeedHint(_message.Message):
-    """An initial estimate of the ranks' speeds."""
+    """An initial estimate of the ranks' speeds, by which the first round is planned before any is measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -148,7 +150,10 @@ Global___SpeedHint: _TypeAlias = SpeedHint  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
-    """The rank has loaded the user's file. The settings must be equal on all ranks of a job."""
+    """From a rank once it has loaded the user's file, as its first message. The coordinator compares these settings, and
+    fails the job if they differ between ranks, those of the rank itself (device, build, its batch size, addresses)
+    aside. Of the first ranks it waits for all before it forms a group.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -206,9 +211,9 @@ class Ready(_message.Message):
     seed: _builtins.int
     """Seed of the initial parameters and of the order of samples."""
     drop_last: _builtins.bool
-    """Whether the incomplete last batch of an epoch is dropped."""
+    """True if the incomplete last batch of an epoch is dropped."""
     has_evaluation: _builtins.bool
-    """Whether the file has an evaluation."""
+    """True if the file has an evaluation."""
     anchor: _builtins.int
     """Initial anchor: batches of the slowest rank between averagings."""
     max_anchor: _builtins.int
@@ -220,7 +225,7 @@ class Ready(_message.Message):
     device: _builtins.str
     """The rank's device, as text for people."""
     averaging: _builtins.str
-    """Whether ranks train during a round: "blocking" or "overlapped"."""
+    """True if ranks train during a round: "blocking" or "overlapped"."""
     nonfinite: _builtins.str
     """The policy for parameters that are not finite: "fail", "skip" or "ignore"."""
     averaging_options: _builtins.str
@@ -242,19 +247,19 @@ class Ready(_message.Message):
     monitor: _builtins.str
     """The metric that decides which checkpoint is the best; empty: none."""
     more_is_better: _builtins.bool
-    """Whether larger values of the metric are better."""
+    """True if larger values of the metric are better."""
     patience: _builtins.int
     """Evaluations without improvement after which training ends; 0: no limit."""
     eval_size: _builtins.int
     """Samples that all ranks evaluate together after each epoch; 0: one rank evaluates."""
     wants_metrics: _builtins.bool
-    """Whether the job has a callback for finished epochs."""
+    """True if the job has a callback for finished epochs."""
     rank_batch_size: _builtins.int
     """Samples per batch of this rank; may differ between ranks."""
     resumed: _builtins.str
     """The state of the training in the checkpoint that the rank has loaded, as JSON; empty without one."""
     timeline: _builtins.bool
-    """Whether the rank sends spans for a timeline."""
+    """True if the rank sends spans for a timeline."""
     restore: _builtins.str
     """Which model is the final one where `monitor` is given: "best" or "last"."""
     on_rank_loss: _builtins.str
@@ -262,15 +267,15 @@ class Ready(_message.Message):
     ride_out_s: _builtins.float
     """For how long ranks train and average while the coordinator is away, in seconds."""
     is_drawn: _builtins.bool
-    """Whether samples are drawn by weights, with replacement."""
+    """True if samples are drawn by weights, with replacement."""
     links_address: _builtins.str
     """HOST:PORT at which other ranks can try whether they reach this one; empty if it does not listen."""
     outliers: _builtins.str
     """What is done with a step that is far longer than the rank's steps before: "skip" or "keep"."""
     keeps_state: _builtins.bool
-    """Whether the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its checkpoints."""
+    """True if the job keeps objects of its own with the model: the lowest rank, which hears of epochs, writes its checkpoints."""
     are_samples_random: _builtins.bool
-    """Whether samples come out different each time they are read, so that they are not compared."""
+    """True if samples come out different each time they are read, so that they are not compared."""
     @_builtins.property
     def speed_hint(self) -> Global___SpeedHint:
         """First guess of the ranks' speeds."""
@@ -411,7 +416,7 @@ Global___ValueFigures: _TypeAlias = ValueFigures  # noqa: Y015
 
 @_typing.final
 class Build(_message.Message):
-    """What decides which backend ranks can use for averaging."""
+    """What decides which backend ranks can use for averaging, in `Ready`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -432,7 +437,7 @@ class Build(_message.Message):
     nccl: _builtins.str
     """Version of NCCL; empty without."""
     needs_encryption: _builtins.bool
-    """Whether its connection to the coordinator is encrypted, and no network is named on which ranks may connect to each
+    """True if its connection to the coordinator is encrypted, and no network is named on which ranks may connect to each
     other without.
     """
     def __init__(
@@ -455,7 +460,9 @@ Global___Build: _TypeAlias = Build  # noqa: Y015
 
 @_typing.final
 class GroupReady(_message.Message):
-    """The rank has formed the process group of a generation."""
+    """From a rank that has formed the process group of a generation. When all members have, the coordinator announces a
+    round.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,7 +484,7 @@ Global___GroupReady: _TypeAlias = GroupReady  # noqa: Y015
 
 @_typing.final
 class ScalarSum(_message.Message):
-    """Sum and count of one recorded scalar."""
+    """Sum and count of one recorded scalar; the coordinator adds both up over ranks, for the mean."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -535,7 +542,9 @@ Global___TensorSum: _TypeAlias = TensorSum  # noqa: Y015
 
 @_typing.final
 class EpochWork(_message.Message):
-    """What was trained of one epoch since the last such report."""
+    """What a rank has trained of one epoch since the last such report. The coordinator adds it to the epoch's report when
+    the round is committed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -604,9 +613,9 @@ Global___EpochWork: _TypeAlias = EpochWork  # noqa: Y015
 
 @_typing.final
 class BatchesTrained(_message.Message):
-    """Progress between rounds, at most 20 messages per second and rank, and in a job of more than 50 ranks at most one in as many
-    ms, or for each fourth batch. Counters are cumulative, so that lost or repeated
-    messages do no harm.
+    """From a rank, its progress between rounds: at most 20 messages per second and rank, and in a job of more than 50 ranks
+    at most one in as many ms as there are ranks, or for each fourth batch. The coordinator revises rounds and leases
+    work by it. Counters are cumulative, so that lost or repeated messages do no harm.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -663,7 +672,7 @@ Global___BatchesTrained: _TypeAlias = BatchesTrained  # noqa: Y015
 
 @_typing.final
 class LoopProgress(_message.Message):
-    """Progress of a script with its own loop, sent by its rank 0."""
+    """From rank 0 of a script with its own loop, its progress for people. The coordinator shows the newest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -713,7 +722,9 @@ Global___LoopProgress: _TypeAlias = LoopProgress  # noqa: Y015
 
 @_typing.final
 class LoopEpochEnded(_message.Message):
-    """A rank of a script with its own loop has finished an epoch."""
+    """From each rank of a script with its own loop, at the end of an epoch. The coordinator reports the epoch when all
+    ranks have sent theirs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -745,7 +756,7 @@ Global___LoopEpochEnded: _TypeAlias = LoopEpochEnded  # noqa: Y015
 
 @_typing.final
 class LoopLeft(_message.Message):
-    """A rank of a script with its own loop has finished."""
+    """From a rank of a script with its own loop that has come to its end. When all have, the job has succeeded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -762,7 +773,9 @@ Global___LoopLeft: _TypeAlias = LoopLeft  # noqa: Y015
 
 @_typing.final
 class LoopBegan(_message.Message):
-    """A rank of a script with its own loop that an agent has started has set up its trainer (P26)."""
+    """From a rank of a script with its own loop that an agent has started, once it has set up its trainer (P26). When all
+    have, the job trains.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -911,8 +924,8 @@ Global___Gauges: _TypeAlias = Gauges  # noqa: Y015
 
 @_typing.final
 class Spans(_message.Message):
-    """Spans of a rank for the timeline, as columns: span i has kinds[i], starts_us[i] and so on. `elche.timeline` lists the
-    kinds.
+    """From a rank, spans for the timeline, as columns: span i has kinds[i], starts_us[i] and so on. The coordinator shifts
+    them to its own clock. `elche.timeline` lists the kinds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -975,7 +988,9 @@ Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
 class Clock(_message.Message):
-    """The coordinator's clock, to measure the offset of the rank's clock."""
+    """From the coordinator, its clock. The rank sends it back in `Spans`, by which the coordinator measures the offset of
+    the rank's clock.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -997,7 +1012,7 @@ Global___Clock: _TypeAlias = Clock  # noqa: Y015
 
 @_typing.final
 class RoundEntered(_message.Message):
-    """The rank has taken its snapshot and enters the round's collective (protocol P3.1)."""
+    """From a rank that has taken its snapshot and enters the round's collective (protocol P3.1)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1043,11 +1058,11 @@ class HeaderRow(_message.Message):
     compute_us: _builtins.int
     """Compute time since the last round in microseconds, without waits for data."""
     finite: _builtins.bool
-    """Whether its parameters were finite."""
+    """True if its parameters were finite."""
     version: _builtins.int
     """Version of its model before the round; 0 for a rank that has just joined."""
     unusual: _builtins.bool
-    """Whether its step is far longer than its steps before (protocol P4.7)."""
+    """True if its step is far longer than its steps before (protocol P4.7)."""
     def __init__(
         self,
         *,
@@ -1069,7 +1084,9 @@ Global___HeaderRow: _TypeAlias = HeaderRow  # noqa: Y015
 
 @_typing.final
 class SyncAck(_message.Message):
-    """The rank has received the round's result (protocol P5.1)."""
+    """From a rank that has received the round's result (protocol P5.1). The coordinator commits the round when all members
+    have sent this.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1150,8 +1167,8 @@ Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
 class HeaderTold(_message.Message):
-    """The rows of a header whose digest alone was sent: said before `Abandoned`, of each round that the coordinator has not
-    said to be committed (protocol P5.5).
+    """From a rank, before `Abandoned`: the rows of a header whose digest alone it had sent, of each round that the
+    coordinator has not said to be committed (protocol P5.5). The member that was to send the rows may be lost.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1184,7 +1201,10 @@ Global___HeaderTold: _TypeAlias = HeaderTold  # noqa: Y015
 
 @_typing.final
 class RoundFailed(_message.Message):
-    """The round's collective has failed on this rank. Its parameters are unchanged, and its work belongs to the next round (protocol P6.5)."""
+    """From a rank on which the round's collective has failed. Its parameters are unchanged, and its work belongs to the
+    next round (protocol P6.5). If all members fail, the coordinator announces another round; if some have the result, it
+    ends the generation.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1214,7 +1234,9 @@ Global___RoundFailed: _TypeAlias = RoundFailed  # noqa: Y015
 
 @_typing.final
 class Pong(_message.Message):
-    """The answer to Ping."""
+    """From a rank, the answer to Ping, sent at once by a thread of its own: it shows that the process runs, not that it
+    trains.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1231,7 +1253,7 @@ Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class Probed(_message.Message):
-    """The answer to Probe."""
+    """From a rank, the answer to Probe. The coordinator leaves ranks out until all that are left reach each other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1255,8 +1277,9 @@ Global___Probed: _TypeAlias = Probed  # noqa: Y015
 
 @_typing.final
 class Abandoned(_message.Message):
-    """Nothing of a generation runs on this rank any more: the rank enters none of its rounds, and how those that it had
-    entered ended was said before this (protocol P18).
+    """From a rank on which nothing of a generation runs any more: the rank enters none of its rounds, and has said before
+    this how those ended that it had entered (protocol P18). When all members have sent this, the coordinator forms the
+    next generation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1283,7 +1306,7 @@ Global___Abandoned: _TypeAlias = Abandoned  # noqa: Y015
 
 @_typing.final
 class Evaluated(_message.Message):
-    """The requested evaluation is done."""
+    """From a rank, its part of the requested evaluation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1367,7 +1390,7 @@ Global___Evaluated: _TypeAlias = Evaluated  # noqa: Y015
 
 @_typing.final
 class FinalStateSaved(_message.Message):
-    """The job's final state is on disk."""
+    """From the rank that was to write the job's final state, which is on disk now. The job does not succeed without it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1389,7 +1412,7 @@ Global___FinalStateSaved: _TypeAlias = FinalStateSaved  # noqa: Y015
 
 @_typing.final
 class CheckpointSaved(_message.Message):
-    """The requested checkpoint is written."""
+    """From the writer of a checkpoint, which is complete now. Only then the coordinator counts on it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1423,7 +1446,7 @@ Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
 
 @_typing.final
 class CheckpointFailed(_message.Message):
-    """The requested checkpoint cannot be written. Training goes on."""
+    """From the writer of a checkpoint, which cannot be written. Training goes on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1435,7 +1458,7 @@ class CheckpointFailed(_message.Message):
     reason: _builtins.str
     """Why, as text for people."""
     is_late: _builtins.bool
-    """Whether the rank had gone on before it knew that the round was to become a checkpoint, so that another round is to."""
+    """True if the rank had gone on before it knew that the round was to become a checkpoint, so that another round is to."""
     def __init__(
         self,
         *,
@@ -1453,7 +1476,7 @@ Global___CheckpointFailed: _TypeAlias = CheckpointFailed  # noqa: Y015
 
 @_typing.final
 class EpochMetricsTaken(_message.Message):
-    """The job's callback for a finished epoch has returned."""
+    """From a rank whose callback for a finished epoch has returned. Until then the job does not end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1479,7 +1502,7 @@ Global___EpochMetricsTaken: _TypeAlias = EpochMetricsTaken  # noqa: Y015
 
 @_typing.final
 class EventRecorded(_message.Message):
-    """User code has called `record_event`."""
+    """From a rank whose user code has called `record_event`. The coordinator tells all that watch the job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1505,7 +1528,7 @@ Global___EventRecorded: _TypeAlias = EventRecorded  # noqa: Y015
 
 @_typing.final
 class BestKept(_message.Message):
-    """The answer to `KeepBest`: the best model is written."""
+    """From a rank, the answer to `KeepBest`: the best model is written."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1527,7 +1550,9 @@ Global___BestKept: _TypeAlias = BestKept  # noqa: Y015
 
 @_typing.final
 class RankFailed(_message.Message):
-    """User code has raised, or the job is not valid. The rank exits after this message."""
+    """From a rank whose user code has raised, or whose job is not valid. The rank exits after it; the coordinator fails the
+    job.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1542,7 +1567,7 @@ class RankFailed(_message.Message):
     batch: _builtins.int
     """The rank's batch, from 0; absent outside training."""
     invalid: _builtins.bool
-    """Whether the job is not valid, as opposed to failing while it ran."""
+    """True if the job is not valid, as opposed to failing while it ran."""
     def __init__(
         self,
         *,
@@ -1747,7 +1772,7 @@ Global___ConverseRequest: _TypeAlias = ConverseRequest  # noqa: Y015
 
 @_typing.final
 class FormGroup(_message.Message):
-    """Form a process group."""
+    """From the coordinator to every member of a new generation: form a process group, and answer with GroupReady."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1768,7 +1793,7 @@ class FormGroup(_message.Message):
     backend: _builtins.str
     """The backend of averaging: "nccl", "gloo" or "cpu"."""
     sends_digest: _builtins.bool
-    """Whether this rank may send the digest of a round's header in place of its rows: another member sends these (protocol P5.5)."""
+    """True if this rank may send the digest of a round's header in place of its rows: another member sends these (protocol P5.5)."""
     def __init__(
         self,
         *,
@@ -1789,7 +1814,9 @@ Global___FormGroup: _TypeAlias = FormGroup  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
-    """Answer with Pong, whatever the rank is doing: one that does not is stopped, or cannot be reached (protocol P20)."""
+    """From the coordinator: answer with Pong at once, whatever the rank is doing. A rank that does not is stopped, or
+    cannot be reached (protocol P20).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1806,7 +1833,9 @@ Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class Leaving(_message.Message):
-    """Somebody wants the rank's process to end: let it go once its work is committed (protocol P19.3)."""
+    """From a rank whose process somebody wants to end: the coordinator lets it go once its work is committed (protocol
+    P19.3).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1823,8 +1852,9 @@ Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
 class Stopped(_message.Message):
-    """The process was told to stop while no coordinator answered, and has ended. Its worker says so in its name, after all that
-    the process had to say (protocol P19.7).
+    """From the worker of a process that was told to stop while no coordinator answered, and has ended. The worker sends it
+    in the process's name, after all that the process had to say (protocol P19.7). The coordinator may have the draft
+    written as a checkpoint.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1873,8 +1903,8 @@ Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
-    """Try whether these ranks can be reached, and answer with Probed, whatever the rank is doing: all are in an averaging in
-    which nothing moves (protocol P24.1).
+    """From the coordinator, when all members are in an averaging in which nothing moves: try whether these ranks can be
+    reached, and answer with Probed, whatever the rank is doing (protocol P24.1).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1899,7 +1929,9 @@ Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class Abandon(_message.Message):
-    """Give a generation up: enter none of its rounds any more, end its collective, and answer with Abandoned (protocol P18)."""
+    """From the coordinator to every member, as one is lost: give a generation up, enter none of its rounds any more, end
+    its collective, and answer with Abandoned (protocol P18).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1921,7 +1953,7 @@ Global___Abandon: _TypeAlias = Abandon  # noqa: Y015
 
 @_typing.final
 class Throttle(_message.Message):
-    """Train no batch beyond a step. A higher limit lets the rank go on (protocol P9)."""
+    """From the coordinator: train no batch beyond a step. A higher limit lets the rank go on (protocol P9)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1943,7 +1975,7 @@ Global___Throttle: _TypeAlias = Throttle  # noqa: Y015
 
 @_typing.final
 class StartEpoch(_message.Message):
-    """A lease: train this slice of the epoch's permutation (protocol P8)."""
+    """From the coordinator, a lease: train this slice of the epoch's permutation, after those leased before (protocol P8)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1961,7 +1993,7 @@ class StartEpoch(_message.Message):
     partition_size: _builtins.int
     """Number of positions."""
     is_reserve: _builtins.bool
-    """Whether it is in reserve: to be begun when that is permitted, or while the coordinator is away."""
+    """True if it is in reserve: to be begun when that is permitted, or while the coordinator is away."""
     def __init__(
         self,
         *,
@@ -1981,7 +2013,7 @@ Global___StartEpoch: _TypeAlias = StartEpoch  # noqa: Y015
 
 @_typing.final
 class Permit(_message.Message):
-    """Leases that were in reserve may be begun (protocol P16.3)."""
+    """From the coordinator: leases that were in reserve may be begun (protocol P16.3)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2003,7 +2035,9 @@ Global___Permit: _TypeAlias = Permit  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):
-    """What is in reserve is wanted back, and no granted round is to be entered any more. Answer with Recalled (protocol P16.3)."""
+    """From the coordinator: give back what is in reserve, and enter no granted round any more. Answer with Recalled
+    (protocol P16.3).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2020,7 +2054,9 @@ Global___Recall: _TypeAlias = Recall  # noqa: Y015
 
 @_typing.final
 class Recalled(_message.Message):
-    """What was in reserve is given back, but for what the rank has begun while the coordinator was away."""
+    """From a rank, the answer to Recall: it gives back what was in reserve, but for what it has begun while the coordinator
+    was away. The coordinator may lease this to others only now.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2042,7 +2078,9 @@ Global___Recalled: _TypeAlias = Recalled  # noqa: Y015
 
 @_typing.final
 class SyncNow(_message.Message):
-    """Average after a step. Sent again with another step, it revises the target of a rank that has not entered the round (protocol P2)."""
+    """From the coordinator to every member: average after a step. Sent again with another step, it revises the target of a
+    rank that has not entered the round (protocol P2).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2062,13 +2100,15 @@ class SyncNow(_message.Message):
     after_step: _builtins.int
     """The rank enters the round after this many batches in total."""
     count: _builtins.int
-    """Number of rounds that are granted."""
+    """Number of rounds that are announced, one batch apart."""
     every: _builtins.int
-    """Batches between granted rounds, and between those that `count_away` grants."""
+    """Batches from the last of these `count` rounds to the first that `count_away` grants, and between those; the rounds of
+    `count` are one batch apart.
+    """
     stop_after: _builtins.bool
-    """Whether the rank must stop after the last granted round."""
+    """True if the rank must stop after the last announced round, until more are."""
     checkpoint_round: _builtins.int
-    """The granted round at whose entry this rank captures what a checkpoint needs, as the optimizer's state; 0: none."""
+    """The announced round at whose entry this rank captures what a checkpoint needs, as the optimizer's state; 0: none."""
     newer_batches: _builtins.int
     """Apply the result after exactly this many batches beyond the rank's part; absent: as soon as it has arrived."""
     count_away: _builtins.int
@@ -2098,7 +2138,7 @@ Global___SyncNow: _TypeAlias = SyncNow  # noqa: Y015
 
 @_typing.final
 class Evaluate(_message.Message):
-    """The part of an evaluation that one rank computes."""
+    """The part of an evaluation that one rank computes, in `RoundOutcome`; the rank answers with Evaluated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2128,7 +2168,9 @@ Global___Evaluate: _TypeAlias = Evaluate  # noqa: Y015
 
 @_typing.final
 class MakeMetrics(_message.Message):
-    """Make metrics of an evaluation's summed tensors, by the user's `eval_metrics` (protocol P12.9)."""
+    """From the coordinator to one rank, when all parts of an evaluation are there: make metrics of its summed tensors, by
+    the user's `eval_metrics` (protocol P12.9). The rank answers with Evaluated, `is_made` true.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2183,7 +2225,9 @@ Global___MakeMetrics: _TypeAlias = MakeMetrics  # noqa: Y015
 
 @_typing.final
 class WriteCheckpoint(_message.Message):
-    """Write the round's result and the captured state as a checkpoint."""
+    """In `RoundOutcome`: write the round's result and the captured state as a checkpoint. The rank answers with
+    CheckpointSaved or CheckpointFailed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2215,7 +2259,9 @@ Global___WriteCheckpoint: _TypeAlias = WriteCheckpoint  # noqa: Y015
 
 @_typing.final
 class EpochMetrics(_message.Message):
-    """A finished epoch, for the job's callback."""
+    """From the coordinator to the lowest rank, a finished epoch for the job's callback. The rank answers with
+    EpochMetricsTaken.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2317,7 +2363,9 @@ Global___EpochMetrics: _TypeAlias = EpochMetrics  # noqa: Y015
 
 @_typing.final
 class RoundOutcome(_message.Message):
-    """A round whose result the rank has received is committed (protocol P6.4)."""
+    """From the coordinator to every member: a round whose result it has received is committed (protocol P6.4). What else it
+    asks for, an evaluation, a checkpoint or the final state, is to be of this result.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2334,7 +2382,7 @@ class RoundOutcome(_message.Message):
     global_step: _builtins.int
     """Batches committed over all ranks."""
     save_final: _builtins.bool
-    """Whether to write the result as the job's final state."""
+    """True to write the result as the job's final state."""
     @_builtins.property
     def evaluate(self) -> Global___Evaluate:
         """Evaluate the result; absent: no evaluation."""
@@ -2370,7 +2418,9 @@ Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
 
 @_typing.final
 class KeepBest(_message.Message):
-    """Write the best model beside the job's final state, which this rank has written."""
+    """From the coordinator to the rank that has written the job's final state: write the best model beside it, and answer
+    with BestKept.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2379,7 +2429,7 @@ class KeepBest(_message.Message):
     checkpoint: _builtins.str
     """The checkpoint with the best model, a folder or URL; empty: the final state is the best."""
     restores: _builtins.bool
-    """Whether it replaces the final state."""
+    """True if it replaces the final state."""
     def __init__(
         self,
         *,
@@ -2396,7 +2446,9 @@ Global___KeepBest: _TypeAlias = KeepBest  # noqa: Y015
 
 @_typing.final
 class SaveCheckpoint(_message.Message):
-    """A script with its own loop is to write a checkpoint after one of its next steps."""
+    """From the coordinator to the first rank of a script with its own loop, for a client: write a checkpoint after one of
+    the next steps. The rank tells the others.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2413,7 +2465,9 @@ Global___SaveCheckpoint: _TypeAlias = SaveCheckpoint  # noqa: Y015
 
 @_typing.final
 class PauseLoop(_message.Message):
-    """A script with its own loop is to pause after one of its next steps, or to go on."""
+    """From the coordinator to every rank of a script with its own loop, for a client: pause after one of the next steps, or
+    go on.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2435,7 +2489,9 @@ Global___PauseLoop: _TypeAlias = PauseLoop  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """Exit: the job's outcome is decided."""
+    """From the coordinator: exit, since the job's outcome is decided, or since the rank is not needed any more, as on a host
+    that is to be left.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2461,7 +2517,9 @@ Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """The coordinator's first message on a stream."""
+    """From the coordinator, its first message on a stream. The rank drops its messages up to `taken`, and sends the later
+    ones again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2473,7 +2531,7 @@ class Welcome(_message.Message):
     taken: _builtins.int
     """The number of the last message that it has durably."""
     takes_stopped: _builtins.bool
-    """Whether the coordinator understands Stopped."""
+    """True if the coordinator understands Stopped."""
     def __init__(
         self,
         *,
@@ -2491,7 +2549,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Taken(_message.Message):
-    """Messages up to a number are durable: the rank need not keep them."""
+    """From the coordinator: messages up to a number are durable, so that the rank need not keep them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -233,7 +233,7 @@ Global___CheckRequest: _TypeAlias = CheckRequest  # noqa: Y015
 
 @_typing.final
 class CheckResponse(_message.Message):
-    """Whether all exist."""
+    """True if all exist."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -329,7 +329,7 @@ Global___DeleteKeyRequest: _TypeAlias = DeleteKeyRequest  # noqa: Y015
 
 @_typing.final
 class DeleteKeyResponse(_message.Message):
-    """Whether it existed."""
+    """True if it existed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -32,7 +32,7 @@ ABORT_AGAIN_S = 0.5
 
 
 class ValuesPlace(Enum):
-    """Where a round holds its values."""
+    """The place at which a round holds its values."""
 
     DEVICE = "on the device of the group's collectives, which may be the host"
     PINNED = "in page-locked host memory, which a GPU copies from and to asynchronously"

@@ -21,7 +21,7 @@ from elche_worker.device.transfer import tensors_in
 BUDGET_S = 0.2
 """Seconds after which no further sample is read."""
 NUM_READS = 3
-"""How often each is read: one that comes out different is drawn at random."""
+"""Number of times that each sample is read: if it comes out different, it is random, and is not compared."""
 LEAST_SAMPLES = 2
 """Fewest samples that are compared, unless the data set has fewer: a single one that is drawn at random may be equal by
 chance in all reads, and would then be taken for a fault."""

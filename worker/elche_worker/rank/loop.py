@@ -109,7 +109,7 @@ class RankLoop:
         self._batch_size = parts.batch_size
         self._reserve = ReservedLeases(parts.batch_size, self._begin_lease)
         self._entered_s = 0.0
-        """When the present round was entered, by `time.perf_counter`."""
+        """Time at which the present round was entered, by `time.perf_counter`."""
         self._stalled_ms = 0.0
         """Time in ms for which the present round has kept the rank from training."""
         self._chores: list[rank_pb2.RoundOutcome] = []

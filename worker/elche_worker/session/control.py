@@ -147,7 +147,7 @@ class Rounds:
             self.checkpoint_rounds[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
             self.newer_batches[command.round] = command.newer_batches
-        last = command.after_step + (command.count - 1) * command.every
+        last = command.after_step + command.count - 1
         self.last_step, self.alone_step = last if command.stop_after else inf, -inf
 
     def go_on_alone(self) -> int:

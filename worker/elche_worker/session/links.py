@@ -19,6 +19,7 @@ TRY_EVERY_S = 0.25
 LIMIT_S = 3.0
 """Seconds after which a rank that has accepted no connection counts as unreachable."""
 PENDING = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
+"""Results of a non-blocking connect that has succeeded or is under way; any other is a failure."""
 
 
 class Links:

@@ -19,6 +19,7 @@ def soon(pause_s: float) -> float:
 Message = TypeVar("Message", bound=Any)
 
 RETRY_S = 0.05
+"""First pause in seconds between two attempts to open a stream; doubled with each failure."""
 MAX_RETRY_S = 1.0
 """Longest pause in seconds between two attempts to open a stream."""
 SAY_EVERY_S = 60.0

@@ -19,6 +19,7 @@ MAX_TEXT_CHARS = 32_768
 
 
 TAKEN_POLL_S = 0.01
+"""Seconds between two looks whether the coordinator has the last messages, before the process exits."""
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while so many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})

@@ -17,6 +17,7 @@ from elche_worker.trainer.attachment import Attachment, NoAttachment
 
 Outcome = TypeVar("Outcome")
 PAUSE_POLL_S = 0.1
+"""Seconds between two looks whether a paused loop may go on."""
 
 
 def _as_it_is(outcome: Any) -> Any:

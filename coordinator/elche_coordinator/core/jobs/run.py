@@ -56,7 +56,7 @@ class Run:
         self._first_choice: Choice | None = None
         """The backend of the first ranks, once they have agreed."""
         self.training: Training | None = None
-        """What is committed, learned and owed; set once, when all first ranks are ready and agree."""
+        """The state of training that lasts over generations; set once, when all first ranks are ready and agree."""
         self.membership: Membership | None = None
         """The generations; set together with `training`."""
         self.model = FinalModel(job_id, outbox)

@@ -166,7 +166,7 @@ class JobSpec:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What its devices and their hosts must meet: the conditions, and of a loop `STARTS_LOOPS`."""
+        """The conditions that its devices and their hosts must meet; for a loop, `STARTS_LOOPS` is one of them."""
         return (*self.conditions, STARTS_LOOPS) if self.is_loop else self.conditions
 
     @property

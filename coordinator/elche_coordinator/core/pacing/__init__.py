@@ -1,1 +1,1 @@
-"""When ranks average and how many batches each makes until then: pure functions of speeds and of work that is left."""
+"""Plans rounds: when ranks average, and how many batches each makes until then, by speeds and the work that is left."""

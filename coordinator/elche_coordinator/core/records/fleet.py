@@ -29,7 +29,9 @@ class AgentRecord:
     """Its name, for people; not unique."""
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    """On which jobs may set conditions; they never change, so that `Fleet` may cache what meets a condition."""
+    """Properties of the host on which jobs may set conditions. They never change, so that `Fleet` may cache what meets a
+    condition.
+    """
     is_drained: bool = False
     """True if it gets no more ranks."""
     folder: str = ""

@@ -120,11 +120,13 @@ class Checkpoints:
         return saved
 
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
-        """Records that a rank cannot write a checkpoint. Returns False for old news."""
+        """Records that a rank cannot write a checkpoint. Returns False for old news.
+
+        A late writer, which had trained on before it knew, is no failure: the next round becomes the checkpoint.
+        """
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False
         del self._writing[event.version]
-        # late: the writer had trained on before it knew, which is no failure; the next round becomes the checkpoint
         self._is_requested |= event.is_late
         self.num_failures += not event.is_late
         return True

@@ -1,4 +1,4 @@
-"""What the artifact store has of jobs that have ended."""
+"""Records of what the artifact store has of jobs that have ended."""
 
 import sqlalchemy as sa
 from alembic import op
