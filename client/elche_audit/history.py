@@ -75,6 +75,7 @@ class Attempt:
     base: int
     """The version with which it began."""
     base_samples: int
+    """Samples in that version."""
     files: list[RankFile]
     rounds: dict[int, AuditedRound] = field(default_factory=dict)
     """The committed rounds, by version."""
@@ -93,7 +94,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Evidence:
-    """By what a round is known to be committed."""
+    """The facts by which a round is known to be committed."""
 
     told: set[tuple[str, int, int]]
     """File, round and version of each round that the coordinator has said to be committed."""

@@ -26,6 +26,7 @@ LAYOUTS = {
 }
 """The numbers of each record, between its type and its checksum."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
+"""Bits of `Received.flags`."""
 
 
 class Damaged(Exception):
@@ -66,13 +67,15 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """A batch that is done."""
+    """A batch that is done: `size` positions of an epoch's permutation from `offset` on."""
 
     lease: int
+    """Id of the lease of which it is."""
     epoch: int
     offset: int
     size: int
     step: int
+    """Number of the process's batches, with this one."""
     is_skipped: bool = False
     """True if the job's data gave None for it: it counts as trained, and has changed nothing."""
 
@@ -87,8 +90,11 @@ class Entered:
     version: int
     """Version of its model before the round."""
     cut: int
+    """Samples that its snapshot contains, in the order of its leases."""
     step: int
+    """Batches that its snapshot contains."""
     weight: int
+    """Samples since its last round."""
 
 
 @dataclass(frozen=True, slots=True)

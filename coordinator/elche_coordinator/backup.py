@@ -19,7 +19,7 @@ from elche_coordinator.sql.database import REVISION
 from elche_coordinator.standby import DATABASE, take_folder
 
 ABOUT = "backup.json"
-"""File in the copy with the time at which it was made, and its numbers of tables and jobs."""
+"""File in the copy with the time at which it was made, the revision of its tables, and its number of jobs."""
 BUNDLES = "bundles"
 """Folder of bundles, in a coordinator's folder and in its copy."""
 

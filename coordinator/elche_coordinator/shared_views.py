@@ -11,6 +11,7 @@ VIEW_EVERY_S = 0.25
 VIEW_COST = 20
 """A view is made again only after this many times the time to make it, which bounds their part of the event loop."""
 MAX_KEPT = 64
+"""Most views that are kept for further watchers."""
 
 
 @dataclass(frozen=True, slots=True)

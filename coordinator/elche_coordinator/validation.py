@@ -25,11 +25,15 @@ Check = Callable[[Any], str]
 """Returns the problem of a value as text; empty when it has none."""
 
 MAX_CHARACTERS = 4096
+"""Longest text of a field without a bound of its own."""
 MAX_ENTRIES = 10_000
+"""Most entries of a list or map without a bound of its own."""
 MAX_RANKS = 10_000
+"""Most ranks that a job may ask for."""
 MAX_INTEGER = 2**53
 """The largest integer that a JSON number, a float and a database column all represent exactly."""
 MAX_DEPTH = 16
+"""Deepest nesting of messages: the check calls itself for each level."""
 
 CHARACTERS = {
     "AgentHello.folder": 64,

@@ -20,6 +20,7 @@ from elche_coordinator.unpickling import sealed
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+"""Seconds until a failed write is repeated; jobs wait meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from elche_coordinator.journal.journals import FORMAT
 NOTHING = DrainRequested(agent_id=AgentId(""), is_drained=False)
 """Replaces another job's event: it makes the core look for free slots, and changes nothing else."""
 NOBODY = (JobId("another job"), Rank(0))
+"""Stands for the holder of slots that another job had when the journal was recorded."""
 
 
 class CannotReplay(ValueError):

@@ -33,6 +33,9 @@ POSTGRESQL_OPTIONS: dict[str, Any] = {
 }
 """A coordinator that is stopped in the middle of a transaction must not keep the next one waiting."""
 TERM = sa.text("SELECT term, name FROM leader FOR SHARE")
+"""Reads the leader's term and keeps others from changing it until the transaction ends: a write of a replaced
+coordinator cannot come after the first of its successor.
+"""
 
 metadata = sa.MetaData()
 jobs = sa.Table(

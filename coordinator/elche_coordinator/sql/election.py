@@ -32,6 +32,9 @@ TAKE = """
 UPDATE leader SET term = term + 1, name = :name, renewed_at = clock_timestamp() WHERE term = :term
 """
 RENEW = "UPDATE leader SET renewed_at = clock_timestamp() WHERE term = :term"
+"""Statements on the table's one row. Times are the database's own, so that clocks of coordinators need not agree; the
+condition on the term lets one of several coordinators win.
+"""
 
 
 class Election:

@@ -26,6 +26,7 @@ from elche_coordinator.web.recorder import (
 )
 
 MAX_CHARTED = 12
+"""Ranks with lines in a chart; of more, the fastest and the slowest."""
 MAX_ROWS = 100
 """Ranks in the table; of more, the slowest ones."""
 PER_PAGE = 25

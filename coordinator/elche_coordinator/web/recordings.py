@@ -24,9 +24,11 @@ from elche_coordinator.web.recorder import (
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+"""The files' format; one of another number is not read."""
 MAX_FILES = 100
 """Files that are kept; the oldest ones are removed."""
 MAX_HALVINGS = 64
+"""Most halvings of a table that are read from a file, so that a damaged one makes no huge number."""
 MAX_BYTES = 8 << 20
 """Largest file that is read; a recording is at most a tenth of that."""
 

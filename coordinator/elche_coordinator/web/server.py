@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from elche_coordinator.web.access import LET_IN
 
 STOP_S = 1
+"""Seconds for open requests to end when the server stops."""
 MAX_BUSY = 256
 """Requests and streams that are served at the same time; more are refused."""
 MAX_CONNECTIONS = 128

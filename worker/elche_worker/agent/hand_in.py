@@ -145,7 +145,7 @@ class _Ghost:
     def __init__(self, channel: grpc.Channel, left: StoppedRank) -> None:
         self.left = left
         self.lost = ""
-        """Why the coordinator accepts no message of this rank; empty while it does."""
+        """The reason for which the coordinator accepts no message of this rank; empty while it does."""
         self.path = ""
         """The checkpoint that the draft has become; empty: none."""
         self.released = ""

@@ -28,7 +28,7 @@ FIRST_BYTES = 64 << 10
 MAX_BYTES = 4 << 30
 """Most bytes of an amount, whatever the other host asks for."""
 BLOCK = bytes(256 << 10)
-"""What is sent, again and again."""
+"""The data that are sent, again and again."""
 LENGTH = 8
 """Bytes of the number that says how large an amount is, big-endian."""
 PING, TAKE, GIVE = b"p", b"t", b"g"

@@ -353,7 +353,7 @@ class Handed:
     memories: dict[Kind, OuterState]
     """Empty unless a rank has joined."""
     state: bytes
-    """What `Averaging.start` was given on the source; empty on ranks that have not just joined."""
+    """The argument of `Averaging.start` on the source; empty on ranks that have not just joined."""
 
 
 @dataclass(frozen=True, slots=True)

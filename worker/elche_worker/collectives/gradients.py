@@ -79,7 +79,7 @@ class Gradients:
         self._num_sent = 0
         """Buckets sent in this step. They are sent in order, so that it is also the index of the next one."""
         self._num_fired: list[int] = []
-        """How often backward has accumulated each gradient in this step."""
+        """Number of times that backward has accumulated each gradient in this step."""
         self._most_fired: list[int] = []
         """The most times each gradient was accumulated in one step."""
         self._is_known = False

@@ -51,7 +51,7 @@ class Built:
 
     model: nn.Module
     optimizers: Any
-    """What `optimizer(model)` returned: one optimizer, or a list, tuple or dict of them."""
+    """The value of `optimizer(model)`: one optimizer, or a list, tuple or dict of them."""
     sharded: ShardedModel | None = None
     """The handle of a model that the processes of a replica group share."""
     came_in_eval_mode: bool = False

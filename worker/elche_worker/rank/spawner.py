@@ -41,7 +41,7 @@ MAX_LAUNCHES = 64
 MAX_LOG_BYTES = 64 << 20
 """Size from which a log is shortened, so that a job that prints without end does not fill the disk."""
 KEPT_LOG_BYTES = 8 << 20
-"""What is kept of it: its end."""
+"""Bytes at its end that are then kept."""
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
 """Seconds for which the spawner waits for killed stray processes to end."""

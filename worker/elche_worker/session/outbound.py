@@ -28,7 +28,7 @@ SAY_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Unsaid(Generic[Message]):
-    """What one side has left of a conversation, by which another process goes on with it."""
+    """The rest of a conversation that one side has left, by which another process goes on with it."""
 
     num_sent: int
     num_heard: int
@@ -101,7 +101,7 @@ class Outbound(Generic[Message]):
                 self._queue = None
 
     def unsaid(self) -> Unsaid[Message]:
-        """What is left of the conversation."""
+        """The rest of the conversation, to be sent by another process."""
         with self._lock:
             return Unsaid(self._num_sent, self.num_heard, tuple(self._kept))
 

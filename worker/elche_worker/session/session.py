@@ -92,7 +92,7 @@ class Session:
 
     @property
     def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
-        """What is left of the conversation; after `close`."""
+        """The rest of the conversation, to be sent by another process; after `close`."""
         return self._outbound.unsaid()
 
     @property

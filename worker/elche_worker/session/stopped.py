@@ -1,4 +1,4 @@
-"""What a rank leaves that stopped while no coordinator answered: its worker hands it in later (protocol P19.7)."""
+"""The folder that a rank leaves when it stops while no coordinator answers; its worker hands it in (protocol P19.7)."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class StoppedRank:
 
     @property
     def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
-        """What is left of its conversation."""
+        """The messages that the coordinator did not have durably."""
         messages = (rank_pb2.ConverseRequest.FromString(b64decode(one)) for one in self.messages)
         return Unsaid(self.num_sent, self.num_heard, tuple(messages))
 

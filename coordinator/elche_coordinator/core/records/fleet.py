@@ -29,8 +29,8 @@ class AgentRecord:
     """Its name, for people; not unique."""
     slots: tuple[Slot, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    """Properties of the host on which jobs may set conditions. They never change, so that `Fleet` may cache what meets a
-    condition.
+    """Properties of the host on which jobs may set conditions. They never change, so that `Fleet` may cache which hosts
+    meet a condition.
     """
     is_drained: bool = False
     """True if it gets no more ranks."""
