@@ -15,6 +15,11 @@ os.environ["ELCHE_CONFIG"] = "/proc/none/elche.toml"  # not that of whoever runs
 fork_server.install()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        fork_server.start()  # for all workers, while they collect
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files begin first, so that no worker is left alone with one at the end (`--no-loadscope-reorder`)."""

@@ -7,7 +7,7 @@ any other: /proc shows its own command line and environment, signals and exit co
 is executed as always, and so is all with `TEST_EXECUTES=1` in the environment.
 
 There are two servers: one without torch, of which coordinators, agents and commands are forked, and one with torch, for
-what trains. They are started when one is first needed, and end with the tests.
+what trains. They are started when one is first needed, or before the workers of xdist, and end with the tests.
 """
 
 import atexit
@@ -75,6 +75,7 @@ SERVER_OF = {
 """By module that is run: its server."""
 END_WITH_PARENT = ("elche_worker.agent.for_run", "elche_worker.rank.check", "elche_worker.trainer")
 """Are killed by the kernel when their parent ends; here the parent is the server, which sees to it."""
+UNBUFFERED = "PYTHONUNBUFFERED"
 OF_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
 """What `torchrun` tells its processes, which is read later."""
 READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC", "TORCH", "MKL", "KMP", "OPENBLAS", "GRPC", "LC_", "LANG")
@@ -98,11 +99,19 @@ def folder_of_servers() -> Path | None:
 
 
 def install() -> None:
-    """From now on this process forks what it starts, where it can."""
-    os.environ[ADDRESSES] = tempfile.mkdtemp(prefix="fork-")
-    os.environ[ROOT] = str(os.getpid())
-    atexit.register(_remove, os.environ[ADDRESSES], os.getpid())
+    """From now on this process forks what it starts, where it can. A worker of xdist has the servers of its parent."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[ADDRESSES] = tempfile.mkdtemp(prefix="fork-")
+        os.environ[ROOT] = str(os.getpid())
+        atexit.register(_remove, os.environ[ADDRESSES], os.getpid())
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def start() -> None:
+    """Starts the servers, unless it has been done or is another process's affair."""
+    folder = folder_of_servers()
+    if folder is not None and os.environ[ROOT] == str(os.getpid()) and not _started:
+        _started.extend(_start(one, folder / one) for one in IMPORTS)
 
 
 def _remove(folder: str, pid: int) -> None:
@@ -195,9 +204,17 @@ def _early(environment: Mapping[str, str], kind: str) -> dict[str, str]:
     found = {
         name: text
         for name, text in environment.items()
-        if name.startswith(READ_AT_IMPORT) and not name.startswith(OF_TORCHRUN) and text != TESTS
+        if name.startswith(READ_AT_IMPORT) and not name.startswith((*OF_TORCHRUN, UNBUFFERED)) and text != TESTS
     }
+    if _begins_with(environment):
+        del found["PYTHONPATH"]
     return found | OWN[kind]
+
+
+def _begins_with(environment: Mapping[str, str]) -> Path | None:
+    """What Python runs first because of the environment, which a forked process runs as well."""
+    path = Path(environment.get("PYTHONPATH", ""), "sitecustomize.py")
+    return path if path.is_absolute() and path.exists() else None
 
 
 def _umask() -> int:
@@ -209,8 +226,7 @@ def _connect(kind: str) -> socket.socket:
     """A connection to the server, once it listens."""
     folder = folder_of_servers()
     assert folder is not None
-    if os.environ[ROOT] == str(os.getpid()) and not _started:
-        _started.extend(_start(one, folder / one) for one in IMPORTS)
+    start()
     deadline_s = time.monotonic() + START_S
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -373,15 +389,16 @@ def _run(order: Mapping[str, Any]) -> None:
     from setproctitle import setproctitle
 
     setproctitle(" ".join(order["words"])[: TITLE_BYTES - 1])
+    is_unbuffered = "-u" in order["flags"] or bool(order["environment"].get(UNBUFFERED))
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             is_prompt = name == "stderr" or os.isatty(stream.fileno())
             anew = io.TextIOWrapper(  # the server's knows whether the server could seek in it
-                open(stream.fileno(), "wb", closefd=False),  # noqa: SIM115
+                open(stream.fileno(), "wb", 0 if is_unbuffered else -1, closefd=False),  # noqa: SIM115
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=is_prompt,
-                write_through="-u" in order["flags"],
+                write_through=is_unbuffered,
             )
             setattr(sys, name, anew)
     sys.orig_argv = list(order["words"])
@@ -389,6 +406,9 @@ def _run(order: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules and (num_threads := order["environment"].get("OMP_NUM_THREADS")):
         sys.modules["torch"].set_num_threads(int(num_threads))
+    if first := _begins_with(order["environment"]):
+        sys.path.insert(0, str(first.parent))
+        runpy.run_path(str(first), run_name="sitecustomize")
     rest = order["rest"]
     if rest[0] == "-m":
         sys.argv = ["-m", *rest[2:]]
