@@ -30,10 +30,13 @@ Value = TypeVar("Value")
 def eventually(condition: Callable[[], Value | None], what: str, limit_s: float = LIMIT_S) -> Value:
     """What the condition returns once it is true. Fails with `what` when that is not in time."""
     deadline_s = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not in {limit_s} s: {what}"
-        time.sleep(0.01)
-    return value
+    while True:
+        asked_s = time.monotonic()
+        if value := condition():
+            return value
+        assert asked_s < deadline_s, f"not in {limit_s} s: {what}"
+        took_s = time.monotonic() - asked_s
+        time.sleep(min(max(0.01, 3 * took_s), 0.1))  # what is waited for needs the processors more than the question
 
 
 @dataclass(slots=True)

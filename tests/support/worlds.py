@@ -27,6 +27,8 @@ START_LIMIT_S = 90.0
 """For a process to import PyTorch: of a busy machine's time that takes more than what a test may need then."""
 STARTED = "started"
 """A process's first answer."""
+MANY_THREADS = 40
+"""Those of process groups that tests have left wake a hundred times a second: the process ends, and another follows."""
 
 UNDO: list[Callable[[], Any]] = []
 """What a rank calls after the test's function: processes of a later world have not all gone through the same tests."""
@@ -88,6 +90,10 @@ class Process:
         except queue.Empty:
             return Raised("Hung", f"no answer in {limit_s} s")
 
+    @property
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self._process.pid}/task"))
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -125,17 +131,21 @@ class Worlds:
         raised = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Raised)}
         lost = [rank for rank, answer in raised.items() if answer.kind in ("Hung", "Ended")]
         if lost or 0 < len(raised) < size:  # collectives may be left half done: the next world begins anew
-            for process in chosen:
-                process.kill()
-            self._processes = self._processes[size:]
+            self._leave_out(chosen)
+        else:
+            self._leave_out([process for process in chosen if process.num_threads > MANY_THREADS])
         if raised and (not may_raise or any(answer.kind == "Hung" for answer in raised.values())):
             text = "\n".join(f"rank {rank}: {one.kind}: {one.message}\n{one.traceback}" for rank, one in raised.items())
             raise RankFailed(text)
         return answers
 
-    def close(self) -> None:
-        for process in self._processes:
+    def _leave_out(self, processes: list[Process]) -> None:
+        for process in processes:
             process.kill()
+            self._processes.remove(process)
+
+    def close(self) -> None:
+        self._leave_out(self._processes[:])
 
 
 def serve() -> None:
