@@ -61,7 +61,13 @@ def train(strategy: Strategy, build_optimizer: Callable[..., torch.optim.Optimiz
     assert_close(sharded.full_state_dict(), dict(one.state_dict()), **CLOSE)
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), STRATEGIES, ids=str)
+LONG = pytest.mark.long(reason="beside those on two ranks")
+OF_FOUR = Strategy.HYBRID_SHARD(intra_node_size=2)
+"""On two ranks it is none: each of its groups would be one process."""
+FEW = [one if one[0] == 2 or one[1] == OF_FOUR else pytest.param(*one, marks=LONG) for one in STRATEGIES]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), FEW, ids=str)
 def test_every_strategy_trains_as_one_model_on_all_data(worlds: Worlds, world_size: int, strategy: Strategy) -> None:
     worlds.run(world_size, train, strategy, sgd, True)
     worlds.run(world_size, train, strategy, adamw, False)
@@ -139,10 +145,7 @@ def train_scalars(strategy: Strategy, build_optimizer: Callable[..., torch.optim
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [
-        one if one[0] == 2 else pytest.param(*one, marks=pytest.mark.long(reason="beside those on two ranks"))
-        for one in STRATEGIES
-    ],
+    [one if one[0] == 2 else pytest.param(*one, marks=LONG) for one in STRATEGIES],
     ids=str,
 )
 def test_parameters_of_shape_nothing_are_whole_on_every_rank_and_learn_the_mean(

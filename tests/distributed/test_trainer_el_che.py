@@ -39,9 +39,10 @@ def train_cadence(
     return flat(model), steps, sizes
 
 
-@pytest.mark.parametrize("with_loss_fn", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("num_samples", [101, 64])
+@pytest.mark.parametrize(
+    ("with_loss_fn", "num_workers", "num_samples"),
+    [(True, 0, 101), (False, 1, 101), (True, 1, 64), (False, 0, 64)],  # each value of one with each of another
+)
 def test_el_che_steps_along_the_gradient_of_all_samples(
     worlds: Worlds, with_loss_fn: bool, num_workers: int, num_samples: int
 ) -> None:

@@ -18,7 +18,8 @@ JobFile = Callable[..., Path]
 TESTS = Path(__file__).parents[1]
 NUM_SAMPLES = 500  # of jobs/linear.py
 EPOCHS = 60
-NUM_LIVES = 7
+DIE_AT = (2, 3, 5, 8)
+"""At which of its writes each life ends."""
 
 
 LONG = pytest.mark.long(reason="beside one in the gate that goes the same way")
@@ -39,8 +40,8 @@ def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when
         ranks = mark.living("elche rank")
         first.process.kill()
         first.process.wait()
-        for life in range(NUM_LIVES):
-            env = {"DIE": when, "DIE_AT": str(2 + life), "PYTHONPATH": str(TESTS)}
+        for number in DIE_AT:
+            env = {"DIE": when, "DIE_AT": str(number), "PYTHONPATH": str(TESTS)}
             with coordinator(
                 mark, tmp_path, data=first.data, listen=first.address, module="support.dying_coordinator", env=env
             ) as one:
@@ -68,7 +69,7 @@ def test_everything_is_killed_at_once(mark: Mark, tmp_path: Path, job_file: JobF
             with suppress(ProcessLookupError):  # with its parent
                 os.kill(pid, signal.SIGKILL)
         eventually(lambda: not mark.living(), "all are gone")
-        first.process.wait()  # one that has no environment any more may hold its files, and the folder's lock, for a moment
+        first.process.wait()  # one without an environment may hold its files, and the folder's lock, for a moment
         last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
         stack.enter_context(agent(mark, tmp_path, first.address))
         result = client.job(job.id).result()

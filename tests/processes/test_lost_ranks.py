@@ -183,11 +183,11 @@ def begin(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> Callable[..., 
 @pytest.mark.parametrize(
     ("policy", "averaging", "backend"),
     [
-        ("cadence", "overlapped", "gloo"),
-        ("cadence", "blocking", "gloo"),
         ("async", "overlapped", "gloo"),
         ("sync", "blocking", "gloo"),
         ("cadence", "overlapped", "cpu"),
+        pytest.param("cadence", "overlapped", "gloo", marks=LONG),
+        pytest.param("cadence", "blocking", "gloo", marks=LONG),
         pytest.param("async", "blocking", "cpu", marks=LONG),
         pytest.param("sync", "blocking", "cpu", marks=LONG),
     ],

@@ -20,6 +20,7 @@ JobFile = Callable[..., Path]
 EPOCHS, BATCH = 4, 4
 NUM_BATCHES = NUM_SAMPLES * EPOCHS // BATCH
 HANDED_IN = re.compile(r"goes on from (\S+), which its ranks had left|is not used|another host|stays in its folder")
+LONG = pytest.mark.long(reason="two ranks of a worker go the same way")
 pytestmark = pytest.mark.slow(reason="a coordinator is killed, and workers stopped")
 
 
@@ -35,7 +36,7 @@ def join(stack: ExitStack, mark: Mark, folder: Path, address: str, hosts: list[s
     return [one.result() for one in begun]
 
 
-@pytest.mark.parametrize("hosts", ["cpu", "cpu,cpu", "cpu cpu"])
+@pytest.mark.parametrize("hosts", [pytest.param("cpu", marks=LONG), "cpu,cpu", "cpu cpu"])
 def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
     mark: Mark, tmp_path: Path, job_file: JobFile, hosts: str
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_line(cluster: Cluster, job
     cluster.mark.assert_none_left("elche rank")
 
 
+@pytest.mark.long(reason="a rank whose job is cancelled is ended as one beside which another has raised")
 def test_a_submitted_loop_is_cancelled(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
     path = job_file("own_loop.py")
     job = cluster.client.submit(path, num_ranks=2, environment=environment(notes, LOOP_EPOCHS="500"))
