@@ -43,8 +43,10 @@ UNITS := -o cache_dir=.pytest_cache/units
 SYSTEMS := -o cache_dir=.pytest_cache/systems
 
 # Three at a time keep two processors busy: tests of real processes wait now and then.
+UNIT_WORKERS ?= 3
+
 test: setup
-	$(BIN)/pytest $(UNITS) -n 3 $(BY_FILE) tests || $(call AGAIN,$(BIN)/pytest $(UNITS) tests)
+	$(BIN)/pytest $(UNITS) -n $(UNIT_WORKERS) $(BY_FILE) tests || $(call AGAIN,$(BIN)/pytest $(UNITS) tests)
 
 # The tests of one program, in less than a minute, for whoever is working on it: `make quick ROOM=core`.
 ROOMS := core coordinator client worker
