@@ -18,6 +18,8 @@ from support.debian import APT, next_release, run
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elche-docker"
 """The engine's images, and what was downloaded for it: the second run is quick."""
 START_S = 60
+BUILD_S = 1000
+"""A hang: on a busy machine images have taken longer than other commands may."""
 
 ROOT = Path(__file__).parents[2]
 WHEELS = "127.0.0.1:7719"  # fixed: an image's layer is known by the arguments that it was built with
@@ -112,7 +114,7 @@ def build_images(engine: Engine) -> tuple[str, ...]:
             dockerfile = f"docker/{file}.Dockerfile"
             arguments = () if file == "coordinator" else ("--build-arg", f"PIP_FIND_LINKS={url}")
             build = ("build", "--network", "host", "--tag", name, "--file", str(ROOT / dockerfile), *arguments)
-            engine.docker(*build, str(ROOT))
+            engine.docker(*build, str(ROOT), limit_s=BUILD_S)
     return tuple(names)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from elche_client import Client, JobView
 from elche_client.events import JobState
-from support.docker_engine import ROOT, Engine, docker_engine, wheels
+from support.docker_engine import BUILD_S, ROOT, Engine, docker_engine, wheels
 from support.real_processes import eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.slow(reason="images are built and started")]
@@ -57,7 +57,8 @@ class Stack:
 
     def compose(self, *arguments: str, is_needed: bool = True) -> str:
         files = ("-f", str(ROOT / "docker/compose.yaml"), "-f", str(self.override))
-        return self.engine.docker("compose", "--project-name", "elche-test", *files, *arguments, is_needed=is_needed)
+        command = ("compose", "--project-name", "elche-test", *files, *arguments)
+        return self.engine.docker(*command, is_needed=is_needed, limit_s=BUILD_S)
 
     def elche(self, *arguments: str, is_needed: bool = True) -> str:
         """The command, as the manual tells a user to run it."""
