@@ -141,6 +141,19 @@ def test_a_bar_has_a_character_for_each_fortieth():
     assert bar([0.75, 0.05, 0.15, 0.05], with_unicode=False) in shown(PLAN, with_unicode=False)
 
 
+def test_parts_of_a_bar_are_rounded_to_the_nearest_and_add_up():
+    assert bar([0.99, 0.01, 0.0, 0.0]) == "█" * 40
+    assert bar([1 / 3, 1 / 3, 1 / 3, 0.0]) == "█" * 13 + "░" * 14 + "▒" * 13
+
+
+def test_devices_that_are_alike_have_one_bar_with_what_they_do_on_average_and_together():
+    (one,) = PLAN.devices
+    two = replace(PLAN, devices=(one, replace(one, training=0.25, waiting=0.55)))
+    (row,) = (cells for line in shown(two).splitlines() if (cells := line.split())[:1] == ["25"])
+    assert (row[1], row[-1]) == ("2", "60")
+    assert row[3:-1] == ["50.0", "%", "30.0", "%", "15.0", "%", "5.0", "%"]
+
+
 def test_a_folder_that_is_not_there_is_not_asked_of_a_coordinator():
     with pytest.raises(InvalidJob, match="there is no folder runs/typo"):
         times_like("runs/typo", "nowhere:1")

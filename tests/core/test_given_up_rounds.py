@@ -126,7 +126,7 @@ def test_cpu_a_round_that_some_received_and_others_gave_up_ends_their_generation
         tell(event)
 
     simulation.handle = tell_another
-    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.run(limit_s=1000).outcome is Outcome.SUCCEEDED
     assert [command.rank for command in simulation.sent(StopRank)] == torn
     assert simulation.generation.id == 3, "first without the rank, then with it again"
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.agent import hand_in as module
 from elche_worker.agent.hand_in import LOCK, hand_in
 from elche_worker.agent.job_folders import JobFolders
-from elche_worker.session.stopped import FOLDER, StoppedRank
+from elche_worker.session.stopped import FOLDER, StoppedRank, claim, stopped_ranks
 
 Commands = list[rank_pb2.ConverseResponse]
 ROUND, NAME = 7, "epoch-0001-step-00000010"
@@ -227,6 +228,22 @@ def test_a_coordinator_of_an_earlier_release_is_not_told_what_it_does_not_know(l
     with serving([order()], takes_stopped=False) as coordinator:
         assert "what its ranks had left is not used: the coordinator is of an earlier release\n" in do(coordinator)
         assert coordinator.all_told() == []
+
+
+def test_each_process_leaves_a_whole_record_that_nobody_else_may_read(left: Path) -> None:
+    """It has the rank's secret."""
+    (first,) = stopped_ranks(left)
+    again = replace(first, incarnation=2)
+    again.save(left)
+    with pytest.raises(TypeError):
+        replace(first, incarnation=3, messages=[object()]).save(left)  # type: ignore[list-item]  # ends within it
+    assert stopped_ranks(left) == [first, again]
+    assert not any(path.stat().st_mode & 0o077 for path in (left / FOLDER, *(left / FOLDER).iterdir()))
+
+
+def test_one_rank_of_a_folder_writes_the_result_of_a_round(tmp_path: Path) -> None:
+    asked = [(1, 7), (1, 7), (1, 8), (2, 7), (2, 7)]
+    assert [claim(tmp_path, *one) for one in asked] == [True, False, True, True, False]
 
 
 def test_a_coordinator_that_does_not_answer_is_named(left: Path, caplog: pytest.LogCaptureFixture) -> None:
