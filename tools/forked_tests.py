@@ -22,12 +22,17 @@ LIBRARIES = (
     *("numpy", "torch.distributed", "torch.optim", "torch.utils.data"),
 )
 
+QUICK = "mutants"
+"""A profile of Hypothesis that looks for no smaller example than the first one that fails."""
+
 
 def main() -> int:
     """Serves until standard input ends. In a forked process it returns when the tests have ended, with their code."""
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # as `python -m pytest` has it there
     for library in LIBRARIES:
         import_module(library)
+    hypothesis = sys.modules["hypothesis"]
+    hypothesis.settings.register_profile(QUICK, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -44,7 +49,7 @@ def _run(request: dict[str, Any]) -> int:
     said = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, said), (2, said)):
         os.dup2(file, number)
-    return int(sys.modules["pytest"].main(request["arguments"]))
+    return int(sys.modules["pytest"].main([f"--hypothesis-profile={QUICK}", *request["arguments"]]))
 
 
 def _ended(pid: int, limit_s: float) -> int | None:

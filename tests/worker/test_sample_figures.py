@@ -29,6 +29,16 @@ class Graph:
     nodes: torch.Tensor
 
 
+class Moving:
+    """A batch that moves itself to a device."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> "Moving":
+        return Moving(self.nodes.to(device))
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -45,6 +55,10 @@ class Graph:
         ([1, 2], [1]),
         (torch.ones(2, dtype=torch.bfloat16), -torch.ones(2, dtype=torch.bfloat16)),
         (True, False),
+        (torch.zeros(2, 2), torch.zeros(4)),
+        (torch.tensor([1 + 1j]), torch.tensor([1 - 1j])),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])),
+        (Moving(torch.ones(3)), Moving(torch.zeros(3))),
     ],
 )
 def test_other_data_are_told_apart(one: Any, other: Any) -> None:
