@@ -302,6 +302,19 @@ def cut_that_was_not_trained(run: Run) -> None:
     run.logs[A].find("entered", 3)[5] += 4
 
 
+def batches_that_were_not_trained(run: Run) -> None:
+    run.logs[A].find("entered", 3)[6] += 1
+
+
+def weight_that_was_not_trained(run: Run) -> None:
+    run.logs[A].find("entered", 3)[7] += 4
+
+
+def result_of_a_round_that_was_given_up(run: Run) -> None:
+    records = run.logs[B].records
+    records.insert(records.index(run.logs[B].find("received")), ["lost", 1, run.round])
+
+
 def batch_left_out_of_a_file(run: Run) -> None:
     run.logs[A].records.remove(run.logs[A].batches()[2])
 
@@ -389,6 +402,9 @@ FAULTS: dict[Fault, str] = {
     entered_with_another_version: r"rank 1 .*: it entered round 4 with version 2, and has received 3",
     committed_with_another_number_of_batches: r"version 3: the coordinator counts 10 batches, and ranks made 8",
     cut_that_was_not_trained: r"rank 0 .*: it brought 28 samples to round 4, and has trained 24",
+    batches_that_were_not_trained: r"rank 0 .*: it brought 7 batches to round 4, and has trained 6",
+    weight_that_was_not_trained: r"rank 0 .*: it brought 12 new samples to round 4, and has trained 8",
+    result_of_a_round_that_was_given_up: r"rank 1 .*: it received a result of round 5, which it had not entered",
     batch_left_out_of_a_file: r"rank 0 .*: batch 4 follows batch 2",
     one_entry_too_many: r"round 3 .* was entered by 2 ranks, and its result is of 1",
     skipped_tail: r"epoch 1: positions 24 to 31 \(8 samples\) are in no round of the final parameters",
@@ -627,6 +643,102 @@ def test_a_round_of_many_batches_is_read_from_the_record(tmp_path: Path) -> None
     code, text = judged(run)
     assert code == 0, text
     assert "note" not in text, text
+
+
+def test_ranks_of_a_round_are_compared_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Their files are found in another one: rank-10 comes before rank-2."""
+    run = Run(tmp_path)
+    ten, two = run.begin(10, 1), run.begin(2, 2)
+    run.average(two, ten)
+    for epoch in range(EPOCHS):
+        run.train(two, epoch, 0, 16)
+        run.train(ten, epoch, 16, 16)
+        run.average(two, ten)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+
+
+def test_of_two_rounds_with_one_version_that_is_committed_with_which_a_rank_has_gone_on(tmp_path: Path) -> None:
+    """Nobody has heard of it, and the watcher was away."""
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 16)
+    run.average(A)
+    samples, steps = run.samples, run.steps
+    run.train(B, 1, 16, 16)
+    run.version, run.generation = 3, 2
+    run.average(B)
+    for log in run.logs.values():
+        log.records.pop()
+    del run.cadence[3:]
+    run.generation, run.version, run.samples, run.steps, run.covered[1] = 3, 4, samples, steps, [[0, 16]]
+    run.train(A, 1, 16, 16)
+    run.average(A)
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model: 16 samples (4 batches) of rank 1, incarnation 2: its process has left before" in text
+
+
+def test_a_last_round_of_which_nobody_has_heard_is_known_by_its_checkpoint(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    for log in run.logs.values():
+        log.records.remove(log.find("committed"))
+    run.cadence.pop()
+    code, text = judged(run)
+    assert code == 0, text
+
+
+def test_a_checkpoint_of_a_later_attempt_shows_nothing_of_an_earlier_ones_round(tmp_path: Path) -> None:
+    run, names = went_back(tmp_path)
+    for name in (A, B):
+        run.logs[name].records.pop()
+    run.cadence.pop()
+    run.train(names[0], 1, 0, 20)
+    run.train(names[1], 1, 20, 12)
+    run.average(*names)
+    run.checkpoint()
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model: 8 samples (2 batches) of rank 0, incarnation 1: its process has left before" in text
+
+
+def test_of_two_dead_ranks_that_was_left_out_which_has_brought_what_is_missing(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    third = run.begin(2, 3)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.train(third, 1, 16, 16)
+    run.average(A, B, third, left_out=third, without=third)
+    del run.logs[B].records[-2:]
+    run.logs[third].find("entered")[4] = 0
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+    assert "not in the model: 16 samples (4 batches) of rank 2, incarnation 3: left out of the average" in text
+    assert "but for 16 that were left out of averages" in text
+
+
+def test_wherever_the_record_of_rounds_is_cut_its_whole_rounds_are_read(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    run.write()
+    path = tmp_path / "cadence.binpb"
+    data, last = path.read_bytes(), len(job_pb2.JobSpec(replay=run.cadence[-1:]).SerializeToString())
+    for size in range(1, last):
+        path.write_bytes(data[: len(data) - last + size])
+        verdict = elche_audit.judge(tmp_path)
+        assert elche_audit.exit_code(verdict) == 0, verdict
+        assert verdict.notes[0] == "cadence.binpb ends within a round: `elche run` was killed"
+
+
+def test_a_checkpoint_that_is_being_written_is_not_judged(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    run.write()
+    draft = tmp_path / "checkpoints" / JOB / ".epoch-version-6"
+    draft.mkdir()
+    (draft / "manifest.json").write_text("{")
+    assert elche_audit.exit_code(elche_audit.judge(tmp_path)) == 0
 
 
 def test_ranks_train_on_while_an_averaging_goes_on(tmp_path: Path) -> None:
