@@ -34,7 +34,7 @@ def test_the_others_go_on_when_a_rank_dies_between_rounds(simulate, policy, aver
     in_mid_training(simulation)
     died_s, before = simulation.clock.now_s, len(simulation.rounds)
     simulation.kill(2)
-    simulation.run_until(lambda: len(simulation.rounds) >= before + 2)
+    simulation.run_until(lambda: len(simulation.rounds) >= before + 2, limit_s=died_s + 3_000)
     assert {command.rank for command in simulation.sent(SendAbandon)} == {0, 1}
     lengths_s = [report.duration_s for report in simulation.rounds[2:before]]
     assert simulation.report_times_s[simulation.reports.index(simulation.rounds[before])] - died_s < max(lengths_s) + 1
