@@ -262,6 +262,7 @@ def test_a_ranks_own_batches_are_counted_in_their_size():
     for rank in (0, 1):
         ledger.grant(Rank(rank), Epoch(0), 50)
     assert [ledger.uncommitted_batches(Rank(rank)) for rank in (0, 1)] == [(5, 5), (2, 2)]
+    assert ledger.ended_by({Rank(0): 5, Rank(1): 2}) == [0]
 
 
 def test_samples_of_a_job_that_max_steps_ends_are_those_that_are_trained():

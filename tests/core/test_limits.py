@@ -74,7 +74,7 @@ class Watch:
 
     def run(self) -> Outcome:
         """Runs the job to its end and looks at every event."""
-        self.simulation.run_until(self.looks_until_the_end)
+        self.simulation.run_until(self.looks_until_the_end, limit_s=1_000)
         return self.simulation.run().outcome
 
     def looks_until_the_end(self) -> bool:
@@ -252,6 +252,13 @@ def test_a_rank_at_its_limit_goes_on_when_the_slowest_has_entered_a_round(simula
     """The slowest rank's entry is the last thing that anybody says: then nobody is behind, and the limit must rise."""
     simulation = simulate(ranks(*batch_ms), anchor=1, epochs=4, averaging="blocking", **options)
     assert simulation.run(limit_s=1_000).outcome is Outcome.SUCCEEDED
+
+
+def test_how_far_away_ranks_are_is_learned_from_the_first_round(simulate):
+    """So much further ahead they get work, and so much later they may be."""
+    simulation = simulate(ranks(5, 5), dataset_size=300, latency_ms=30)
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert 60 <= simulation.training.round_trip_ms < 120, "there, back, and a write of the disk"
 
 
 # Limits

@@ -226,10 +226,9 @@ class Ledger:
         """Sets the rank's batch size."""
         self._batch_sizes[rank] = size
 
-    def num_batches(self, num_samples: int, rank: Rank | None = None) -> int:
-        """Number of batches of `num_samples` of one slice, by the job's batch size or a rank's."""
-        size = self.extent.batch_size if rank is None else self._batch_sizes.get(rank, self.extent.batch_size)
-        return -(-num_samples // size)
+    def num_batches(self, num_samples: int) -> int:
+        """Number of batches, of the job's size, of `num_samples` of one slice."""
+        return -(-num_samples // self.extent.batch_size)
 
     def in_flight(self, rank: Rank, num_batches: int) -> list[Lease]:
         """Leases of the rank's next `num_batches` batches after those reported as trained."""
