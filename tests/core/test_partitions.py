@@ -31,13 +31,13 @@ def test_the_largest_part_that_is_connected_goes_on(simulate, policy, averaging,
     simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=12_000, build_ms=10.0)
     in_mid_training(simulation)
     simulation.part(*pairs)
-    simulation.run_until(lambda: simulation.sent(SendProbe))
+    simulation.run_until(lambda: simulation.sent(SendProbe), limit_s=5_000)
     asked_s = simulation.clock.now_s
-    simulation.run_until(lambda: len(simulation.sent(StopRank)) == len(apart))
+    simulation.run_until(lambda: len(simulation.sent(StopRank)) == len(apart), limit_s=5_000)
     assert [command.rank for command in simulation.sent(StopRank)] == apart
-    simulation.run_until(lambda: simulation.generation.id == 2)
+    simulation.run_until(lambda: simulation.generation.id == 2, limit_s=5_000)
     assert simulation.clock.now_s - asked_s < 4.0
-    simulation.run_until(lambda: len(simulation.training.members) < 4)
+    simulation.run_until(lambda: len(simulation.training.members) < 4, limit_s=5_000)
     simulation.clock.after(12.0, simulation.part)
     succeeds(simulation)
 
@@ -59,7 +59,7 @@ def test_packets_that_are_lost_in_one_direction_only(simulate):
     in_mid_training(simulation)
     simulation.part((1, 3))
     simulation.collective.mistaken.add(1)
-    simulation.run_until(lambda: left_out(simulation))
+    simulation.run_until(lambda: left_out(simulation), limit_s=5_000)
     assert left_out(simulation)[0].startswith("rank 3 ")
 
 
@@ -67,7 +67,7 @@ def test_a_link_that_is_well_again_in_time_costs_nothing_but_time(simulate):
     simulation = simulate(ranks(*FOUR), dataset_size=20_000)
     in_mid_training(simulation)
     simulation.part((1, 3))
-    simulation.run_until(lambda: simulation.sent(SendProbe))
+    simulation.run_until(lambda: simulation.sent(SendProbe), limit_s=5_000)
     simulation.part()
     succeeds(simulation)
     assert left_out(simulation) == []
@@ -118,7 +118,7 @@ def test_ranks_of_two_hosts_that_have_never_met_average_through_the_coordinator(
     """One is behind a NAT, say. It is found before the group's own time is over."""
     simulation = simulate(ranks(25.0, 30.0, 40.0), dataset_size=8000, policy=policy, num_hosts=2)
     simulation.part((0, 1), (1, 2))
-    simulation.run_until(lambda: simulation.job.run.generation is not None)
+    simulation.run_until(lambda: simulation.job.run.generation is not None, limit_s=5_000)
     assert simulation.clock.now_s < 10.0
     backend = simulation.generation.backend
     assert (backend.backend, "cannot reach each other" in backend.reason) == ("cpu", True)
@@ -150,7 +150,7 @@ def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordin
     assert left_out(simulation) == []
     simulation.kill(2)
     simulation.handle(AgentLost(agent_id=AgentId("late")))
-    simulation.run_until(lambda: len(simulation.generation.members) == 2)
+    simulation.run_until(lambda: len(simulation.generation.members) == 2, limit_s=5_000)
     assert simulation.generation.backend.backend == "gloo", "on one host they need no coordinator"
     joins(simulation, "later", 1)
     succeeds(simulation)
@@ -163,7 +163,7 @@ def test_a_host_that_comes_later_and_fails_to_meet_once_is_tried_again(simulate)
     simulation.part((0, 2), (1, 2))
     simulation.collective.unreached_s = 0.01
     with_late_host(simulation, 3)
-    simulation.run_until(lambda: simulation.sent(SendProbe))
+    simulation.run_until(lambda: simulation.sent(SendProbe), limit_s=5_000)
     simulation.part()
     succeeds(simulation)
     assert simulation.generation.backend.backend == "gloo"
@@ -176,7 +176,7 @@ def test_hosts_that_have_met_do_not_average_through_the_coordinator_later(simula
     simulation = simulate(ranks(25.0, 30.0), dataset_size=80_000, num_hosts=2)
     in_mid_training(simulation)
     simulation.part((0, 1))
-    simulation.run_until(lambda: left_out(simulation))
+    simulation.run_until(lambda: left_out(simulation), limit_s=5_000)
     simulation.clock.after(40.0, simulation.part)
     succeeds(simulation)
     assert simulation.generation.backend.backend == "gloo"
