@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from elche.errors import InvalidJob
-from elche.plan import DevicePlan, MemoryPlan, Plan
+from elche.plan import DevicePlan, MemoryPlan, Plan, PlanRequest
 from elche_client.cli import main
 from elche_client.events import JobView, RankView
-from elche_client.plan import bar, document, panel, times_like
+from elche_client.plan import bar, document, make_plans, panel, times_like
 
 ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
 
@@ -52,6 +52,19 @@ def test_the_answer_is_json_with_both_plans_and_the_gain(capsys):
     assert answer["bound_batches_per_s"] == pytest.approx(20)
     assert answer["gain_batches_per_s"] == pytest.approx(5, rel=0.05)
     assert answer["bound_fraction"] == pytest.approx(answer["batches_per_s"] / 20)
+
+
+def test_what_the_simulator_refuses_is_told_in_its_words():
+    refused = PlanRequest(
+        batch_ms=(25.0, 25.0),
+        model_bytes=1,
+        link_bytes_per_s=1e9,
+        round_trip_s=1e-3,
+        policy="sync",
+        averaging="overlapped",
+    )
+    with pytest.raises(InvalidJob, match=r"^averaging is auto or blocking with policy sync"):
+        make_plans([refused])
 
 
 def test_the_times_of_a_run_are_taken_from_its_record(tmp_path: Path):

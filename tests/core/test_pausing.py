@@ -223,7 +223,7 @@ def test_a_job_goes_on_while_a_generation_is_given_up(simulate, after_s):
     simulation.kill(0)
     pass_time(simulation, 0.1 + after_s)
     pause(simulation, is_paused=False)
-    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.run(limit_s=1_000).outcome is Outcome.SUCCEEDED
 
 
 def test_the_wait_for_slots_is_counted_from_submission(simulate):

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-from elche_worker.telemetry.audit import AuditLog
+from elche_worker.telemetry.audit import HAS_DIGEST, MAX_BUFFERED_BYTES, AuditLog
 
 RESULT = {"generation": 2, "round_id": 3, "version": 4, "samples": 5, "left_out": 6, "num_rows": 7}
 
@@ -85,6 +86,40 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path: Path, capsys: p
     note_entry(full)
     note_entry(full)
     assert capsys.readouterr().err.count("rank-1-2.bin cannot be written (No space left on device)") == 1
+
+
+def test_after_a_record_of_which_a_part_was_written_there_is_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that has room for some bytes more takes those, and says only by their number that it is full."""
+    path = tmp_path / "rank-0-1.bin"
+    log = AuditLog(path, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = path.stat().st_size + 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        note_entry(log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    note_entry(log)
+    assert path.stat().st_size == size
+    assert capsys.readouterr().err.count("cannot be written (no space is left): this rank trains on") == 1
+
+
+def test_of_a_file_that_cannot_be_written_nothing_is_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "rank-0-1.bin").touch()
+    log = AuditLog(tmp_path / "rank-0-1.bin", {})
+    for step in range(1, 1001):
+        log.batch(lease=1, epoch=0, offset=4 * step, size=4, step=step)
+    assert len(log._buffer) <= MAX_BUFFERED_BYTES
+
+
+@pytest.mark.parametrize(("digest", "is_told"), [(None, False), (0, True), (7, True)])
+def test_a_digest_is_told_whatever_number_it_is(tmp_path: Path, digest: int | None, is_told: bool) -> None:
+    log = AuditLog(tmp_path / "rank-0-1.bin", {})
+    log.received(**RESULT, is_left_out=False, is_finite=True, header=8, digest=digest)
+    flags = (tmp_path / "rank-0-1.bin").read_bytes()[-struct.calcsize("<BQQI")]
+    assert flags == HAS_DIGEST * is_told
 
 
 class FullAtClose(io.BytesIO):
