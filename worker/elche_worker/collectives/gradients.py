@@ -64,15 +64,12 @@ class Gradients:
     ) -> None:
         self._world = world
         self._overlaps = overlaps
+        self.follow(named, sparse)
         # What leaves during backward has a group of its own, since the loop's other collectives may come before it on
         # one rank and after it on another: a rank without samples in an epoch's tail sends only at the step's end.
         self._group = world.another_group() if overlaps else world.group
         self._num_requests = num_requests
-        self._named = dict(named)
-        self._sparse = {name: one for name, one in named.items() if name in sparse}
         self._sparse_sums: dict[str, torch.Tensor | None] = {}
-        self._trained: list[str] = []
-        """Names of the parameters that need gradients, for which the buckets were built."""
         self._hooks: list[Any] = []
         self._fraction = 0.0
         """Weight of this rank's gradients in the average; 0 while it is not known."""
@@ -94,6 +91,12 @@ class Gradients:
         """True if this rank has a gradient of each parameter."""
         self._begin_anew()
         self.begin()
+
+    def follow(self, named: Mapping[str, nn.Parameter], sparse: Collection[str]) -> None:
+        """Averages these parameters from the next `finish` on. Every rank calls it before the same step."""
+        self._named = dict(named)
+        self._sparse = {name: one for name, one in named.items() if name in sparse}
+        self._trained: list[str] = []
 
     def begin(self) -> None:
         """Begins a step. Nothing is sent before its end unless `weigh` gives the weight of its gradients."""
@@ -275,16 +278,12 @@ class Gradients:
 
 def _problem(trained: dict[str, nn.Parameter]) -> str:
     """Returns why these parameters cannot be averaged; "" when they can."""
-    if not trained:
-        return "the model has no parameter to train: all are frozen"
-    return next(
-        (f"parameter {name!r} is complex; use two real ones" for name, p in trained.items() if p.is_complex()), ""
-    )
+    return "" if trained else "the model has no parameter to train: all are frozen"
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices of parameters that share a bucket: the last parameters first, in backward's order. Without parameters one
-    empty bucket, for the requests.
+    """Indices of parameters that share a bucket: the last parameters first, in backward's order. Without parameters, or
+    after complex ones, an empty bucket, for the requests.
     """
     group: list[int] = []
     num_bytes, limit = 0, FIRST_BUCKET_BYTES
@@ -298,6 +297,8 @@ def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
         group.append(index)
         num_bytes += parameter.nbytes
     yield group
+    if group and parameters[group[0]].is_complex():
+        yield []
 
 
 def _laid_out_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Averages the gradients of those optimizers that are stepped."""
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,29 +25,47 @@ class GradientAverager:
         self._world = world
         self.gradients: dict[Key, Gradients] = {}
         """By optimizer; a single optimizer has those of the whole model. Empty with one process."""
+        self._stepped: dict[Key, list[nn.Parameter]] = {}
+        """By optimizer: the parameters that it has, since a loop may give it others."""
         self._hooks: list[RemovableHandle] = []
         self.averaged: list[Key] = []
         """Optimizers whose gradients are averaged and that were not stepped yet."""
 
     def begin(self, *, overlaps: bool, num_requests: int) -> None:
         """Prepares averaging among several processes."""
-        named = dict(self._model.named_parameters())
         for key, one in self._optimizers.by_key.items():
-            stepped = set(self._optimizers.parameters_of([key]))
-            own = {name: parameter for name, parameter in named.items() if parameter in stepped}
+            self._stepped[key] = self._optimizers.parameters_of([key])
+            named, sparse = self._named(key)
             self.gradients[key] = Gradients(
-                own if self._optimizers.are_several else named,
+                named,
                 self._world,
                 # backward does not say which of several optimizers will be stepped
                 overlaps=overlaps and not self._optimizers.are_several,
                 num_requests=num_requests,
-                sparse=sparse_names(self._model, self._optimizers),
+                sparse=sparse,
             )
-            self._hooks += [
-                one.register_step_pre_hook(self._check_before),
-                one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
-            ]
+            if hasattr(one, "_optimizer_step_pre_hooks"):  # wrappers of another optimizer may not call `__init__`
+                self._hooks += [
+                    one.register_step_pre_hook(self._check_before),
+                    one.register_step_post_hook(lambda optimizer, *_: self._check_averaged(optimizer)),
+                ]
         self.weigh(1 / self._world.size)
+
+    def _named(self, key: Key) -> tuple[dict[str, nn.Parameter], set[str]]:
+        """The parameters, by name, whose gradients are an optimizer's, and which of them have sparse gradients."""
+        named, stepped = dict(self._model.named_parameters()), set(self._stepped[key])
+        if self._optimizers.are_several:
+            named = {name: parameter for name, parameter in named.items() if parameter in stepped}
+        return named, sparse_names(self._model, self._optimizers)
+
+    def _follow(self, key: Key) -> None:
+        """Averages what the optimizer steps now: a loop may add a group to it, or replace layers of the model."""
+        stepped = self._optimizers.parameters_of([key])
+        had = self._stepped[key]
+        if len(stepped) == len(had) and all(map(is_, stepped, had)):
+            return
+        self._stepped[key] = stepped
+        self.gradients[key].follow(*self._named(key))
 
     def rejoin(self) -> None:
         """Adopts the world's new group: what was sent of this step is sent again. Collective."""
@@ -70,6 +89,7 @@ class GradientAverager:
         """
         summed = None
         for key in self.averaged:
+            self._follow(key)
             sums = self.gradients[key].finish(fraction, requests)
             if requests:
                 summed, requests = sums, ()
