@@ -14,6 +14,9 @@ CRC = Struct("<I")
 """The checksum after each record: a record that was cut off by the process's end is recognized by it."""
 MAX_START_BYTES = 1 << 20
 """Largest description of the process, which follows the head."""
+MAX_EPOCHS = 1 << 20
+"""Most epochs of a run. No job has as many; a list of the epochs that a damaged file says would not fit any memory."""
+MAX_NUMBER = 2**64
 BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
 LAYOUTS = {
     BATCH: "<QIQIQ",
@@ -50,6 +53,17 @@ class Start:
     epochs: int
     drop_last: bool
     max_steps: int | None
+
+    def check(self) -> None:
+        """Raises `ValueError` for values that no rank has."""
+        numbers = [self.rank, self.incarnation, self.version, self.samples, self.epochs]
+        numbers += [self.dataset_size, self.batch_size, 0 if self.max_steps is None else self.max_steps]
+        if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in numbers):
+            raise ValueError
+        if not isinstance(self.job, str) or not isinstance(self.resume, str) or not isinstance(self.drop_last, bool):
+            raise ValueError
+        if self.epochs > MAX_EPOCHS or min(self.dataset_size, self.batch_size) < 1:
+            raise ValueError
 
     def epoch_sizes(self) -> list[int]:
         """Samples that are trained in each epoch."""
@@ -211,9 +225,8 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
         raise Damaged(f"{name} is damaged: the checksum of its head does not match")
     try:
         start = Start(**json.loads(data[HEAD.size : end]))
-        if min(start.dataset_size, start.batch_size) < 1:
-            raise ValueError
-    except (ValueError, TypeError):
+        start.check()
+    except (ValueError, TypeError, RecursionError):
         raise Damaged(f"{name} is damaged: its head has other fields than those of format {FORMAT}") from None
     return RankFile(name, start), end + CRC.size, crc
 

@@ -128,7 +128,7 @@ def _read_record(folder: Path, run: RunFolder) -> None:
         run.result["ended_early"] = str(record.get("ended_early", ""))
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         run.missing.append(f"{RECORD} is damaged, or cannot be read")
 
 
@@ -212,7 +212,7 @@ def read_books(path: Path) -> CheckpointBooks:
         )
     except OSError as error:
         raise Damaged(f"checkpoint {name}: its manifest cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged(f"checkpoint {name}: its manifest is damaged, or that of a loop of the user's own") from None
 
 

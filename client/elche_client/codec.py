@@ -5,7 +5,7 @@
 
 import json
 import os
-from datetime import UTC
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import assert_never
 
@@ -117,8 +117,17 @@ def decode_state(state: int) -> JobState:
 
 
 def decode_view(view: pb.JobView) -> JobView:
-    submitted_at = view.submitted_at.ToDatetime(tzinfo=UTC) if view.HasField("submitted_at") else None
-    return from_message(view, JobView, state=decode_state(view.state), submitted_at=submitted_at)
+    return from_message(view, JobView, state=decode_state(view.state), submitted_at=_time(view))
+
+
+def _time(view: pb.JobView) -> datetime | None:
+    """When the job was submitted; None for a time that no calendar has."""
+    if not view.HasField("submitted_at"):
+        return None
+    try:
+        return view.submitted_at.ToDatetime(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 def decode_round(report: pb.RoundReport) -> RoundReport:

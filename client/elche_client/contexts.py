@@ -74,7 +74,7 @@ def load() -> Contexts:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Contexts()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidContext(f"{path} cannot be read: {error}; mend it, or remove it") from error
     found = Contexts(current=_text(path, content, "current"))
     listed = content.get("contexts", {})

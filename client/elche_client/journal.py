@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -28,12 +29,15 @@ def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> in
         for line in (about, *events):
             click.echo(line)
         return 0
-    head = json.loads(about)
+    try:
+        head = json.loads(about)
+        texts = [text for line in events for text in described(json.loads(line), head["wall_s"])]
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError, RecursionError) as error:
+        raise InvalidJob(f"the journal of {job} is damaged, or of another version of elche: {error!r}") from None
     if num_events is None and head["num_dropped"]:
         print_notice(f"{head['num_dropped']} events before these are not kept: it cannot be replayed")
-    for line in events:
-        for text in described(json.loads(line), head["wall_s"]):
-            click.echo(printable(text))
+    for text in texts:
+        click.echo(printable(text))
     return 0
 
 
@@ -47,11 +51,11 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
         raise InvalidJob(f"{job} has no journal: of a run that has ended, only one that did not succeed has")
     try:
         about, *events = gzip.decompress(files[-1].read_bytes()).decode("utf-8").splitlines()
-    except (OSError, EOFError, ValueError) as error:
+        kept = events if num_events is None else events[max(0, len(events) - num_events) :]
+        head = json.loads(about)
+        head["num_dropped"] += len(events) - len(kept)
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
         raise InvalidJob(f"{files[-1]} cannot be read: {error}") from None
-    kept = events if num_events is None else events[max(0, len(events) - num_events) :]
-    head = json.loads(about)
-    head["num_dropped"] += len(events) - len(kept)
     return [json.dumps(head, separators=(",", ":")), *kept]
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf.message import DecodeError
 from rich.console import Console
 
 from elche.errors import InvalidJob, UnknownJob, Unreachable
 from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
+from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands import watch
 from elche_client.events import Checkpoint
@@ -26,6 +28,7 @@ from elche_client.summary import checkpoints_table
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
 RECORD = "record.json"
+COMMAND_TYPES = {"file": str, "name": str, "resume": str, "settings": dict, "arguments": list, "environment": dict}
 
 
 def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool) -> int:
@@ -72,6 +75,10 @@ def resume_here(
     folder = newest(Path(place))
     manifest = read_manifest(folder)
     command = _read_above(folder, COMMAND)
+    if not _is_command(command):
+        raise InvalidJob(
+            f"the {COMMAND} of the run that has written {folder} is damaged: move the checkpoint elsewhere"
+        )
     if file is None:
         _refuse_complete(Path(place), options)
     kind = ScriptRun if "loop" in manifest["training"] else LocalRun
@@ -92,10 +99,21 @@ def resume_here(
 def _read_above(checkpoint: Path, name: str) -> dict[str, Any]:
     """A JSON file of the run that has written the checkpoint; empty if the checkpoint was moved."""
     for folder in [checkpoint.resolve(), *checkpoint.resolve().parents][: DEPTH + 1]:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             content = json.loads((folder / name).read_text(encoding="utf-8"))
             return content if isinstance(content, dict) else {}
     return {}
+
+
+def _is_command(command: dict[str, Any]) -> bool:
+    """True if what is there of a run's command has the right types, and its texts are such as a file system has."""
+    if not all(isinstance(command.get(name, type_()), type_) for name, type_ in COMMAND_TYPES.items()):
+        return False
+    environment = command.get("environment", {})
+    texts = [command.get("file", ""), *command.get("arguments", ()), *environment, *environment.values()]
+    return all(isinstance(one, str) and one.isprintable() for one in texts[:1]) and all(
+        isinstance(one, str) for one in texts
+    )
 
 
 def _refuse_complete(run: Path, options: JobOptions) -> None:
@@ -104,7 +122,7 @@ def _refuse_complete(run: Path, options: JobOptions) -> None:
         record = json.loads((run / RECORD).read_text(encoding="utf-8"))
         is_complete = record["state"] == "succeeded" and not record.get("ended_early")
         num_epochs = int(record["epochs"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return
     wanted = options.settings.get("epochs", 0)
     if is_complete and isinstance(wanted, int) and wanted <= num_epochs and "max_steps" not in options.settings:
@@ -135,9 +153,15 @@ def replay_run(
         recording = (folder / CADENCE).read_bytes()
         slow_factors = {int(rank): float(factor) for rank, factor in command["slow_factors"].items()}
         settings, num_ranks = command["settings"], int(command["num_ranks"])
+        resume, path = command["resume"], Path(command["file"])
+        JobSpec.FromString(recording)
+        if not _is_command(command):
+            raise ValueError
     except OSError as error:
         raise InvalidJob(f"{folder} holds no run that can be replayed: {error.filename} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DecodeError:
+        raise InvalidJob(f"{folder / CADENCE} was not written by elche run, or is damaged") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise InvalidJob(f"{folder / COMMAND} was not written by elche run, or is damaged") from None
     options = replace(
         options,
@@ -145,12 +169,12 @@ def replay_run(
         num_ranks=options.num_ranks or num_ranks,
         slow_factors=options.slow_factors or slow_factors,
         settings={**settings, **options.settings},
-        resume=command["resume"],
+        resume=resume,
         name=options.name or command.get("name", ""),
         arguments=options.arguments or tuple(command.get("arguments", ())),
         environment={**command.get("environment", {}), **options.environment},
     )
-    path = _source(folder, Path(command["file"]))
+    path = _source(folder, path)
     return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
 
 
@@ -170,8 +194,16 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
 def _here(folder: Path) -> list[Checkpoint]:
     manifests = {path: read_manifest(path) for path in checkpoints_in(folder)}
     newest_evaluations = list(manifests.values())[-1]["training"].get("evaluations", {})
-    found = [_described(path, manifest, newest_evaluations) for path, manifest in manifests.items()]
-    return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
+    found = []
+    for path, manifest in manifests.items():
+        try:
+            found.append(_described(path, manifest, newest_evaluations))
+        except (KeyError, TypeError, AttributeError):
+            raise InvalidJob(f"{path} is damaged: its manifest lacks the training's state; remove it") from None
+    try:
+        return _with_recorded(found, _read_above(folder, RECORD).get("checkpoints", []))
+    except (KeyError, TypeError, AttributeError):  # the record only adds metrics
+        return found
 
 
 def _with_recorded(found: list[Checkpoint], recorded: list[dict[str, Any]]) -> list[Checkpoint]:

@@ -133,11 +133,11 @@ def read_sweep(path: Path) -> Sweep:
     text = read_source(path)
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # YAML has dates that there are not
         raise InvalidJob(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     try:
         return _sweep(path, text, table)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidJob(f"{path}: {error}") from None
 
 

@@ -59,6 +59,13 @@ class Timeline:
 def read(lines: Iterable[str], where: str) -> Timeline:
     """A timeline from its JSON lines; an incomplete last line is ignored. Raises `InvalidJob` for other content."""
     rows = list(_rows(lines, where))
+    try:
+        return _timeline(rows)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise InvalidJob(f"{where} is no timeline: a line lacks what elche writes, or is damaged ({error})") from None
+
+
+def _timeline(rows: list[dict[str, Any]]) -> Timeline:
     timeline = Timeline()
     for row in rows:
         if "clock" in row:
@@ -88,7 +95,7 @@ def _rows(lines: Iterable[str], where: str) -> Iterator[dict[str, Any]]:
             raise InvalidJob(f"{where} is no timeline: line {broken} is not JSON")
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             broken = number
             continue
         if not isinstance(row, dict):

@@ -37,6 +37,8 @@ HEARD = "elche-heard"
 STORE = "elche-store"
 """Metadata key of the id of the coordinator's store to which a rank was connected; absent: none yet."""
 
+MAX_DIGITS = 20
+"""Digits of a number in metadata that are read: Python refuses to read thousands."""
 OWN_SERVICES = "/elche.v1."
 """Prefix of the methods of this project's services."""
 
@@ -310,4 +312,4 @@ def authenticated(driver: Driver, context: Context) -> Address:
 def num_heard_of(context: Context) -> int | None:
     """The number of the last message that the caller has received; None if it will open no second stream."""
     heard = str(dict(context.invocation_metadata() or ()).get(HEARD, ""))
-    return min(int(heard), 2**53) if heard.isascii() and heard.isdigit() else None
+    return min(int(heard[:MAX_DIGITS]), 2**53) if heard.isascii() and heard.isdigit() else None

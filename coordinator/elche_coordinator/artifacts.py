@@ -214,7 +214,7 @@ class Artifacts:
                 for name, one in manifest["files"].items()
             }
             missing = [str(name) for name in manifest["missing"]]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise InvalidJob(f"the worker on {part.host} has answered what is no manifest") from None
         except _Away:
             raise
@@ -361,7 +361,7 @@ def _read(rows: Mapping[str, str]) -> dict[str, dict[str, dict[str, Any]]]:
                 key: {**one, "files": dict(one["files"]), "missing": list(one["missing"])}
                 for key, one in json.loads(text).items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("job=%s the record of its artifacts is damaged and is ignored: %r", job_id, error)
     return found
 

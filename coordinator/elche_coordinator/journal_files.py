@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -76,7 +77,7 @@ class JournalFiles:
                 f"job {job_id} has no journal: it is kept while the coordinator runs, and on disk when the job has "
                 "failed or was cancelled"
             ) from None
-        except (OSError, EOFError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError, zlib.error) as error:
             raise InvalidJob(f"the journal of job {job_id} cannot be read: {error}") from None
 
     def _path(self, job_id: str) -> Path:

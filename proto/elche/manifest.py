@@ -20,7 +20,17 @@ STATE_TENSORS = "state.safetensors"
 SOURCE = "job.py"
 UNFINISHED = "unfinished.json"
 """In a draft that a stopped rank has left: its manifest without the training's state, which the coordinator has."""
-FIELDS = ("files", "training", "tensors", "saved_at", "settings", "num_ranks", "file_name", "job")
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "files": dict,
+    "training": dict,
+    "tensors": list,
+    "saved_at": (float, int),
+    "settings": dict,
+    "num_ranks": int,
+    "file_name": str,
+    "job": str,
+}
+"""The fields that each manifest has, with their types."""
 
 
 def newest(path: Path) -> Path:
@@ -51,17 +61,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format"]
         missing = [name for name in FIELDS if name not in manifest]
+        is_sealed = version != FORMAT or manifest.get("checksum") == checksum(manifest)
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidJob(f"{path} is no manifest of an elche checkpoint, or is damaged") from None
-    if version == FORMAT and manifest.get("checksum") != checksum(manifest):
+    if not is_sealed:
         raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
     if version not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
         raise InvalidJob(f"{path} is no manifest of an elche checkpoint: {missing[0]} is missing")
+    if wrong := [name for name, type_ in FIELDS.items() if not isinstance(manifest[name], type_)]:
+        raise InvalidJob(f"{path} is damaged: {wrong[0]} is not what elche writes; resume from an older checkpoint")
+    if not all(map(_is_file, manifest["files"].items())):
+        raise InvalidJob(f"{path} is damaged: its list of files is none; resume from an older checkpoint")
     return dict(manifest)
+
+
+def _is_file(one: tuple[str, Any]) -> bool:
+    """True for a file's entry: a path within the checkpoint, with the file's size and SHA-256."""
+    name, file = one
+    is_within = "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+    is_entry = isinstance(file, dict) and type(file.get("bytes")) is int and isinstance(file.get("sha256"), str)
+    return is_within and is_entry
 
 
 def checksum(manifest: dict[str, Any]) -> str:
@@ -84,7 +107,13 @@ def finish(draft: Path, path: Path, training: Mapping[str, Any]) -> int:
     """Makes a draft that a stopped rank has left a checkpoint at `path`; returns its size in bytes. Never overwrites
     anything. Raises `OSError`, and `ValueError` for a draft that is damaged or not whole.
     """
-    unfinished = json.loads((draft / UNFINISHED).read_text(encoding="utf-8"))
+    try:
+        unfinished = json.loads((draft / UNFINISHED).read_text(encoding="utf-8"))
+        is_draft = all(map(_is_file, unfinished["files"].items()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_draft = False
+    if not is_draft:
+        raise ValueError(f"{draft / UNFINISHED} is damaged: the draft of this checkpoint is left as it is")
     for name, file in unfinished["files"].items():
         size_bytes = (draft / name).stat().st_size
         if size_bytes != file["bytes"]:

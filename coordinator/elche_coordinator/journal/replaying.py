@@ -108,7 +108,7 @@ def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[Recorded]]:
         if about["journal"] != FORMAT:
             raise CannotReplay(f"the journal has format {about['journal']}, and this is {FORMAT}")
         return about, [_entry(row) for row in rows]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CannotReplay(f"this is no journal: {error}") from error
 
 

@@ -109,7 +109,7 @@ def _is_free(folder: Path) -> bool:
 def _left_in(folder: Path) -> list[StoppedRank]:
     try:
         return stopped_ranks(folder)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         log.warning("%s: what stopped ranks have left cannot be read: %s", folder, error)
         return []
 
@@ -196,7 +196,7 @@ class _Ghost:
                 raise OSError("the rank was stopped before it was written")
             path = draft.with_name(Path(outcome.checkpoint.name).name)
             size_bytes = finish(draft, path, json.loads(outcome.checkpoint.training))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             failed = rank_pb2.CheckpointFailed(version=outcome.version, reason=str(error))
             return rank_pb2.ConverseRequest(checkpoint_failed=failed)
         saved = rank_pb2.CheckpointSaved(

@@ -129,6 +129,8 @@ class Relay:
         answer. Chunk i is sent before the answer to chunk i - `AHEAD` is read, so that as many are in flight.
         """
         num_chunks = -(-num_bytes // length)
+        is_of_rows = operation in (averaging_pb2.OPERATION_GATHER, averaging_pb2.OPERATION_SCATTER)
+        may_be_empty = operation == averaging_pb2.OPERATION_BROADCAST and source == self.position
         for index in range(num_chunks + AHEAD):
             if index < num_chunks:
                 data = take(slice(index * length, (index + 1) * length)).contiguous().numpy().tobytes()
@@ -136,8 +138,12 @@ class Relay:
                 self._send(averaging_pb2.Part(operation=operation, source=source, data=data))
             if 0 <= index - AHEAD < num_chunks:
                 data = self._receive()
-                if data:
-                    place((index - AHEAD) * length, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                start = (index - AHEAD) * length
+                expected = min(length, num_bytes - start) * (self.size if is_of_rows else 1)
+                if data or not may_be_empty:
+                    if len(data) != expected:
+                        raise RoundAborted(f"the coordinator has sent {len(data)} bytes of {expected}")
+                    place(start, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _send(self, part: averaging_pb2.Part) -> None:
         self._outgoing.put(averaging_pb2.AverageRequest(part=part))

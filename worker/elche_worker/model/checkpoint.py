@@ -364,9 +364,10 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
             # have another order and other results; and if another host replaces the file, SIGBUS ends this process.
             tensors = {name: one.clone() for name, one in mapped.items()}
             state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
+            mean |= state.get("mean", {})
         except Exception as error:
-            raise InvalidJob(f"the checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
-    mean |= state.get("mean", {})
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise InvalidJob(f"the checkpoint {path} cannot be read: {why}") from None
     return Loaded(path if "://" in path else str(folder), manifest, weights, state, frozen, mean)
 
 

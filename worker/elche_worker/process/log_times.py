@@ -18,6 +18,8 @@ MAX_BYTES = 4 << 20
 """Size from which the file is emptied."""
 MAX_READ_BYTES = 4 * MAX_BYTES
 """Most bytes of the file that are read at once; a rank may have written anything into it."""
+MAX_TIME_S = 2**37
+"""The latest time that is shown: in some thousands of years."""
 STAMP = "%Y-%m-%dT%H:%M:%SZ"
 NO_STAMP = b" " * 20
 """Shown for a line that is older than the known times."""
@@ -59,7 +61,7 @@ class TimesReader:
         self._path = times_path(log_path)
         self._files = files
         self._sizes: list[int] = []
-        self._times: list[float] = []
+        self._times: list[int] = []
         self._num_read = 0
         self._begins_line = True
 
@@ -88,9 +90,9 @@ class TimesReader:
             file.seek(self._num_read)
             whole = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             for line in whole.splitlines():
-                size, at_s = line.split()
-                self._sizes.append(max(int(size), self._sizes[-1] if self._sizes else 0))
-                self._times.append(float(at_s))
+                size, at_s = map(int, line.split())
+                self._sizes.append(max(size, self._sizes[-1] if self._sizes else 0))
+                self._times.append(min(max(0, at_s), MAX_TIME_S))
             self._num_read += len(whole) + (1 if whole else 0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from elche.errors import ElcheError
 from elche.v1 import rank_pb2
 from elche_worker.model.evaluation import Evaluated
 
@@ -21,8 +22,14 @@ def evaluated_message(epoch: int, done: Evaluated, duration_ms: float, *, is_mad
 
 
 def tensors_of(messages: Mapping[str, rank_pb2.TensorSum]) -> dict[str, torch.Tensor]:
-    """The sums as tensors."""
-    return {name: _tensor_of(message) for name, message in messages.items()}
+    """The sums as tensors. Raises `ElcheError` for one whose bytes are not of its shape."""
+    tensors = {}
+    for name, message in messages.items():
+        try:
+            tensors[name] = _tensor_of(message)
+        except ValueError as error:
+            raise ElcheError(f"the coordinator has sent sums of {name!r} that are no tensor: {error}") from None
+    return tensors
 
 
 def _message_of(tensor: torch.Tensor) -> rank_pb2.TensorSum:

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
+from elche.errors import ElcheError
 from elche.v1 import rank_pb2
+
+MAX_ANNOUNCED = 1 << 16
+"""Most rounds that are announced at once."""
 
 
 @dataclass(slots=True)
@@ -128,9 +132,13 @@ class Rounds:
         return min(self.throttle_step, max(self.last_step, self.alone_step))
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
-        """Adds announced rounds, or changes their targets. Ignores entered rounds and abandoned generations."""
+        """Adds announced rounds, or changes their targets. Ignores entered rounds and abandoned generations. Raises
+        `ElcheError` for more rounds than a coordinator announces.
+        """
         if command.generation in self.abandoned:
             return
+        if command.count > MAX_ANNOUNCED:
+            raise ElcheError(f"the coordinator announces {command.count} rounds at once, more than any: restart it")
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 step = command.after_step + index

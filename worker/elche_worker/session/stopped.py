@@ -6,6 +6,8 @@ from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from elche.v1 import rank_pb2
 from elche_worker.session.outbound import Unsaid
 
@@ -38,6 +40,17 @@ class StoppedRank:
         messages = (rank_pb2.ConverseRequest.FromString(b64decode(one)) for one in self.messages)
         return Unsaid(self.num_sent, self.num_heard, tuple(messages))
 
+    def check(self) -> None:
+        """Raises `ValueError`, `TypeError` or `DecodeError` for values that no rank has left."""
+        numbers = (self.rank, self.incarnation, self.round, self.num_sent, self.num_heard)
+        if not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
+            raise ValueError
+        if not all(isinstance(one, str) and one.isascii() for one in (self.secret, self.store)):
+            raise ValueError
+        if "\0" in self.draft:
+            raise ValueError
+        self.unsaid  # noqa: B018  # raises
+
     def save(self, output_dir: Path) -> None:
         """Writes the record, whole or not at all. Raises `OSError`."""
         path = output_dir / FOLDER / f"rank-{self.rank}.{self.incarnation}.json"
@@ -56,9 +69,18 @@ def in_base64(messages: tuple[rank_pb2.ConverseRequest, ...]) -> list[str]:
 
 
 def stopped_ranks(output_dir: Path) -> list[StoppedRank]:
-    """The records in a job's output folder. Raises `OSError`, and `ValueError` or `TypeError` for a damaged one."""
+    """The records in a job's output folder. Raises `OSError`, and `ValueError` for a damaged one."""
     paths = sorted((output_dir / FOLDER).glob("*.json"))
-    return [StoppedRank(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> StoppedRank:
+    try:
+        rank = StoppedRank(**json.loads(path.read_text(encoding="utf-8")))
+        rank.check()
+    except (DecodeError, ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is damaged; remove it to have the others handed in") from None
+    return rank
 
 
 def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
