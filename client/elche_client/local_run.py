@@ -72,6 +72,7 @@ OF_OTHERS = (
     "ELCHE_QUOTAS",
     "ELCHE_INTERFACE",
     "ELCHE_ARTIFACTS",
+    "ELCHE_LOG_FORMAT",
 )
 """Environment variables for another coordinator, which are removed for the run's own."""
 START_TIMEOUT_S = 60.0

@@ -15,6 +15,8 @@ from elche.token import BEARER, HOW, is_bearer
 from elche_coordinator.audit import Audit
 from elche_coordinator.budgets import (
     FILE_CALLS,
+    MAX_AGENT_CALLS,
+    MAX_AGENT_CALLS_OF_CALLER,
     MAX_CALLS,
     MAX_CALLS_OF_CALLER,
     MAX_FILE_CALLS,
@@ -102,6 +104,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._take_s = take_s
         self._processor = processor or Processor()
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
+        self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
 
     async def intercept_service(
@@ -138,8 +141,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             except Forbidden as error:
                 self._audit.note(caller, call, "", context.peer(), f"refused: {error}")
                 raise
-            if NEEDED[method] is not Role.AGENT:
-                during.enter_context(self._calls.taking(caller.name))
+            budget = self._agent_calls if NEEDED[method] is Role.AGENT else self._calls
+            during.enter_context(budget.taking(caller.name))
             if call in FILE_CALLS:
                 during.enter_context(self._file_calls.taking(caller.name))
             await self._processor.turn(_payer(caller, method))

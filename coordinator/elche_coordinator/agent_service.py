@@ -3,25 +3,28 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import grpc
 
-from elche.errors import ElcheError, InvalidJob, UnknownMessage
+from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
 from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
+from elche_coordinator.budgets import HELLO_S
 from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksTold
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
+from elche_coordinator.roles import CALLER
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.sessions import attend
-from elche_coordinator.transfers import Transfers
+from elche_coordinator.transfers import BEGIN_S, Transfers
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Request = TypeVar("Request")
 
 
 class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
@@ -34,11 +37,11 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     async def Attend(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
     ) -> AsyncIterator[agent_pb2.AttendResponse]:
-        first = await anext(request_iterator, None)
+        first = await _next(request_iterator, HELLO_S)
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
         async with answering(context):
-            agent_id, stream, queue = attend(self._driver, first.hello)
+            agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for response in queue:
@@ -99,7 +102,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
     ) -> agent_pb2.DeliverResponse:
         transfer = ""
         async with answering(context):
-            async for request in request_iterator:
+            while (request := await _next(request_iterator, BEGIN_S)) is not None:
                 transfer = transfer or request.transfer
                 if request.error:
                     await self._transfers.deliver(transfer, InvalidJob(request.error))
@@ -107,6 +110,15 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
             await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()
+
+
+async def _next(requests: AsyncIterator[Request], wait_s: float) -> Request | None:
+    """The next message; None at the end. Raises `Unreachable` if none comes in time."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise Unreachable(f"nothing has come for {wait_s:g} s") from None
 
 
 def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited | agent_pb2.RankStacks) -> Address:

@@ -1,6 +1,7 @@
 """Orders to agents beside the core's commands: delivery of files, and measurements of links."""
 
 from elche.v1 import agent_pb2
+from elche_coordinator.budgets import MAX_HOSTS_BYTES, MAX_HOSTS_BYTES_OF_CALLER, Held
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.messages.ids import AgentId, JobId
@@ -19,6 +20,21 @@ class Agents:
         """Agents that can measure links: older ones cannot."""
         self.storing: set[AgentId] = set()
         """Agents that can store artifacts: older ones cannot."""
+        what = "descriptions of hosts"
+        self._held = Held(what, MAX_HOSTS_BYTES_OF_CALLER, MAX_HOSTS_BYTES, "workers")
+        self._sizes: dict[AgentId, tuple[str, int]] = {}
+        """Caller and bytes of each agent's hello."""
+
+    def hold(self, agent_id: AgentId, caller: str, hello: agent_pb2.AgentHello) -> None:
+        """Counts what an agent says of its host until it is lost. Raises `TooMuch`."""
+        if agent_id not in self._sizes:
+            self._held.change(caller, hello.ByteSize())
+            self._sizes[agent_id] = caller, hello.ByteSize()
+
+    def forget(self, agent_id: AgentId) -> None:
+        """Stops counting an agent that is lost."""
+        caller, num_bytes = self._sizes.pop(agent_id, ("", 0))
+        self._held.change(caller, -num_bytes)
 
     def hosts(self) -> list[HostView]:
         """All hosts, in the order in which they joined."""

@@ -13,6 +13,14 @@ MAX_REQUESTS_OF_CALLER = 32
 MAX_CALLS = 8192
 """gRPC calls that are open at once, except those of agents and ranks."""
 MAX_CALLS_OF_CALLER = 512
+MAX_AGENT_CALLS = 16_384
+"""gRPC calls of agents that are open at once: one of each host, and one of each file that it delivers."""
+MAX_AGENT_CALLS_OF_CALLER = 8_192
+MAX_HOSTS_BYTES = 128 << 20
+"""Bytes of what the hosts that are known say of themselves; in memory some four times as much."""
+MAX_HOSTS_BYTES_OF_CALLER = 32 << 20
+HELLO_S = 20.0
+"""Seconds in which an agent must say who it is."""
 FILE_CALLS = frozenset({"FetchModel", "FetchTimeline", "FetchJournal", "UploadBundle"})
 """Calls that hold parts of files in memory."""
 MAX_FILE_CALLS = 64
@@ -79,10 +87,11 @@ class Budget:
 
 
 class Held:
-    """Counts the bytes of `what` that are held for each user's jobs."""
+    """Counts the bytes of `what` that are held for each user's jobs, or the agents of a token."""
 
-    def __init__(self, what: str, of_user: int, in_all: int) -> None:
+    def __init__(self, what: str, of_user: int, in_all: int, whose: str = "jobs") -> None:
         self._what = what
+        self._whose = whose
         self._of_user = of_user
         self._in_all = in_all
         self._held: Counter[str] = Counter()
@@ -90,8 +99,8 @@ class Held:
     def change(self, user: str, num_bytes: int) -> None:
         """Adds bytes, or removes them if negative. Raises `TooMuch`, without a change."""
         if num_bytes > 0:
-            self._require("your jobs have", self._held[user] + num_bytes, self._of_user)
-            self._require("all jobs have", self._held.total() + num_bytes, self._in_all)
+            self._require(f"your {self._whose} have", self._held[user] + num_bytes, self._of_user)
+            self._require(f"all {self._whose} have", self._held.total() + num_bytes, self._in_all)
         self._held[user] += num_bytes
         if not self._held[user]:
             del self._held[user]

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MAX_TOTAL_BYTES = 10 << 30
 """Most bytes of all bundles; beyond, the least recently used ones are removed."""
 STALL_S = 30.0
-"""Seconds for which an upload may send nothing, since others wait for it and the room reserved for it."""
+"""Seconds in which an upload must send `CHUNK_BYTES`, or its rest: others wait for it and the room reserved for it."""
 WHOLE, PART = ".tar.gz", ".part"
 """Suffixes of complete and incomplete bundles: only a complete one, with the right checksum, is renamed."""
 UNFINISHED_S = 24 * 3600.0
@@ -37,8 +37,8 @@ class Bundles:
         shared: SharedBundles | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """`shared`: the store that other coordinators share. `stall_s`: seconds for which an upload may send
-        nothing.
+        """`shared`: the store that other coordinators share. `stall_s`: seconds in which an upload must send
+        `CHUNK_BYTES`.
         """
         self._stall_s = stall_s
         self._shared = shared
@@ -105,8 +105,15 @@ class Bundles:
     async def _append(self, name: str, num_bytes: int, chunks: AsyncIterator[bytes]) -> None:
         part = self._part(name)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-            while (data := await self._next(chunks)) is not None:
-                num_bytes -= len(data)
+            num_counted, left_s = 0, self._stall_s
+            while True:
+                began_s = time.monotonic()
+                if (data := await self._next(chunks, left_s)) is None:
+                    break
+                num_bytes, num_counted = num_bytes - len(data), num_counted + len(data)
+                left_s -= time.monotonic() - began_s
+                if num_counted >= CHUNK_BYTES:
+                    num_counted, left_s = 0, self._stall_s
                 if num_bytes < 0:
                     raise InvalidJob("more bytes have come than the bundle was said to have")
                 await asyncio.to_thread(file.write, data)
@@ -115,15 +122,16 @@ class Bundles:
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
 
-    async def _next(self, chunks: AsyncIterator[bytes]) -> bytes | None:
-        """The next chunk; None at the end. Raises `Unreachable` if it does not come in time."""
+    async def _next(self, chunks: AsyncIterator[bytes], left_s: float) -> bytes | None:
+        """The next chunk; None at the end. Raises `Unreachable` if it does not come in `left_s`."""
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(left_s):
                 while (data := await anext(chunks, None)) == b"":
                     pass
                 return data
         except TimeoutError:
-            raise Unreachable(f"nothing of the folder has come for {self._stall_s:g} s: send the rest again") from None
+            least = f"less than {CHUNK_BYTES >> 10} KiB of the folder have come in {self._stall_s:g} s"
+            raise Unreachable(f"{least}: send the rest again") from None
 
     def _complete(self, name: str) -> None:
         part = self._part(name)

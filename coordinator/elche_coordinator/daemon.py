@@ -51,6 +51,7 @@ from elche_coordinator.store_service import StoreServicer
 from elche_coordinator.timelines import Timelines
 from elche_coordinator.tokens import Tokens
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.upkeep import Upkeep
 from elche_coordinator.validation import ValidationInterceptor
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
@@ -117,7 +118,7 @@ async def _serve(
         _running(timelines.write()),
         _running(forget_old(catalogue, config.keep_jobs)),
         _running(artifacts.run()),
-        _page(config, driver, catalogue, transfers, artifacts, journals, credentials, audit, encryption),
+        _page(config, driver, catalogue, transfers, artifacts, journals, credentials, audit, encryption, tokens),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -153,6 +154,7 @@ async def _page(
     credentials: Credentials,
     audit: Audit,
     encryption: Encryption | None,
+    tokens: Tokens,
 ) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:
@@ -160,7 +162,8 @@ async def _page(
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
     recordings = Recordings(config.data / "recordings")
-    web = Web(driver, catalogue, transfers, credentials, audit, artifacts, recordings, journals)
+    upkeep = Upkeep(config.data, tokens, encryption)
+    web = Web(driver, catalogue, transfers, credentials, audit, artifacts, recordings, journals, upkeep)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_running(web.record()))
         presented = server.start(web.app, encryption.page_files if encryption is not None else None)

@@ -224,6 +224,7 @@ class Driver:
                 self._rows.forget(event.job_ids)
             case AgentLost():
                 self.streams.drop_agent(event.agent_id)
+                self.agents.forget(event.agent_id)
                 for address in lost_with_agent:  # further messages on their streams are ignored
                     self.streams.give_up_rank(address)
             case SessionLost():

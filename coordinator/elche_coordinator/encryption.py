@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder, identity
+from elche.tls import AUTHORITY, CERTIFICATE, KEY, Certificates, Folder, identity
 from elche_coordinator.roles import Caller, Role
 
 RENEW_EVERY_S = 5.0
@@ -45,6 +45,11 @@ class Encryption:
         return grpc.ssl_server_certificate_configuration(
             [(held.key, held.certificate)], root_certificates=held.authority if self.asks_clients else None
         )
+
+    @property
+    def held(self) -> Certificates:
+        """What is presented to the page's next visitor."""
+        return self._of_page.held
 
     @property
     def page_files(self) -> tuple[Path, Path]:

@@ -1,7 +1,6 @@
 """The command `elche-coordinator`."""
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +9,11 @@ from pathlib import Path
 import click
 
 from elche.errors import ElcheError
+from elche.logs import FORMATS, say_last, set_up
+from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS
 from elche.tls import VARIABLE
 from elche.token import read_token
-
-
-class OneLine(logging.Formatter):
-    """Formats a message as one line: text from outside may contain line breaks and terminal control codes."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, with an escape for each character that is not printable."""
-        line = super().formatMessage(record)
-        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-
 
 EXAMPLES = """
 \b
@@ -118,6 +109,15 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     type=click.FloatRange(min=0),
     help="Seconds that jobs may take to make a checkpoint on SIGTERM, before it stops.",
 )
+@click.option(
+    "--log-format",
+    envvar=LOG_VARIABLE,
+    default="text",
+    show_default=True,
+    show_envvar=True,
+    type=click.Choice(FORMATS),
+    help="Lines of the log on standard error: text, or JSON objects with level, UTC time, job and rank as fields.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 @click.pass_context
 def main(
@@ -132,6 +132,7 @@ def main(
     keep_jobs: int,
     artifacts: str,
     grace: float,
+    log_format: str,
     exit_with_stdin: bool,
 ) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
@@ -147,9 +148,7 @@ def main(
     from elche_coordinator.config import Config
     from elche_coordinator.daemon import serve
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    set_up(log_format)
     os.umask(0o077)  # records and timelines contain users' source code and output
     try:
         config = Config(
@@ -168,7 +167,7 @@ def main(
         )
         asyncio.run(serve(config))
     except ElcheError as error:
-        print(f"elche-coordinator: {error}", file=sys.stderr)
+        say_last("elche-coordinator", str(error), log_format)
         sys.exit(2)
 
 

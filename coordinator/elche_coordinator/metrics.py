@@ -1,5 +1,6 @@
 """Prometheus metrics, computed from a snapshot at each scrape. `docs/metrics.md` explains each."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.driver import Driver
+from elche_coordinator.upkeep import Term, Upkeep
 
 EXPIRE_S = 15 * 60
 """Seconds for which the series of an ended job are exported."""
@@ -37,10 +39,19 @@ class MetricsSnapshot:
     num_artifact_failures: int = 0
     num_artifacts_waiting: int = 0
     """Jobs that have ended, and are not all in the artifact store."""
+    disk: tuple[int, int] | None = None
+    """Free bytes and all bytes."""
+    terms: list[Term] = field(default_factory=list)
 
 
-def snapshot(driver: Driver, catalogue: JobCatalogue, artifacts: Artifacts) -> MetricsSnapshot:
-    """All that is exported, as it is now."""
+def snapshot(
+    driver: Driver,
+    catalogue: JobCatalogue,
+    artifacts: Artifacts,
+    upkeep: Upkeep | None = None,
+    disk: tuple[int, int] | None = None,
+) -> MetricsSnapshot:
+    """All that is exported, as it is now. `disk` is that of `upkeep`, which may take a while to find."""
     hosts, streams = driver.agents.hosts(), driver.streams
     num_connected = {
         "agent": sum(stream.is_connected for stream in streams.agents.values()),
@@ -59,6 +70,8 @@ def snapshot(driver: Driver, catalogue: JobCatalogue, artifacts: Artifacts) -> M
         num_persist_failures=driver.writer.num_failures,
         num_artifact_failures=artifacts.num_failures,
         num_artifacts_waiting=artifacts.num_waiting,
+        disk=disk,
+        terms=[] if upkeep is None else upkeep.terms(time.time()),
     )
 
 
@@ -158,6 +171,7 @@ class SnapshotCollector(Collector):
         yield from _job_metrics(shown)
         yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
         yield from _coordinator_metrics(self._snapshot)
+        yield from _upkeep_metrics(self._snapshot)
 
 
 def _job_metrics(jobs: list[JobView]) -> Iterator[Metric]:
@@ -232,6 +246,20 @@ def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "elche_artifacts_waiting", "Ended jobs that are not all in the artifact store.", snapshot.num_artifacts_waiting
     )
+
+
+def _upkeep_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    if snapshot.disk is not None:
+        free, total = snapshot.disk
+        yield GaugeMetricFamily("elche_coordinator_disk_free_bytes", "Free on the disk with --data.", free)
+        yield GaugeMetricFamily("elche_coordinator_disk_bytes", "Size of the disk with --data.", total)
+    labels = ("kind", "name", "role")
+    made = GaugeMetricFamily("elche_credential_made_timestamp_seconds", "Since when it is valid.", labels=labels)
+    ends = GaugeMetricFamily("elche_credential_ends_timestamp_seconds", "Until when it is valid.", labels=labels)
+    for one in snapshot.terms:
+        made.add_metric((one.kind, one.name, one.role), one.made_at)
+        ends.add_metric((one.kind, one.name, one.role), one.ends_at)
+    yield from (made, ends)
 
 
 def _families(  # type: ignore[no-untyped-def]  # figures and rows are of one kind, a view's

@@ -11,9 +11,11 @@ MAX_JOBS = 20_000
 MAX_JOBS_OF_USER = 2_000
 """Most open jobs of the user that a token names."""
 MAX_BYTES = 1 << 30
-"""Most bytes of files and settings of all open jobs."""
+"""Most bytes of files, settings and ranks of all open jobs."""
 MAX_BYTES_OF_USER = 128 << 20
-"""Most bytes of files and settings of one user's open jobs."""
+"""Most bytes of files, settings and ranks of one user's open jobs."""
+RANK_BYTES = 2048
+"""What each rank of a loop takes, which exists from the beginning, and not only while there are slots for it."""
 
 
 class OpenJobs:
@@ -39,7 +41,7 @@ class OpenJobs:
             what = f"{num} of {whose} jobs have not ended, and {max_num} is the limit"
         elif num_bytes >= max_bytes:
             sent, limit = f"{num_bytes >> 20} MiB", f"{max_bytes >> 20} MiB"
-            what = f"{sent} were sent with {whose} {num} jobs that have not ended, and {limit} is the limit"
+            what = f"{whose} {num} jobs that have not ended take {sent}, and {limit} is the limit"
         if what:
             raise TooMuch(
                 f"{what}: cancel some that wait (`elche jobs`, `elche cancel`), or submit when some have ended"
@@ -48,7 +50,7 @@ class OpenJobs:
     def add(self, job_id: str, spec: JobSpec, file_bytes: int) -> None:
         """Counts a job, with the size of its file."""
         self.remove(job_id)
-        num_bytes = len(pickle.dumps(spec)) + file_bytes
+        num_bytes = len(pickle.dumps(spec)) + file_bytes + (spec.num_ranks * RANK_BYTES if spec.is_loop else 0)
         user = str(spec.submitted_by)
         self._jobs[job_id] = user, num_bytes
         self._num[user] += 1

@@ -19,11 +19,11 @@ RankQueue = SendQueue[rank_pb2.ConverseResponse]
 OTHER_STORE = "they wait for that; end the agent to give them up"
 
 
-def attend(driver: Driver, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStream, AgentQueue]:
+def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tuple[AgentId, AnyStream, AgentQueue]:
     """Opens an agent's stream, for the first time or again; also returns the queue of messages to it.
 
     Raises `Superseded` when the agent's ranks belong to another coordinator's store, or to a newer state of this,
-    and `Unreachable` when the driver has been stopped.
+    `TooMuch` when the caller has too many agents, and `Unreachable` when the driver has been stopped.
     """
     driver.require_running()
     if hello.store not in ("", driver.identity.id) and hello.num_ranks:
@@ -34,6 +34,7 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello) -> tuple[AgentId, AnyStr
         driver.presence.lose_agent(known)
     is_new = known is None or hello.store != driver.identity.id
     agent_id = driver.streams.next_agent_id if is_new or known is None else known
+    driver.agents.hold(agent_id, caller, hello)
     if is_new:
         log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
         if others := driver.core.holders(JobId(""), AgentId(""), hello.folder):

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from elche.network import split_address
 from elche_coordinator.config import CannotStart
 from elche_coordinator.encryption import Encryption
+from elche_coordinator.listener import BACKLOG, Listener
 
 ANSWER_S = 5.0
 """Limit of a connection in seconds."""
@@ -28,9 +29,10 @@ TEXT, EXPOSITION = "text/plain; charset=utf-8", "text/plain; version=0.0.4; char
 class WaitingPage:
     """Answers while another coordinator leads."""
 
-    def __init__(self, problem: Callable[[], str]) -> None:
+    def __init__(self, problem: Callable[[], str], listener: Listener) -> None:
         """`problem` returns the reason why this one could not take over now; empty if it could."""
         self._problem = problem
+        self._listener = listener
         self._num_connections = 0
 
     def answer(self, path: str) -> tuple[str, str, str]:
@@ -47,6 +49,7 @@ class WaitingPage:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers one request and closes the connection."""
+        self._listener.on_protocol(writer.get_extra_info("peername"))
         self._num_connections += 1
         try:
             if self._num_connections > MAX_CONNECTIONS:
@@ -80,7 +83,9 @@ async def waiting_page(
         context.load_cert_chain(*encryption.page_files)
     host, port = split_address(address)
     try:
-        server = await asyncio.start_server(WaitingPage(problem).serve, host, port, ssl=context)
+        listener = Listener(host, port)
+        page = WaitingPage(problem, listener)
+        server = await asyncio.start_server(page.serve, sock=listener, ssl=context, backlog=BACKLOG)
     except OSError as error:
         raise CannotStart(f"the page and /metrics cannot be served on {address}: {error.strerror}") from error
     renewing = None if encryption is None or context is None else asyncio.create_task(encryption.renew(context))

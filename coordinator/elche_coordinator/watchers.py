@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
+from elche.logs import fields
 from elche.v1 import job_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.messages.ids import JobId
@@ -86,12 +87,14 @@ class Watchers:
             case EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", job_id, report.epoch, report.metrics)
             case StallReport():
-                log.warning("job=%s %s", job_id, describe_report(replace(report, stacks="")))
+                text = describe_report(replace(report, stacks=""))
+                log.warning("job=%s %s", job_id, text, extra=fields(rank=report.rank))
             case MembershipReport():
                 level = logging.INFO if report.is_back else logging.WARNING
-                log.log(level, "job=%s %s", job_id, describe_report(report))
+                log.log(level, "job=%s %s", job_id, describe_report(report), extra=fields(rank=report.rank))
             case Checkpoint():
-                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path, report.duration_s)
+                of_round = fields(round=report.version)
+                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path, report.duration_s, extra=of_round)
             case JobResult():
                 self._end(job_id, report)
             case RoundReport() | UserEvent():
@@ -100,7 +103,8 @@ class Watchers:
                 assert_never(report)
 
     def _end(self, job_id: JobId, result: JobResult) -> None:
-        log.info("job=%s %s %s", job_id, result.outcome, result.error)
+        of = fields(round=result.rounds, **({} if result.failed_rank is None else {"rank": result.failed_rank}))
+        log.info("job=%s %s %s", job_id, result.outcome, result.error, extra=of)
         for queue in self._queues.get(job_id, ()):
             queue.close()
         for action in self._on_ended:

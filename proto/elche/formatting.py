@@ -38,6 +38,11 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02} h"
 
 
+def shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text with more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}\n[...]\n{text[-most // 2 :]}"
+
+
 def membership_text(text: str, num_ranks: int) -> str:
     """One line about a rank that is lost or has joined, with the number of ranks that train now, if any do."""
     return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training" if num_ranks else text

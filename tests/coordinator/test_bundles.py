@@ -218,9 +218,27 @@ async def test_an_upload_that_sends_nothing_makes_way_for_one_of_the_same_folder
     held = asyncio.create_task(bundles.write(NAME, 0, 1000, stalled(DATA[:10])))
     await asyncio.sleep(0)
     other = asyncio.create_task(bundles.write(NAME, 10, 1000, parts(DATA[10:])))
-    with pytest.raises(Unreachable, match=r"nothing of the folder has come for 0\.05 s: send the rest again"):
+    with pytest.raises(Unreachable, match=r"less than 256 KiB of the folder have come in 0\.05 s: send the rest"):
         await held
     await other
+    assert bundles.find(NAME) == (1000, True)
+
+
+@within_20_s
+async def test_an_upload_of_a_byte_now_and_then_makes_way_for_one_of_the_same_folder(tmp_path: Path) -> None:
+    """Each byte began its time anew, and nobody else could send the folder."""
+
+    async def trickled() -> AsyncIterator[bytes]:
+        for byte in DATA:
+            yield bytes([byte])
+            await asyncio.sleep(0.01)
+
+    bundles = Bundles(tmp_path, tuple, stall_s=0.05)
+    with pytest.raises(Unreachable, match="less than 256 KiB"):
+        await bundles.write(NAME, 0, 1000, trickled())
+    num_bytes, _ = bundles.find(NAME)
+    assert 0 < num_bytes < 100
+    await bundles.write(NAME, num_bytes, 1000, parts(DATA[num_bytes:]))
     assert bundles.find(NAME) == (1000, True)
 
 

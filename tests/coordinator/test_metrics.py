@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.metrics import EXPIRE_S, MetricsSnapshot, SnapshotCollector
+from elche_coordinator.upkeep import Term
 from support.effort import lines_run
 from support.views import durations, job_view, rank_view
 
@@ -33,7 +34,13 @@ def names_of(text: str) -> set[str]:
 def snapshot() -> MetricsSnapshot:
     streams = {"agent": 1, "rank": 2, "watcher": 0}
     return MetricsSnapshot(
-        jobs=[job_view(2)], streams=streams, messages={("rank", "in"): 5}, num_slots=3, num_busy_slots=2
+        jobs=[job_view(2)],
+        streams=streams,
+        messages={("rank", "in"): 5},
+        num_slots=3,
+        num_busy_slots=2,
+        disk=(1, 2),
+        terms=[Term(kind="token", name="anna", role="user", made_at=1.0, ends_at=2.0)],
     )
 
 

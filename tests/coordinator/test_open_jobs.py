@@ -98,10 +98,27 @@ def test_what_is_sent_with_jobs_is_bounded(
     async def story() -> None:
         driver = started(tmp_path)
         jobs = [await submit_as(driver, who, f"# {number}".ljust(MIB)) for number in range(2)]
-        with pytest.raises(TooMuch, match=f"2 MiB were sent with {whose} 2 jobs that have not ended, and 2 MiB"):
+        with pytest.raises(TooMuch, match=f"{whose} 2 jobs that have not ended take 2 MiB, and 2 MiB is the limit"):
             await submit_as(driver, who)
         driver.handle(JobCancelled(job_id=jobs[0]))
         await submit_as(driver, who)
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_ranks_of_loops_that_have_not_ended_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may attach 2,000 loops of 10,000 ranks each, which take 21 MB, from the beginning."""
+    monkeypatch.setattr(open_jobs, "MAX_BYTES_OF_USER", MIB)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+        spec = JobSpec(name="loop", source_hash="", file_name="loop", num_ranks=600, is_loop=True, submitted_by="anna")
+        ranks = (("host", "cpu"),) * 600
+        driver.handle(LoopAttached(job_id=JobId("loop"), spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+        with pytest.raises(TooMuch, match="your 1 jobs that have not ended take 1 MiB"):
+            await submit_as(driver, "anna")
+        await submit_as(driver, "bob")
         driver.stop()
 
     in_loop(story)

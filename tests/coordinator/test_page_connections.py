@@ -1,7 +1,9 @@
 """Who takes nothing, and who asks for more than their share, does not shut the page for others."""
 
 import asyncio
+import ssl
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 
 from elche.errors import TooMuch
+from elche_client.certificates import Authority
+from elche_coordinator import listener
 from elche_coordinator.access import Credentials
 from elche_coordinator.audit import Audit
 from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
@@ -48,14 +52,17 @@ async def watch_end(receive: Any) -> None:
         pass
 
 
-async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection whose request is being answered, and which reads no more."""
+async def connected(port: int, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     while True:
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-            break
+            return await asyncio.open_connection("127.0.0.1", port, limit=1024, **more)
         except ConnectionRefusedError:  # it does not listen yet
             await asyncio.sleep(0)
+
+
+async def ask(port: int, path: str, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose request is being answered, and which reads no more."""
+    reader, writer = await connected(port, **more)
     writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\n\r\n".encode())
     assert b" 200 " in await reader.readline()
     return reader, writer
@@ -97,6 +104,29 @@ def test_who_takes_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch
         _, writer = await ask(web.port, "/api/all")
         assert await asyncio.wait_for(page.ended.get(), 30) == "/api/all"
         writer.close()
+        await web.stop()
+
+    asyncio.run(story())
+
+
+def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who connected and said nothing took all files of a coordinator with TLS, of its database, too."""
+    monkeypatch.setattr(listener, "MAX_WAITING", MOST)
+    folder = Authority(tmp_path).server(["127.0.0.1"], expires=timedelta(days=1)).folder
+
+    async def story() -> None:
+        page, web = Page(), WebServer("127.0.0.1", 0)
+        web.start(page, (folder / "tls.crt", folder / "tls.key"))
+        silent = [await connected(web.port) for _ in range(3 * MOST)]
+        ended = [asyncio.ensure_future(reader.read()) for reader, _ in silent]
+        await asyncio.wait(ended[: 2 * MOST], timeout=30)
+        assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
+        trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        for _ in range(2 * MOST):  # who ends the handshake is counted otherwise, and ends no other's
+            _, writer = await ask(web.port, "/healthz", ssl=trust)
+            writer.close()
+        for _, writer in silent:
+            writer.close()
         await web.stop()
 
     asyncio.run(story())

@@ -65,12 +65,15 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """With two slots, whose agent has an agent's token."""
+    """With two slots, whose agent has an agent's token; both log JSON."""
     mark, folder = Mark(), tmp_path_factory.mktemp("lab")
     with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, folder, env={"ELCHE_TOKEN": OWN}))
+        one = stack.enter_context(coordinator(mark, folder, env={"ELCHE_TOKEN": OWN, "ELCHE_LOG_FORMAT": "json"}))
         lab = Lab(one, stack)
-        stack.enter_context(agent(mark, folder, one.address, env={"ELCHE_TOKEN": lab.texts["pool"]}))
+        (secrets := folder / "secrets").mkdir(0o700)
+        (secrets / "KEY").write_text("hunter2\n")
+        more = ("--log-format", "json", "--secrets", str(secrets))
+        stack.enter_context(agent(mark, folder, one.address, *more, env={"ELCHE_TOKEN": lab.texts["pool"]}))
         yield lab
         said = one.log.read_text() + (folder / "agent.log").read_text() + json.dumps(lab.audit())
         assert not any(text in said for text in (OWN, *lab.texts.values()))
@@ -319,3 +322,19 @@ def test_a_coordinator_that_asks_for_no_token_makes_none(mark: Mark, tmp_path: P
         pytest.raises(InvalidJob, match="asks nobody for a token: start it with one of its own"),
     ):
         tokens.make("anna", Role.USER, expires=DAY)
+
+
+def test_logs_are_json_on_request_and_have_no_secrets(lab: Lab, job_file: JobFile) -> None:
+    """The agent's, too; that they have no token is looked at when all here have run."""
+    client = lab.client("anna")
+    job = client.submit(job_file(), num_ranks=2, epochs=1, secrets=["KEY"], environment={"COLOUR": "teal-4711"})
+    assert list(client.watch(job.id))[-1].state is JobState.SUCCEEDED
+    said = [lab.coordinator.log.read_text(), (lab.coordinator.log.parent / "agent.log").read_text()]
+    of_coordinator, of_worker = ([json.loads(line) for line in text.splitlines()] for text in said)
+    started = {(line["job"], line["rank"], line["incarnation"]) for line in of_worker if "rank" in line}
+    assert {(name, rank) for name, rank, _ in started if name == job.id} == {(job.id, 0), (job.id, 1)}
+    (ended,) = [line for line in of_coordinator if f"job={job.id} succeeded" in line["message"]]
+    assert (ended["job"], ended["level"]) == (job.id, "info")
+    assert ended["round"] > 0
+    assert ended["time"].endswith("Z")
+    assert not [one for one in ("hunter2", "teal-4711") if one in "".join(said)]

@@ -17,7 +17,7 @@ from elche_client import Client
 
 MARK = "ELCHE_TEST_MARK"
 LISTENING = re.compile(r"elche-coordinator listening on (\S+)")
-PAGE = re.compile(r"page and metrics on (https?://\S+)")
+PAGE = re.compile(r'page and metrics on (https?://[^\s"]+)')
 ATTENDED = re.compile(r"attended as (\S+)")
 LIMIT_S = 100.0
 """A hang: whatever a test waits for comes long before, on a busy machine too."""
@@ -88,7 +88,7 @@ class Coordinator:
         """What it logged as errors, which are its bugs, since the last call."""
         text = self.log.read_text()[self.num_read :]
         self.num_read += len(text)
-        return [line for line in text.splitlines() if " ERROR " in line]
+        return [line for line in text.splitlines() if " ERROR " in line or '"level": "error"' in line]
 
     @property
     def page_url(self) -> str:

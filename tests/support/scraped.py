@@ -14,8 +14,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 RULES = Path(__file__).resolve().parents[2] / "docker" / "prometheus" / "rules" / "elche.yml"
-OF_THIS_MACHINE = ("elche_coordinator_loop_lag_seconds",)
-"""What says how busy the machine is on which tests run."""
+OF_THIS_MACHINE = ("elche_coordinator_loop_lag_seconds", "elche_coordinator_disk_free_bytes")
+"""What says how busy and how full the machine is on which tests run."""
 Labels = tuple[tuple[str, str], ...]
 
 

@@ -32,6 +32,7 @@ from elche_coordinator.metrics import SnapshotCollector, snapshot
 from elche_coordinator.requests import model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
+from elche_coordinator.upkeep import Upkeep
 from elche_coordinator.validation import MAX_RANKS
 from elche_coordinator.web import payloads
 from elche_coordinator.web.access import LET_IN, AccessControl
@@ -70,11 +71,13 @@ class Web:
         artifacts: Artifacts,
         recordings: Recordings | None = None,
         journals: JournalFiles | None = None,
+        upkeep: Upkeep | None = None,
     ) -> None:
         self._driver = driver
         self._catalogue = catalogue
         self._transfers = transfers
         self._artifacts = artifacts
+        self._upkeep = upkeep
         self._recordings = recordings
         self._recorder = Recorder(load=self._recorded_before)
         self._views: list[JobView] = []
@@ -186,7 +189,9 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(SnapshotCollector(snapshot(self._driver, self._catalogue, self._artifacts)))
+        disk = None if self._upkeep is None else await asyncio.to_thread(self._upkeep.disk)
+        now = snapshot(self._driver, self._catalogue, self._artifacts, self._upkeep, disk)
+        registry.register(SnapshotCollector(now))
         registry.register(self._process)
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))

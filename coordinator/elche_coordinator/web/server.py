@@ -1,17 +1,18 @@
 """The HTTP server: uvicorn on the daemon's event loop, with a socket that is bound before anything starts."""
 
 import asyncio
-import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from elche_coordinator.listener import BACKLOG, Listener
 from elche_coordinator.web.access import LET_IN
 
 STOP_S = 1
@@ -32,9 +33,14 @@ class _Connection(H11Protocol):
     _blocked: ClassVar[dict["_Connection", asyncio.TimerHandle]] = {}
     """Connections whose peers take nothing, the longest wait first, with the timers that will close them."""
 
+    def __init__(self, *arguments: Any, listener: Listener, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._listener = listener
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Registers the connection. If there are too many, closes the most expendable ones."""
         super().connection_made(transport)
+        self._listener.on_protocol(transport.get_extra_info("peername"))
         self._opened[self] = None
         while len(self._opened) > MAX_CONNECTIONS and (one := next(self._expendable(), None)) is not None:
             one._abort()
@@ -86,10 +92,7 @@ class WebServer:
     """Serves an ASGI application at HOST:PORT. Raises `OSError` when the address cannot be listened on."""
 
     def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, port))
+        self._socket = Listener(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -108,7 +111,8 @@ class WebServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=STOP_S,
-            http=_Connection,
+            http=partial(_Connection, listener=self._socket),  # type: ignore[arg-type]  # called as a class is
+            backlog=BACKLOG,
             limit_concurrency=MAX_BUSY + MAX_CONNECTIONS,
             h11_max_incomplete_event_size=64 << 10,
             ws="none",

@@ -7,13 +7,13 @@ its parent, and with its standard input.
 """
 
 import json
-import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from elche.errors import ElcheError
+from elche.logs import set_up
 from elche.token import read_token
 from elche_worker.agent.processes import SpawnerProcess
 from elche_worker.process.parent import end_with_parent
@@ -40,7 +40,7 @@ def main() -> None:
         os.dup2(log, descriptor)
     spawner.write_to(log)
     os.close(log)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    set_up()
     slots = slots_of(order["slots"])
     try:
         agent = Agent(order["coordinator"], slots, Path(order["work_dir"]), token=read_token(), spawner=spawner)

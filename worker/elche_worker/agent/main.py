@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from elche.errors import ElcheError, InvalidJob
+from elche.logs import FORMATS, say_last, set_up
+from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS, split_addresses
 from elche.selector import check_label
 from elche.tls import VARIABLE
@@ -127,6 +129,15 @@ Examples:
     metavar="DIR",
     help="With --confine: a folder that ranks may write to, such as that of checkpoints. Repeatable.",
 )
+@click.option(
+    "--log-format",
+    envvar=LOG_VARIABLE,
+    default="text",
+    show_default=True,
+    show_envvar=True,
+    type=click.Choice(FORMATS),
+    help="Lines of the log on standard error: text, or JSON objects with level, UTC time, job and rank as fields.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 def main(
     coordinator: str,
@@ -141,6 +152,7 @@ def main(
     notices: str | None,
     confine: bool,
     writable: tuple[Path, ...],
+    log_format: str,
     exit_with_stdin: bool,
 ) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
@@ -153,7 +165,7 @@ def main(
     from elche_worker.agent.agent import Agent
     from elche_worker.agent.notices import watch
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    set_up(log_format)
     try:
         split_addresses(coordinator)
         if interface:
@@ -175,7 +187,7 @@ def main(
             watch(notices, agent.leave, address=os.environ.get("ELCHE_METADATA", ""))
         serve(agent, exit_with_stdin=exit_with_stdin)
     except ElcheError as error:
-        print(f"elche-worker: {error}", file=sys.stderr)
+        say_last("elche-worker", str(error), log_format)
         sys.exit(2)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from elche.errors import ElcheError, UnknownMessage
+from elche.formatting import shortened
 from elche.network import MAX_MESSAGE_BYTES
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, Unsaid, soon
@@ -40,9 +41,7 @@ WHEN_TOO_LARGE = {
 
 def sendable(text: str) -> str:
     """Shortens a text to its beginning and end, and escapes characters that UTF-8 lacks."""
-    if len(text) > MAX_TEXT_CHARS:
-        text = f"{text[: MAX_TEXT_CHARS // 2]}\n[...]\n{text[-MAX_TEXT_CHARS // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return shortened(text, MAX_TEXT_CHARS).encode("utf-8", "backslashreplace").decode()
 
 
 class Session:

@@ -1,0 +1,44 @@
+"""The listening socket of the page, which bounds the connections that have not said yet what they want."""
+
+import socket
+from contextlib import suppress
+
+MAX_WAITING = 128
+"""TLS handshakes under way at once; with more, the oldest is ended. Each has an open file, which other connections and
+the database need, too."""
+BACKLOG = 128
+"""Connections that the kernel holds, and that are accepted in one step."""
+
+
+class Listener(socket.socket):
+    """A listening socket that keeps the connections whose handshakes have not ended.
+
+    asyncio creates a connection's protocol only after its TLS handshake, so nothing else can count them before.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises `OSError` when the address cannot be listened on."""
+        super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.bind((host, port))
+        except OSError:
+            self.close()
+            raise
+        self.waiting: dict[object, socket.socket] = {}
+        """Connections without a protocol, oldest first, by their peers' addresses."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """The next connection. Ends the oldest one that waits if there are too many."""
+        connection, peer = super().accept()
+        self.waiting[peer] = connection
+        if len(self.waiting) > MAX_WAITING:
+            self.waiting = {one: found for one, found in self.waiting.items() if found.fileno() >= 0}
+        while len(self.waiting) > MAX_WAITING:
+            with suppress(OSError):  # it has been reset
+                self.waiting.pop(next(iter(self.waiting))).shutdown(socket.SHUT_RDWR)
+        return connection, peer
+
+    def on_protocol(self, peer: object) -> None:
+        """A connection has its protocol, by which it is counted from now on."""
+        self.waiting.pop(peer, None)

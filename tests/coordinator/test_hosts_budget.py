@@ -1,0 +1,79 @@
+"""What agents of one token may have at once: what their hosts say of themselves, and calls."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elche.errors import TooMuch, Unreachable
+from elche.v1 import agent_pb2
+from elche_coordinator import agent_service, agents
+from elche_coordinator.agent_service import AgentServicer
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.driver import Driver
+from elche_coordinator.sessions import attend
+from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.transfers import Transfers
+
+
+def hello(name: str) -> agent_pb2.AgentHello:
+    return agent_pb2.AgentHello(host=name.ljust(50), slots=[agent_pb2.Slot(device="cpu")], identity=name)
+
+
+def test_hosts_of_a_token_are_described_in_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 agents of one token, each with 1,024 slots of long names: +663 MB, and no end."""
+    size = hello("a").ByteSize()
+    monkeypatch.setattr(agents, "MAX_HOSTS_BYTES_OF_CALLER", 2 * size)
+    monkeypatch.setattr(agents, "MAX_HOSTS_BYTES", 4 * size)
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
+        first, *_ = attend(driver, hello("a"), "mallory")
+        attend(driver, hello("b"), "mallory")
+        again = agent_pb2.AgentHello(store=driver.identity.id)
+        again.MergeFrom(hello("a"))
+        attend(driver, again, "mallory")  # another connection of the same
+        with pytest.raises(TooMuch, match=r"your workers have 0 MiB of descriptions of hosts, and 0 MiB is the limit"):
+            attend(driver, hello("c"), "mallory")
+        assert {one.host.strip() for one in driver.agents.hosts()} == {"a", "b"}
+        attend(driver, hello("d"), "pool")
+        driver.presence.lose_agent(first)
+        attend(driver, hello("c"), "mallory")
+        attend(driver, hello("e"), "")
+        with pytest.raises(TooMuch, match="all workers have"):
+            attend(driver, hello("f"), "")
+        driver.stop()
+
+    asyncio.run(story())
+
+
+async def silence() -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield
+
+
+def test_an_agent_that_does_not_say_who_it_is_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,000 such calls stayed open: +121 MB, for as long as their owner liked."""
+    monkeypatch.setattr(agent_service, "HELLO_S", 0.01)
+    monkeypatch.setattr(agent_service, "BEGIN_S", 0.01)
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
+        servicer = AgentServicer(driver, Transfers())
+        context: Any = Refusing()
+        with pytest.raises(Unreachable, match=r"nothing has come for 0\.01 s"):
+            await anext(servicer.Attend(silence(), context))
+        with pytest.raises(RuntimeError, match=r"nothing has come for 0\.01 s"):
+            await servicer.Deliver(silence(), context)
+        driver.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+class Refusing:
+    """A call that is refused by an exception."""
+
+    async def abort(self, code: Any, details: str, *_: Any) -> None:
+        raise RuntimeError(details)
