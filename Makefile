@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled modules are kept: each worker of the tests, and each program that they execute, compiled all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate exhaust mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -78,6 +78,13 @@ test-long: setup
 SEEDS ?= 200
 simulate: setup
 	$(BIN)/python tools/simulate.py --seeds $(SEEDS)
+
+# Everything that can happen to small jobs, in any order, with faults at any moment: at most so many states of each case.
+# `make exhaust STATES=1000000 EXHAUST="two ranks.*kill"` for some cases as far as they go.
+STATES ?= 20000
+EXHAUST ?=
+exhaust: setup
+	$(BIN)/python tools/exhaust.py --states $(STATES) --only '$(EXHAUST)'
 
 # Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
 mutants: setup

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 
 
 class ProcessClock:
@@ -19,7 +20,7 @@ class ProcessClock:
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Does the action after a delay, or when the process continues."""
-        self._clock.after(delay_s, lambda: self.do(action))
+        self._clock.after(delay_s, partial(self.do, action))
 
     def do(self, action: Callable[[], None]) -> None:
         """Does the action now, or when the process continues."""

@@ -132,7 +132,7 @@ class Collective:
         members = self._groups.setdefault((rank.attempt, generation), [])
         members.append(rank)
         if len(members) == world_size:
-            self._clock.after(self._build_s, lambda: self._stand(generation, members))
+            self._clock.after(self._build_s, partial(self._stand, generation, members))
 
     def can_meet(self, generation: GenerationId, members: "Sequence[GroupMember]") -> bool:
         """True if no link that they need between any two of them is broken."""
@@ -150,7 +150,7 @@ class Collective:
             for member in members:
                 self._clock.after(self.unreached_s, partial(member.on_apart, generation))
         elif any(member.is_frozen for member in members):
-            self._clock.after(FROZEN_S, lambda: self._stand(generation, members))
+            self._clock.after(FROZEN_S, partial(self._stand, generation, members))
         elif all(member.is_alive for member in members):
             for member in members:
                 member.on_formed(generation)
@@ -162,19 +162,19 @@ class Collective:
         entries.append(entry)
         if len(entries) == len(self._groups[attempt, generation]):
             entries.sort(key=lambda one: one.rank.address["rank"])
-            self._clock.after(self._sync_s(), lambda: self._finish(round_id, entries))
+            self._clock.after(self._sync_s(), partial(self._finish, round_id, entries))
 
     def _finish(self, round_id: RoundId, entries: list[RoundEntry]) -> None:
         members = self._groups[entries[0].rank.attempt, entries[0].generation]
         if any(member.is_frozen for member in members):
-            self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
+            self._clock.after(FROZEN_S, partial(self._finish, round_id, entries))
             return
         if not all(entry.rank.is_in(entry) for entry in entries):
             for entry in entries:  # some have given it up, and closed their connections
                 entry.rank.fail(round_id, entry)
             return
         if not self.can_meet(entries[0].generation, members):
-            self._clock.after(FROZEN_S, lambda: self._finish(round_id, entries))
+            self._clock.after(FROZEN_S, partial(self._finish, round_id, entries))
             return
         if self.breaks(round_id):
             for entry in entries:

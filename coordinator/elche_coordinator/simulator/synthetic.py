@@ -7,6 +7,7 @@ model itself, not only in the coordinator's books.
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, assert_never
 
@@ -162,7 +163,7 @@ class SyntheticRank:
 
     def receive(self, command: SessionCommand) -> None:
         """A command has arrived; a stopped process takes it when it continues."""
-        self.clock.do(lambda: self._take(command))
+        self.clock.do(partial(self._take, command))
 
     def _take(self, command: SessionCommand) -> None:
         if not self.is_alive:
@@ -257,7 +258,7 @@ class SyntheticRank:
     def _try_links(self, ranks: list[Rank]) -> None:
         reached = self._collective.reached(self.address["rank"], ranks)
         event = LinksProbed(**self.address, ranks=reached)
-        self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, lambda: self._tell_if_alive(event))
+        self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, partial(self._tell_if_alive, event))
 
     def _tell_if_alive(self, event: Event) -> None:
         if self.is_alive:
@@ -309,7 +310,7 @@ class SyntheticRank:
         if not self.is_alive or not self.is_in(entry):
             return
         collective_s = self.clock.now_s - entry.entered_s
-        self._result = lambda: self._apply(round_id, header, result, entry, collective_s)
+        self._result = partial(self._apply, round_id, header, result, entry, collective_s)
         if not self._overlaps:
             self._is_busy = False  # it has waited for this alone
         self._go_on()
@@ -431,7 +432,7 @@ class SyntheticRank:
             self._tell(CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
             return
         parameters = self._kept.pop(outcome.round, self.parameters)
-        self.clock.after(self._checkpoint_s, lambda: self._finish_checkpoint(outcome, order, parameters))
+        self.clock.after(self._checkpoint_s, partial(self._finish_checkpoint, outcome, order, parameters))
 
     def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:
         if not self.is_alive:
@@ -453,7 +454,7 @@ class SyntheticRank:
     def _start_batch(self) -> None:
         duration_s = self._batch_s(self.clock.now_s)
         self._is_busy = True
-        self.clock.after(duration_s, lambda: self._finish_batch(duration_s))
+        self.clock.after(duration_s, partial(self._finish_batch, duration_s))
 
     def _finish_batch(self, duration_s: float) -> None:
         if self.is_alive and self._is_deadly(
@@ -511,10 +512,10 @@ class SyntheticRank:
     def _do_chore(self, chore: SendOutcome | SendMakeMetrics) -> None:
         self._is_busy = True
         if isinstance(chore, SendMakeMetrics):
-            self.clock.after(self._evaluation_s, lambda: self._make_metrics(chore))
+            self.clock.after(self._evaluation_s, partial(self._make_metrics, chore))
             return
         evaluation_s = self._evaluation_s if chore.evaluate is not None else 0.0
-        self.clock.after(evaluation_s, lambda: self._finish_chore(chore))
+        self.clock.after(evaluation_s, partial(self._finish_chore, chore))
 
     def _finish_chore(self, outcome: SendOutcome) -> None:
         self._is_busy = False
