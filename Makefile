@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled modules are kept: each worker of the tests, and each program that they execute, compiled all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate exhaust mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate exhaust fuzz mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -85,6 +85,11 @@ STATES ?= 20000
 EXHAUST ?=
 exhaust: setup
 	$(BIN)/python tools/exhaust.py --states $(STATES) --only '$(EXHAUST)'
+
+# Random bytes for each decoder (tests/fuzz), with other seeds than the gate's, until one finds a fault.
+MINUTES ?= 60
+fuzz: setup
+	$(BIN)/python tools/fuzz.py --minutes $(MINUTES) --only '$(ONLY)'
 
 # Breaks the code on purpose, one line at a time: a test must notice (tests/mutants). `make mutants ONLY=ledger` for some.
 mutants: setup

@@ -73,8 +73,12 @@ class Target:
             for _ in answer if found.server_streaming else ():
                 pass
         except grpc.RpcError as error:
-            assert error.code() in REFUSALS, f"{method}: {error.code()}, {error.details()}"
-            assert error.details(), f"{method}: {error.code()} without a word"
+            ended = error
+        else:
+            ended = None
+        if ended is not None:
+            assert ended.code() in REFUSALS, f"{method}: {ended.code()}, {ended.details()}"
+            assert ended.details(), f"{method}: {ended.code()} without a word"
         assert self.one.new_errors() == [], method
 
     def fresh_secret(self) -> str:
@@ -210,11 +214,20 @@ PATHS = (
 )
 
 
+NAMES = ("job", "page", "host_page", "text", "state", "ranks")
+QUERIES = st.builds(
+    lambda path, name, text: path % f"?{name}={quote(text[:2000])}".encode(),
+    st.sampled_from([b"GET /api/jobs%b HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /api/stream%b HTTP/1.1\r\nhost: a\r\n\r\n"]),
+    st.sampled_from(NAMES),
+    st.sampled_from([*TEXTS, "²", "1.5"]),
+)
+
+
 def test_a_page_that_is_asked_anything_answers_or_refuses(target: Target) -> None:
     host, _, port = target.one.page_url.removeprefix("http://").rpartition(":")
 
     @fuzzed(300)
-    @given(asked=changed_bytes([path.replace(b"JOB", target.job_id.encode()) for path in PATHS]))
+    @given(asked=QUERIES | changed_bytes([path.replace(b"JOB", target.job_id.encode()) for path in PATHS]))
     def ask(asked: bytes) -> None:
         with create_connection((host, int(port)), timeout=100) as connection:
             connection.sendall(asked)

@@ -64,8 +64,11 @@ def judge(folder: Path) -> None:
     assert all(len(line) < 8192 for line in lines)
 
 
-@fuzzed(80)
-@given(data=st.one_of(changed_bytes(RANK_FILES), changed_bytes(RANK_FILES).map(resealed)))
+CUT = st.integers(0, len(RANK_FILES[0])).map(lambda size: RANK_FILES[0][:size])
+
+
+@fuzzed(150)
+@given(data=st.one_of(CUT, changed_bytes(RANK_FILES), changed_bytes(RANK_FILES).map(resealed)))
 def test_the_auditor_reads_any_file_of_a_rank(run: Path, data: bytes) -> None:
     (run / "audit" / JOB / "rank-0-1.bin").write_bytes(data)
     judge(run)
@@ -264,18 +267,19 @@ def test_a_log_is_shown_whatever_its_times(tmp_path: Path, data: bytes) -> None:
 # What is handed to ranks
 
 
-def archive() -> bytes:
+def archive(name: str = "job.py") -> bytes:
     """A bundle with two files."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name in ("job.py", "lib/more.py"):
-            info = tarfile.TarInfo(name)
+        for member in ("lib/more.py", name):
+            info = tarfile.TarInfo(member)
             info.size = 4
             tar.addfile(info, io.BytesIO(b"a=1\n"))
     return packed.getvalue()
 
 
 TAR = gzip.decompress(archive())
+ELSEWHERE = [archive(name) for name in ("../out.py", "lib/../../out.py", "./../out.py", "..")]
 
 
 def numbered(data: bytes) -> bytes:
@@ -289,7 +293,13 @@ def numbered(data: bytes) -> bytes:
 
 
 @fuzzed(120)
-@given(data=st.one_of(changed_bytes([archive()]), changed_bytes([TAR[:2560]]).map(numbered).map(gzip.compress)))
+@given(
+    data=st.one_of(
+        changed_bytes([archive()]),
+        st.sampled_from(ELSEWHERE),
+        changed_bytes([TAR[:2560]]).map(numbered).map(gzip.compress),
+    )
+)
 def test_a_bundle_is_unpacked_within_its_folder_or_refused(tmp_path: Path, data: bytes) -> None:
     from elche_worker.rank.bundle import unpack
 

@@ -1,4 +1,4 @@
-"""What fuzzing has found, each by itself: damaged files and unusual messages that were bugs, and are errors in one line."""
+"""What fuzzing has found: damaged files and unusual messages that were bugs, and are errors in one line."""
 
 import gzip
 import json
@@ -97,7 +97,7 @@ def test_a_checkpoint_whose_state_is_none_is_refused(checkpoint: Path, text: str
     path.write_text(text)
     entry = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    with pytest.raises(InvalidJob, match="cannot be read: ."):
+    with pytest.raises(InvalidJob, match=r"cannot be read: ."):
         load(str(changed(checkpoint, files={**files, "state.json": entry})))
 
 
@@ -137,7 +137,7 @@ def test_contexts_that_are_nested_deeply_cannot_be_read(tmp_path: Path, monkeypa
 def test_a_sweep_with_dates_and_numbers_that_are_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.py").write_text("job = 1")
     (tmp_path / "sweep.yaml").write_text(text)
-    with pytest.raises(InvalidJob, match="sweep.yaml"):
+    with pytest.raises(InvalidJob, match=r"sweep\.yaml"):
         read_sweep(tmp_path / "sweep.yaml")
 
 
@@ -147,15 +147,15 @@ def test_a_sweep_with_dates_and_numbers_that_are_none_is_refused(tmp_path: Path,
 def test_a_run_whose_command_is_damaged_is_not_repeated(run: Path, change: dict[str, Any]) -> None:
     command = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**command, **change}))
-    with pytest.raises(InvalidJob, match="run.json was not written by elche run, or is damaged"):
+    with pytest.raises(InvalidJob, match=r"run\.json was not written by elche run, or is damaged"):
         resume.replay_run(run, JobOptions(), device="cpu", out=None, as_json=False)
-    with pytest.raises(InvalidJob, match="run.json of the run that has written .* is damaged"):
+    with pytest.raises(InvalidJob, match=r"run\.json of the run that has written .* is damaged"):
         resume.resume_here(str(run), None, JobOptions(), device="cpu", out=None, as_json=False)
 
 
 def test_a_run_whose_rounds_are_damaged_is_not_repeated(run: Path) -> None:
     (run / "cadence.binpb").write_bytes(b"\xff" * 20)
-    with pytest.raises(InvalidJob, match="cadence.binpb was not written by elche run, or is damaged"):
+    with pytest.raises(InvalidJob, match=r"cadence\.binpb was not written by elche run, or is damaged"):
         resume.replay_run(run, JobOptions(), device="cpu", out=None, as_json=False)
 
 
@@ -174,7 +174,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, how: str) -> None:
     (tmp_path / "coordinator" / "journals").mkdir(parents=True)
     path = tmp_path / "coordinator" / "journals" / "one.jsonl.gz"
     path.write_bytes(DAMAGED[how])
-    with pytest.raises(InvalidJob, match="cannot be read|is damaged"):
+    with pytest.raises(InvalidJob, match=r"cannot be read|is damaged"):
         journal.show(str(tmp_path), "", num_events=None, as_json=False)
     files = JournalFiles.__new__(JournalFiles)
     files._folder = path.parent

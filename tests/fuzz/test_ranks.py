@@ -1,4 +1,4 @@
-"""What ranks and agents read: checkpoints, what stopped ranks have left, and what a coordinator and other ranks send."""
+"""What ranks and agents read: checkpoints, what stopped ranks left, and what a coordinator and other ranks send."""
 
 import hashlib
 import json

@@ -110,9 +110,10 @@ def tried(decode: Callable[[], object], *documented: type[Exception]) -> object:
         try:
             return decode()
         except documented as error:
-            assert str(error).strip(), f"{type(error).__name__} says nothing"
-            assert len(str(error)) < 8192, "an error repeats all of its input"
-            return None
+            text = str(error)
+    assert text.strip(), "an error says nothing"
+    assert len(text) < 8192, "an error repeats all of its input"
+    return None
 
 
 # Bytes

@@ -10,7 +10,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from elche_coordinator import validation
 
@@ -22,7 +22,7 @@ MAX_BYTES = 3000
 class RecordingInterceptor(validation.ValidationInterceptor):
     """Notes what it lets pass."""
 
-    kept: Counter[tuple[str, str, str]] = Counter()
+    kept: ClassVar[Counter[tuple[str, str, str]]] = Counter()
 
     async def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
         handler = await super().intercept_service(continuation, handler_call_details)
