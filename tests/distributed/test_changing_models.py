@@ -46,7 +46,7 @@ class Lookahead(torch.optim.Optimizer):
         self.base.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.base.step()
         self.num += 1
         if self.num % 3 == 0:
@@ -81,7 +81,8 @@ def train(kind: str, size: int) -> Tensor:
             optimizer.param_groups[0]["params"] = list(model.parameters())
         inputs, labels = samples(8, seed=step)[:]
         part = slice(rank * 8 // size, (rank + 1) * 8 // size)
-        cross_entropy(model(inputs[part]), labels[part]).backward()
+        loss: Any = cross_entropy(model(inputs[part]), labels[part])
+        loss.backward()
         if trainer is not None:
             trainer.step()
         else:
