@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 30
 MAX_BYTES_OF_USER = 128 << 20
 """Most bytes of files, settings and ranks of one user's open jobs."""
 RANK_BYTES = 2048
-"""What each rank of a loop takes, which exists from the beginning, and not only while there are slots for it."""
+"""Bytes that are counted for each rank of a loop, which exists from the beginning, not only while it has slots."""
 
 
 class OpenJobs:
