@@ -113,6 +113,22 @@ def test_a_round_that_ends_an_epoch_stays_one_while_speeds_stay(simulate):
     assert list(ends.values()) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_round_that_ends_an_epoch_keeps_its_targets_when_speeds_change(simulate):
+    """Others would have nothing left to make, or too little."""
+    simulation = simulate(ranks(*UNEQUAL, jitter=0.5), dataset_size=2_000, epochs=3)
+    targets: dict[int, dict[int, int]] = {}
+
+    def ended() -> bool:
+        generation = simulation.job.run.generation
+        for opened in generation.rounds if generation else ():
+            if opened.is_fixed:
+                assert opened.targets == targets.setdefault(opened.id, dict(opened.targets))
+        return simulation.job.result is not None
+
+    simulation.run_until(ended)
+    assert len(targets) >= 3
+
+
 def waits_at_epoch_ends(simulation: WatchedSimulation) -> list[float]:
     """The longest wait in each round that ended an epoch: beyond the averaging itself."""
     waits_ms, last = [], None
