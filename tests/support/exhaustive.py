@@ -31,7 +31,7 @@ FIGURES = frozenset({"began_s", "_touched", "last_touched", "last_refusals", "ha
 """Attributes that nothing that is still to come depends on."""
 SAVED_EVERY = 8
 """A coordinator that has ended goes on from a state that is at most so many events old, and from its tape since."""
-LONGEST = 2_000
+LONGEST = 1_000
 """A job that has not ended after so many steps never will."""
 
 

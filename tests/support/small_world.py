@@ -43,16 +43,6 @@ Step = tuple[str, *tuple[Any, ...]]
 """What happens next: its kind, and of what."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """How much may go wrong."""
-
-    faults: dict[str, int]
-    """How often each kind of fault may befall the job; those that are not there never."""
-    early: int = 0
-    """How often the time of a deadline may come while something else is under way."""
-
-
 class Anytime:
     """A clock on which what is begun may end at any moment."""
 
@@ -80,16 +70,20 @@ class Stream:
 
 
 class SmallWorld:
-    """A coordinator, one host, and the ranks of one job. `steps` says what may come next, `do` does one of these."""
+    """A coordinator, one host, and the ranks of one job. `steps` says what may come next, `do` does one of these.
 
-    def __init__(self, settings: AgreedSettings, num_ranks: int, bounds: Bounds) -> None:
+    `faults`: how often each kind of fault may befall the job; `early`: how often the time of a deadline may come while
+    something else is under way.
+    """
+
+    def __init__(self, settings: AgreedSettings, num_ranks: int, faults: Mapping[str, int], early: int) -> None:
         self.now_s = 0.0
         self.core = Coordinator()
         self.settings = settings
         self.is_away = False
         """True while there is no coordinator."""
-        self.left = dict(bounds.faults)
-        self.early = bounds.early
+        self.left = dict(faults)
+        self.early = early
         self.from_agent: list[Event] = []
         self.to_agent: list[Command] = []
         self.streams: dict[int, Stream] = {}
@@ -234,7 +228,8 @@ class SmallWorld:
             case ("order agent",):
                 self._order(self.to_agent.pop(0))
             case ("tell", key):
-                self._deliver(key)
+                command: Any = self.streams[key].down.pop(0)
+                self.processes[command.rank].receive(command)
                 for one in (*self.collective._groups.values(), *self.collective._entries.values()):
                     one.sort(key=_rank_of)
             case ("end", index, *fates):
@@ -316,9 +311,7 @@ class SmallWorld:
                     self.result = command.report
             case StartRank() | StopRank():
                 self.to_agent.append(command)
-            case AskStacks():
-                pass
-            case _ if command.incarnation not in self.streams:
+            case _ if isinstance(command, AskStacks) or command.incarnation not in self.streams:
                 pass
             case SendPing():
                 if not self.streams[command.incarnation].is_cut:
@@ -326,12 +319,6 @@ class SmallWorld:
                 self._handle(PingSent(job_id=JOB, rank=command.rank, incarnation=command.incarnation))
             case _:
                 self.streams[command.incarnation].down.append(command)
-
-    def _deliver(self, key: int) -> None:
-        command: Any = self.streams[key].down.pop(0)
-        process = self.processes[command.rank]
-        if process.address["incarnation"] == key:
-            process.receive(command)
 
     def _order(self, command: Command) -> None:
         match command:
@@ -475,9 +462,9 @@ class SmallWorld:
         assert training is not None
         if not training.ledger.is_complete:
             raise Broken("the job has ended with samples that are not trained")
-        final = [(rank, one) for rank, one in self.processes.items() if "model" in one.files and not one.was_killed]
-        for rank, process in final:
-            self._check_books(rank, process)
+        for rank, process in self.processes.items():
+            if "model" in process.files and not process.was_killed:
+                self._check_books(rank, process)
 
 
 def _rank_of(one: Any) -> int:
@@ -507,4 +494,4 @@ def small_world(
         "checkpoint_every_minutes": None,
         "ride_out_s": 0.0,
     }
-    return SmallWorld(AgreedSettings(**given | settings), num_ranks, Bounds(faults=dict(faults or {}), early=early))
+    return SmallWorld(AgreedSettings(**given | settings), num_ranks, faults or {}, early)
