@@ -1,7 +1,7 @@
 """El Che, the cadence: numbers of batches of each rank between averagings with which all arrive together."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Self
@@ -85,7 +85,7 @@ class ElChe:
         self._max_anchor = max(max_anchor, 1)
         self._floor_anchor = self._anchor = min(anchor, self._max_anchor)
         self._max_count_change = max_count_change
-        self._ranks = [_Rank(num_batches=anchor) for _ in range(world_size)]
+        self._take(_Rank(num_batches=anchor) for _ in range(world_size))
         if speed_ratio is not None:
             self._guess_counts(*speed_ratio)
 
@@ -112,7 +112,7 @@ class ElChe:
     @property
     def is_calibrated(self) -> bool:
         """True if any rank has been measured."""
-        return any(rank.ms_per_batch > 0 for rank in self._ranks)
+        return self._is_calibrated
 
     @property
     def has_speed_hint(self) -> bool:
@@ -148,6 +148,7 @@ class ElChe:
         for rank, wall, num_batches in zip(self._ranks, wall_ms, actual_batches, strict=False):
             if num_batches > 0 and wall > 0:
                 rank.learn(wall / num_batches)
+        self._take(self._ranks)
         if not self.is_calibrated:
             return
         self._tune_anchor(max(wall_ms), sync_ms)
@@ -183,7 +184,7 @@ class ElChe:
             max_count_change=self._max_count_change,
         )
         other._anchor = self._anchor
-        other._ranks = [self._successor(ranks) for ranks in like]
+        other._take(self._successor(ranks) for ranks in like)
         return other
 
     def _successor(self, ranks: Sequence[int]) -> _Rank:
@@ -240,7 +241,11 @@ class ElChe:
         if anchor > self._max_anchor:
             raise ValueError(f"anchor is {anchor!r}; it cannot exceed max_anchor, {self._max_anchor!r}")
         self._anchor = anchor
-        self._ranks = ranks
+        self._take(ranks)
+
+    def _take(self, ranks: Iterable[_Rank]) -> None:
+        self._ranks = list(ranks)
+        self._is_calibrated = any(rank.ms_per_batch > 0 for rank in self._ranks)
 
     def _guess_counts(self, slow_rank: int, ratio: float) -> None:
         self._check_rank("slow_rank", slow_rank)

@@ -3,16 +3,19 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
+from elche.extent import Extent
 from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import Command
 from elche_coordinator.core.messages.events import BatchesTrained, Event, ResultReceived, RoundEntered
+from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.pacing.policy import Pace
 from elche_coordinator.core.rounds.arrivals import Arrivals
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
+from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from support.effort import lines_run
 from support.watched import WatchedSimulation
@@ -88,3 +91,41 @@ def test_arrivals_that_are_followed_lead_to_the_same_targets_as_looking_at_all_r
     monkeypatch.setattr(Arrivals, "may_differ", lambda *arguments: True)
     assert told_by(seed, always) == followed
     assert len(seldom) < 0.75 * len(always), "some reports save the look"
+
+
+def median_lines(num_ranks: int) -> dict[type[Event], float]:
+    """The lines that the core runs for one of the next reports of each kind. A median leaves out the looks at all
+    ranks, which come at times.
+    """
+    ranks = [RankModel(batch_ms=250 + 750 * rank / num_ranks, jitter_fraction=0.05) for rank in range(num_ranks)]
+    simulation = Simulation(settings=SETTINGS, ranks=ranks, check=False, sync_ms=50)
+    simulation.run_until(lambda: bool(simulation.rounds))
+    counted: dict[type[Event], list[int]] = {BatchesTrained: [], RoundEntered: []}
+    handle: Callable[..., list[Command]] = simulation.core.handle
+
+    def counting(event: Event, *, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if len(counts := counted.get(type(event), [0] * 25)) >= 25:
+            return handle(event, now_s=now_s)
+        counts.append(lines_run(lambda: commands.extend(handle(event, now_s=now_s))))
+        return commands
+
+    simulation.core.handle = counting  # type: ignore[method-assign]
+    simulation.run_until(lambda: all(len(counts) == 25 for counts in counted.values()))
+    return {kind: median(counts) for kind, counts in counted.items()}
+
+
+def test_a_report_of_one_of_a_thousand_ranks_runs_as_many_lines_as_that_of_one_of_ten() -> None:
+    few, many = median_lines(10), median_lines(1000)
+    for kind, lines in many.items():
+        assert lines <= 1.1 * few[kind], kind
+
+
+@pytest.mark.parametrize("num_ranks", [10, 1000])
+def test_whether_a_round_ends_the_epoch_is_known_without_a_look_at_all_leases(num_ranks: int) -> None:
+    """All ranks' leases were gone through to announce each round, a third of what a commit of a thousand cost."""
+    ledger = Ledger(Extent(dataset_size=10**9, batch_size=64, epochs=2))
+    for rank in map(Rank, range(num_ranks)):
+        ledger.grant(rank, Epoch(0), 640)
+    counts = {Rank(rank): 10 for rank in range(num_ranks)}
+    assert lines_run(lambda: ledger.ended_by(counts)) < 20

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from math import inf
-from statistics import median
 
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.records.ranks import RankRecord
@@ -88,7 +87,7 @@ class StallWatch:
     def patience_s(self, record: RankRecord) -> float:
         """Allowed silence in seconds, by its history; infinite without one."""
         if record.local_step > 0:
-            usual_ms = median(record.recent_ms) if record.recent_ms else record.ms_per_batch
+            usual_ms = record.ms_per_batch if record.usual_ms is None else record.usual_ms
             usual_s = self._first_s.get(record.rank, 0.0) if usual_ms is None else usual_ms / 1000
             return LEAST_S + max(BATCHES * usual_s, GAPS * self.gaps_s.get(record.rank, 0.0))
         others = [first_s for rank, first_s in self._first_s.items() if rank != record.rank]

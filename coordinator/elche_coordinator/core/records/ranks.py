@@ -91,6 +91,8 @@ class RankRecord:
     """Time of the last report of `local_step`."""
     recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Newest batch times in ms, oldest first, from which `ms_per_batch` follows."""
+    usual_ms: float | None = None
+    """Median of `recent_ms`; None when there are none."""
     num_fresh: int = 0
     """Number of batch times since the last round in which the rank had no work; may exceed those in `recent_ms`."""
     is_first_kept: bool = False
@@ -226,10 +228,11 @@ class RankRecord:
             self.is_first_kept = False
         self.num_fresh += len(batch_ms)
         newest = list(self.recent_ms)[-min(RECENT, self.num_fresh) :]
-        if abs(median(newest) / median(self.recent_ms) - 1) > CHANGE_FRACTION:
-            self.recent_ms = deque(newest, maxlen=WINDOW)
-        limit_ms = OUTLIER_FACTOR * median(self.recent_ms)
-        self.ms_per_batch = fmean(min(ms, limit_ms) for ms in self.recent_ms)
+        newest_ms, self.usual_ms = median(newest), median(self.recent_ms)
+        if abs(newest_ms / self.usual_ms - 1) > CHANGE_FRACTION:
+            self.recent_ms, self.usual_ms = deque(newest, maxlen=WINDOW), newest_ms
+        limit_ms = OUTLIER_FACTOR * self.usual_ms
+        self.ms_per_batch = fmean([min(ms, limit_ms) for ms in self.recent_ms])
 
     def note_made(self, num_samples: int) -> int:
         """Records the samples that its process has trained in all; returns the number of new ones."""

@@ -108,7 +108,7 @@ class Epochs:
 
     def is_waited_for(self, rank: Rank) -> bool:
         """True if a callback may be running on the rank."""
-        return any(told.rank == rank for told in self.untaken.values())
+        return bool(self.untaken) and any(told.rank == rank for told in self.untaken.values())
 
     def to_json(self) -> dict[str, object]:
         """The open epochs' sums, as plain values."""

@@ -124,6 +124,8 @@ class Evaluations:
 
     def has(self, rank: Rank) -> bool:
         """True if the rank has a part of an evaluation to make."""
+        if not self._open and not self._void:
+            return False
         return bool(self._void.get(rank)) or any(rank in evaluation.waiting for evaluation in self._open)
 
     def begin(self, epochs: list[Epoch], version: Version, ranks: list[Rank], num_epochs: int) -> None:

@@ -1,6 +1,6 @@
 """Announces rounds and leases the work for them as the policy plans it, and revises them when speeds change."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
@@ -317,8 +317,10 @@ class RoundScheduler:
     def _paces(self, now_s: float) -> list[Pace]:
         return self._paces_of(self._members.values(), now_s)
 
-    def _paces_of(self, records: Iterable[RankRecord], now_s: float) -> list[Pace]:
-        first_ms, overdue_ms = self._first_evaluation_ms(), self._least_overdue_ms()
+    def _paces_of(self, records: Collection[RankRecord], now_s: float) -> list[Pace]:
+        first_ms = overdue_ms = 0.0
+        if any(self._is_evaluating(record.rank) for record in records):  # else neither is needed
+            first_ms, overdue_ms = self._first_evaluation_ms(), self._least_overdue_ms()
         return [self._pace(record, now_s, first_ms, overdue_ms) for record in records if record.has_model]
 
     def _pace(self, record: RankRecord, now_s: float, first_ms: float, overdue_ms: float) -> Pace:

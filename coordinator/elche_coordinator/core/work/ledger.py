@@ -39,11 +39,13 @@ class RankLeases:
     """Samples before this position are trained, as reported."""
     permitted: int = 0
     """Samples before this position may be trained; those after it are in reserve, for an absent coordinator."""
+    end: int = 0
+    """Position after the last lease."""
 
-    @property
-    def end(self) -> int:
-        """Position after the last lease."""
-        return self.first + sum(lease.size for lease in self.leases)
+    def add(self, lease: Lease) -> None:
+        """Appends a lease."""
+        self.leases.append(lease)
+        self.end += lease.size
 
     def remainders(self) -> Iterator[Lease]:
         """Uncommitted parts of the leases."""
@@ -69,7 +71,7 @@ class RankLeases:
     def cut_off(self, position: int) -> list[Lease]:
         """Removes and returns the leases after a position."""
         taken, kept = list(self.parts(position, self.end)), list(self.parts(self.first, position))
-        self.leases = deque(kept)
+        self.leases, self.end = deque(kept), min(position, self.end)
         return taken
 
 
@@ -140,6 +142,10 @@ class Ledger:
         """Number of free samples of the epoch, including those in reserve."""
         return self.book(epoch).free.size + self.reserved_samples(epoch) if self._has_free(epoch) else 0
 
+    def has_free(self, epoch: Epoch) -> bool:
+        """True if any sample of the epoch is free, or in reserve."""
+        return self._has_free(epoch) and (bool(self.book(epoch).free) or any(self._reserved(epoch)))
+
     def free_batches(self, epoch: Epoch) -> int:
         """Number of batches of the epoch's free samples, including those in reserve; a gap ends a batch."""
         parts = self.book(epoch).free if self._has_free(epoch) else ()
@@ -194,16 +200,24 @@ class Ledger:
         """Numbers of the rank's uncommitted batches: up to the last one of the open epoch, and all."""
         through_epoch, total = 0, 0
         leases = self.rank_leases.get(rank)
+        if leases is None:
+            return 0, 0
         size = self._batch_sizes.get(rank, self.extent.batch_size)
-        for part in leases.parts(leases.committed, leases.permitted) if leases is not None else ():
-            total += -(-part.size // size)
-            if part.epoch == self.epoch or self.is_stopped:
-                through_epoch = total
+        after, start, end = leases.first, leases.committed, leases.permitted
+        for lease in leases.leases:  # as `RankLeases.parts`, which is too slow for all ranks of many
+            at, after = after, after + lease.size
+            num_samples = min(after, end) - max(at, start)
+            if num_samples > 0:
+                total += -(-num_samples // size)
+                if lease.epoch == self.epoch or self.is_stopped:
+                    through_epoch = total
         return through_epoch, total
 
     def ended_by(self, counts: Mapping[Rank, int]) -> list[Epoch]:
         """Epochs that are complete once each rank has committed so many more batches."""
         last: dict[Rank, dict[Epoch, int]] = {}
+        if self.epoch not in self._books or self.has_free(self.epoch):
+            return []  # without a look at each rank's leases
         for rank, leases in self.rank_leases.items():
             total, size = 0, self._batch_sizes.get(rank, self.extent.batch_size)
             for part in leases.parts(leases.committed, leases.permitted):
@@ -211,7 +225,7 @@ class Ledger:
                 last.setdefault(rank, {})[part.epoch] = total
         ended: list[Epoch] = []
         for epoch in map(Epoch, range(self.epoch, self.num_epochs)):
-            is_leased = epoch in self._books and not self.free_samples(epoch)
+            is_leased = epoch in self._books and not self.has_free(epoch)
             if not is_leased or any(counts.get(rank, 0) < one.get(epoch, 0) for rank, one in last.items()):
                 break
             ended.append(epoch)
@@ -327,7 +341,7 @@ class Ledger:
         """Makes a lease of positions that were free, after the rank's others."""
         lease = Lease(id=LeaseId(self._next_lease), epoch=epoch, offset=start, size=end - start)
         self._next_lease += 1
-        self.rank_leases.setdefault(rank, RankLeases()).leases.append(lease)
+        self.rank_leases.setdefault(rank, RankLeases()).add(lease)
         return lease
 
     def bounds(self, rank: Rank) -> tuple[int, int]:
