@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, assert_never
 
 from google.protobuf.message import Message
@@ -13,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from elche.errors import UnknownMessage
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
+from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
@@ -83,7 +85,13 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
 
 
 def _ready(message: rank_pb2.Ready) -> dict[str, Any]:
-    return {"settings": settings_of(message), "batch_size": message.rank_batch_size or None}
+    return {"settings": _one_of(settings_of(message)), "batch_size": message.rank_batch_size or None}
+
+
+@lru_cache(maxsize=2)  # of jobs that start now: a data set may have a million shards
+def _one_of(settings: AgreedSettings) -> AgreedSettings:
+    """The same object for equal settings, which all ranks of a job have: records, journal and saved state keep them."""
+    return settings
 
 
 def _user_event(message: rank_pb2.EventRecorded) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from elche.v1 import (
     rank_pb2_grpc,
     store_pb2_grpc,
 )
-from elche_coordinator import tape
+from elche_coordinator import collector, tape
 from elche_coordinator.access import AccessInterceptor, Credentials, authenticated
 from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
@@ -84,6 +84,7 @@ async def serve(config: Config) -> None:
 async def _serve(
     config: Config, stop: Stop, store: Store, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
+    collector.settle()
     with loading(store):
         tokens, recorded = Tokens(store), tape.read(store)
         driver = Driver(Coordinator(), store, recorded=recorded)

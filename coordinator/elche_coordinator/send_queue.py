@@ -1,6 +1,7 @@
 """A bounded queue between the driver and one stream."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -17,11 +18,16 @@ MAX_WATCHED_BYTES = 16 << 20
 
 
 class SendQueue(Generic[Item]):
-    """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected."""
+    """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected.
+
+    There is one for each rank, so that it is smaller than `asyncio.Queue`, and one task takes from it.
+    """
 
     def __init__(self, limit: int, max_bytes: int | None = None) -> None:
         """`limit`: most items; `max_bytes`: most bytes, for receivers that can begin anew."""
-        self._queue: asyncio.Queue[tuple[Item, int] | None] = asyncio.Queue()
+        self._items: deque[Item] = deque()
+        self._taker: asyncio.Future[None] | None = None
+        """What the task waits for that takes the next item; None while none waits."""
         self._limit = limit
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -31,27 +37,38 @@ class SendQueue(Generic[Item]):
         """Adds an item; closes the queue when it is full. Does nothing when it is closed."""
         if self.is_closed:
             return
-        num_bytes = 0 if self._max_bytes is None else item.ByteSize()
-        if self._queue.qsize() >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
+        num_bytes = self._size_of(item)
+        if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
             self.close()
         else:
             self._num_bytes += num_bytes
-            self._queue.put_nowait((item, num_bytes))
+            self._items.append(item)
+            self._wake()
 
     def close(self) -> None:
         """Ends the stream after the items that are in the queue."""
-        if not self.is_closed:
-            self.is_closed = True
-            self._queue.put_nowait(None)
+        self.is_closed = True
+        self._wake()
 
     async def get(self) -> Item | None:
         """The next item; None when the queue is closed and empty."""
-        if (found := await self._queue.get()) is None:
-            return None
-        item, num_bytes = found
-        self._num_bytes -= num_bytes
+        while not self._items:
+            if self.is_closed:
+                return None
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        item = self._items.popleft()
+        self._num_bytes -= self._size_of(item)
         return item
 
     async def __aiter__(self) -> AsyncIterator[Item]:
         while (item := await self.get()) is not None:
             yield item
+
+    def _size_of(self, item: Item) -> int:
+        return 0 if self._max_bytes is None else item.ByteSize()
+
+    def _wake(self) -> None:
+        taker, self._taker = self._taker, None
+        if taker is not None and not taker.done():
+            taker.set_result(None)

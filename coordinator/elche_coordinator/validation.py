@@ -184,7 +184,10 @@ def _list_problem(
         return f"{name} has {len(value)} entries; at most {most} are taken"
     if all_characters is not None and (found := sum(map(len, value))) > all_characters:
         return f"{name} has {found} characters; at most {all_characters} are taken"
-    return next((problem for one in value if (problem := of_one(one, depth))), "")
+    for one in value:
+        if problem := of_one(one, depth):
+            return problem
+    return ""
 
 
 def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:

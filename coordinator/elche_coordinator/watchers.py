@@ -71,10 +71,11 @@ class Watchers:
             except Exception:
                 log.exception("job=%s %s could not be recorded; this is a bug", job_id, type(report).__name__)
         try:
-            message = codec.watch_message(report)
-            for queue in self._queues.get(job_id, ()):
-                self._health.messages["watcher", "out"] += 1
-                queue.put(message)
+            if queues := self._queues.get(job_id):  # a round's report of a thousand ranks takes long to make
+                message = codec.watch_message(report)
+                for queue in queues:
+                    self._health.messages["watcher", "out"] += 1
+                    queue.put(message)
         finally:
             self._log(job_id, report)
 

@@ -25,27 +25,66 @@ Convert = Callable[[Any], Any]
 def from_message(message: Message, kind: type[Value], **given: Any) -> Value:
     """Converts a message to a dataclass. `given` has the fields that the message lacks, or has in another form."""
     key: Any = kind
-    for name, get in _getters(key, message.DESCRIPTOR):
+    names, get_plain, others = _reader(key, message.DESCRIPTOR)
+    values = dict(zip(names, get_plain(message), strict=True))
+    for name, get in others:
         if name not in given:
-            given[name] = get(message)
-    return kind(**given)
+            values[name] = get(message)
+    return kind(**(values | given))
 
 
 def to_message(value: Any, kind: type[Made], **given: Any) -> Made:
     """Converts a dataclass to a message. `given` has the fields that the dataclass lacks, or has in another form."""
     key: Any = type(value)
-    values = {name: put(getattr(value, name)) for name, put in _putters(key, kind.DESCRIPTOR) if name not in given}
-    return kind(**values, **given)
+    names, get_plain, others = _writer(key, kind.DESCRIPTOR)
+    values = dict(zip(names, get_plain(value), strict=True))
+    for name, put in others:
+        if name not in given:
+            values[name] = put(getattr(value, name))
+    return kind(**(values | given))
 
 
 def prepare_to_message(kind: Any, message: type[Message]) -> None:
     """Builds the converters in advance, which takes milliseconds, for processes that are forked later."""
-    _putters(kind, message.DESCRIPTOR)
+    _writer(kind, message.DESCRIPTOR)
 
 
 def common_fields(kind: Any, descriptor: Any) -> tuple[str, ...]:
     """The names that a dataclass and a message both have, in the dataclass's order."""
     return tuple(one.name for one in fields(kind) if one.name in descriptor.fields_by_name)
+
+
+# Fields whose values are the same on both sides are read at once: they are most of what ranks and coordinator say.
+
+Plan = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], tuple[tuple[str, Convert], ...]]
+"""Names of such fields, a function that gets their values, and the other fields with their converters."""
+
+
+@cache
+def _reader(kind: Any, descriptor: Any) -> Plan:
+    return _plan(_getters(kind, descriptor), lambda name, get: isinstance(get, attrgetter))
+
+
+@cache
+def _writer(kind: Any, descriptor: Any) -> Plan:
+    fields_by_name = descriptor.fields_by_name
+    return _plan(_putters(kind, descriptor), lambda name, put: _is_plain(fields_by_name[name]))
+
+
+def _plan(converters: tuple[tuple[str, Convert], ...], is_plain: Callable[[str, Convert], bool]) -> Plan:
+    names = tuple(name for name, convert in converters if is_plain(name, convert))
+    others = tuple((name, convert) for name, convert in converters if name not in names)
+    return names, _all_of(names), others
+
+
+def _all_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _is_plain(field: FieldDescriptor) -> bool:
+    return field.message_type is None and not field.is_repeated
 
 
 # From messages
@@ -67,7 +106,7 @@ def _getter(field: FieldDescriptor, hint: Any) -> Convert:
         return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
     if may_be_none:
         return lambda message: convert(getattr(message, name)) or None
-    if field.message_type is None and not field.is_repeated:
+    if _is_plain(field):
         return attrgetter(name)
     return lambda message: convert(getattr(message, name))
 
