@@ -35,6 +35,7 @@ from elche_coordinator.core.messages.events import (
     LoopAttached,
     PingSent,
     RankEvent,
+    ResultReceived,
     RoundEntered,
     SessionLost,
     SessionOpened,
@@ -60,8 +61,8 @@ log = logging.getLogger(__name__)
 
 AnyStream = Stream[Any]
 
-TAKEN_LATER_S = 0.5
-"""Seconds for which the acknowledgement of a message is delayed if another message of the rank follows soon."""
+TAKEN_LATER_S = 2.0
+"""Seconds for which acknowledgements of what ranks say in each round are collected."""
 MAX_AWAY_S = 600.0
 """Most seconds without a coordinator that the core's clock counts: agents end their ranks after that time."""
 
@@ -76,7 +77,7 @@ class Visible:
     number: int = 0
     """The message's number."""
     is_followed: bool = False
-    """True if another message follows the read one soon."""
+    """True if another message follows the read one, whose acknowledgement is that of both."""
     written: asyncio.Future[None] | None = None
     """Set when the event is durable."""
 
@@ -163,7 +164,7 @@ class Driver:
         self._waiting.extend((self._tape.last, one) for one in visible)
         if number and (stream := self._source(event)) is not None:
             # Acknowledged once the event is durable: the sender drops an acknowledged message.
-            is_followed = isinstance(event, RoundEntered)  # the round's result follows
+            is_followed = isinstance(event, RoundEntered | ResultReceived)  # by the result, and by the next round
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number, is_followed=is_followed)))
         self._tape.flush(is_awaited=bool(visible))
         for asked in self.core.asked:

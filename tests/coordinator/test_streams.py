@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import (
     LoopBegan,
     LoopLeft,
     RankStarted,
+    ResultReceived,
     RoundEntered,
 )
 from elche_coordinator.core.messages.ids import GenerationId, Incarnation, JobId, Rank, RoundId
@@ -36,10 +37,9 @@ RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarna
 
 def said(queue: SendQueue[Any]) -> list[Any]:
     """What waits in a queue."""
-    waiting = []
-    while queue._queue.qsize():
-        waiting.append(queue._queue.get_nowait())
-    return [one[0] for one in waiting if one is not None]
+    waiting = list(queue._items)
+    queue._items.clear()
+    return waiting
 
 
 def numbers(queue: SendQueue[Any]) -> list[int]:
@@ -291,6 +291,35 @@ def test_a_saved_state_replaces_the_tape(tmp_path: Path, monkeypatch: pytest.Mon
         assert recorded is not None
         assert recorded.last == 101
         assert len(recorded.entries) < 25
+
+    asyncio.run(story())
+
+
+def test_what_a_rank_says_in_each_round_is_told_to_be_taken_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each entry and each result had an acknowledgement of its own, half of all that a thousand ranks were sent."""
+    monkeypatch.setattr("elche_coordinator.driver.TAKEN_LATER_S", 1000.0)
+
+    async def story() -> None:
+        one = start(tmp_path)
+        attend(one, HELLO)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
+        one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        queue = open_session(one, RANK, 0)
+        assert queue is not None
+        assert said(queue)[0].HasField("welcome")
+        generation = GenerationId(1)
+        for number, round_id in ((1, RoundId(1)), (3, RoundId(2))):
+            one.handle(RoundEntered(**RANK, generation=generation, round=round_id), number=number)
+            result = ResultReceived(**RANK, generation=generation, round=round_id, header=(), collective_ms=1.0)
+            one.handle(result, number=number + 1)
+            await one.durable()
+        assert said(queue) == [], "nothing hangs on it"
+        one.handle(GroupFormed(**RANK, generation=generation), number=5)
+        await one.durable()
+        assert [message.taken.seq for message in said(queue)] == [5]
+        one.stop()
 
     asyncio.run(story())
 
