@@ -18,6 +18,7 @@ import selectors
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from live_ranks import BATCH_SIZE, FASTEST_S, SLOWEST_S, settings_of
 from played_ranks import Converse, Course, World, play
 
 from elche.v1 import agent_pb2, rank_pb2
+from elche_coordinator import collector
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
@@ -136,6 +138,7 @@ class Measured:
             "cores": round((process_s - figures.played_s) / elapsed_s, 3),
             "work_fraction": round(figures.trained_s / rank_seconds, 4),
             "rounds": world.committed - rounds,
+            "announced_cpu_ms": round(1000 * max(figures.announced_cpu_s, default=nan), 1),
             "sent_per_rank_s": round(sum(figures.sent.values()) / rank_seconds, 2),
             "received_per_rank_s": round(sum(figures.received.values()) / rank_seconds, 2),
             "sent_bytes_per_rank_s": round(figures.sent_bytes / rank_seconds),
@@ -147,6 +150,7 @@ class Measured:
 
 
 async def run(loop: VirtualLoop, world: World, measured: Measured, folder: Path) -> None:
+    collector.settle()
     driver = Driver(Coordinator(), SqlStore.in_file(folder / "elche.sqlite"))
     given = 0
     write = driver.writer.write
@@ -177,8 +181,8 @@ def measure(num_ranks: int, seconds: float, *, overlaps: bool, profile: cProfile
 
 
 SHOWN = (
-    "ranks", "loop_ms_per_rank_s", "writer_ms_per_rank_s", "cores", "work_fraction", "rounds", "sent_per_rank_s",
-    "received_per_rank_s", "sent_bytes_per_rank_s", "start_cpu_s",
+    "ranks", "loop_ms_per_rank_s", "writer_ms_per_rank_s", "cores", "work_fraction", "rounds", "announced_cpu_ms",
+    "sent_per_rank_s", "received_per_rank_s", "sent_bytes_per_rank_s", "start_cpu_s",
 )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ class Figures:
     sent_bytes: int = 0
     announced_s: list[float] = field(default_factory=list)
     """Of each round, from the last rank's result to the last rank's `SyncNow` of the next one."""
+    announced_cpu_s: list[float] = field(default_factory=list)
+    """The same in processor time of this process without the ranks' own: of a coordinator in it."""
 
     def reset(self) -> None:
         """Counts from now on."""
@@ -96,6 +98,7 @@ class World:
         self._entered: dict[int, list[tuple[int, PlayedRank, rank_pb2.HeaderRow]]] = {}
         self._told: dict[int, int] = {}
         self._committed_s = inf
+        self._committed_cpu_s = 0.0
         self._announced = 0
         self._num_announced = 0
 
@@ -129,6 +132,7 @@ class World:
         if self._told[round_id] == self.num_ranks:
             del self._told[round_id]
             self.committed, self._committed_s = self.committed + 1, _now_s()
+            self._committed_cpu_s = self._spent_s
             if self.committed >= WARM_ROUNDS:
                 self.is_warm.set()
 
@@ -139,6 +143,12 @@ class World:
         self._num_announced += 1
         if self._num_announced == self.num_ranks and self._committed_s < inf:
             self.figures.announced_s.append(_now_s() - self._committed_s)
+            self.figures.announced_cpu_s.append(self._spent_s - self._committed_cpu_s)
+
+    @property
+    def _spent_s(self) -> float:
+        """Processor time of this process, without the ranks' own."""
+        return time.process_time() - self.figures.played_s
 
 
 class PlayedRank:
