@@ -83,7 +83,7 @@ def _is_file(one: tuple[str, Any]) -> bool:
     """True for a file's entry: a path within the checkpoint, with the file's size and SHA-256."""
     name, file = one
     is_within = "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
-    is_entry = isinstance(file, dict) and type(file.get("bytes")) is int and isinstance(file.get("sha256"), str)
+    is_entry = isinstance(file, dict) and type(file.get("bytes")) is int and isinstance(file.get("sha256", ""), str)
     return is_within and is_entry
 
 

@@ -399,7 +399,7 @@ def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
             f"the checkpoint {folder} is not whole: {name} has {size_bytes} bytes and had {file['bytes']}; "
             "use an older one"
         )
-    if _sha256(path) != file["sha256"]:
+    if _sha256(path) != file.get("sha256"):
         raise InvalidJob(f"the checkpoint {folder} is damaged: {name} is not what was written; use an older one")
 
 
