@@ -103,7 +103,9 @@ def way_of(name: str) -> Any:
             case "faults":
                 fields["faults"] = numbers[0]
             case "anchor":
-                fields["settings"] = {"anchor": int(numbers[0])}
+                fields.setdefault("settings", {})["anchor"] = int(numbers[0])
+            case "overhead":
+                fields.setdefault("settings", {})["overhead_target"] = numbers[0]
             case "postlocal" | "qsr" | "msf":
                 fields["schedule"] = partial(SCHEDULES[kind], *numbers)
             case "sync" | "async" | "cadence":

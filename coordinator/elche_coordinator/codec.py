@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from elche.errors import UnknownMessage
+from elche.formatting import shortened
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
 from elche.settings import AgreedSettings
@@ -25,6 +26,9 @@ from elche_coordinator.core.records.ranks import Address
 
 MAX_EVENT_CHARS = 200
 """Longest text of a user-defined event, in characters."""
+MAX_ERROR_CHARS = 4096
+MAX_TRACEBACK_CHARS = 1 << 14
+"""Most characters of a traceback, and of a log's end: they stay in memory with each of the many jobs that have failed."""
 
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
@@ -98,10 +102,16 @@ def _user_event(message: rank_pb2.EventRecorded) -> dict[str, Any]:
     return {"text": message.text[:MAX_EVENT_CHARS], "num_dropped": min(message.num_dropped, 2**31)}
 
 
+def _failed(message: rank_pb2.RankFailed) -> dict[str, Any]:
+    error, traceback = shortened(message.error, MAX_ERROR_CHARS), shortened(message.traceback, MAX_TRACEBACK_CHARS)
+    return {"error": error, "traceback": traceback}
+
+
 OTHERWISE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "sync_ack": lambda message: {"work": tuple(map(_epoch_work, message.work))},
     "ready": _ready,
     "event_recorded": _user_event,
+    "failed": _failed,
     "loop_epoch_ended": lambda message: {"work": _epoch_work(message.work)},
 }
 """Conversions of fields that differ between events and messages."""
@@ -127,7 +137,8 @@ def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.Agent
 
 def rank_exited(address: Address, agent_id: AgentId, message: agent_pb2.RankExited) -> events.RankExited:
     """The event that a rank's process has ended."""
-    return from_message(message, events.RankExited, **address, agent_id=agent_id)
+    log_tail = shortened(message.log_tail, MAX_TRACEBACK_CHARS)
+    return from_message(message, events.RankExited, **address, agent_id=agent_id, log_tail=log_tail)
 
 
 # To ranks and agents

@@ -14,7 +14,8 @@ from elche_client.options import JobOptions
 from elche_client.progress import EventLines
 from elche_coordinator import codec, timelines
 from elche_coordinator.core import describe
-from elche_coordinator.core.messages import commands, events, reports, spec
+from elche_coordinator.core.messages import commands, events, ids, reports, spec
+from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.web import recorder
 
 OF_A_RANK = {"job_id", "rank", "incarnation"}
@@ -227,3 +228,17 @@ def test_what_is_given_is_not_taken_from_the_other_side() -> None:
         after_step=7,
     )
     assert to_message(sync_now, rank_pb2.SyncNow, every=1).every == 1
+
+
+def test_of_a_long_error_the_beginning_and_the_end_are_kept() -> None:
+    """Each of the many jobs that have failed kept 384 kB in the coordinator's memory."""
+    text = "E" + "x" * 200_000 + "!"
+    address: Address = {"job_id": ids.JobId("job"), "rank": ids.Rank(0), "incarnation": ids.Incarnation(1)}
+    told = rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed(error=text, traceback=text))
+    failed = codec.rank_event(address, told)
+    exited = codec.rank_exited(address, ids.AgentId("host"), agent_pb2.RankExited(exit_code=1, log_tail=text))
+    assert isinstance(failed, events.RankFailed)
+    kept = {failed.error: codec.MAX_ERROR_CHARS, failed.traceback: codec.MAX_TRACEBACK_CHARS}
+    for one, most in {**kept, exited.log_tail: codec.MAX_TRACEBACK_CHARS}.items():
+        assert len(one) < most + 100
+        assert (one[0], one[-1]) == ("E", "!")

@@ -122,10 +122,11 @@ def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: 
         await asyncio.wait(ended[: 2 * MOST], timeout=30)
         assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
         trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        for _ in range(2 * MOST):  # who ends the handshake is counted otherwise, and ends no other's
-            _, writer = await ask(web.port, "/healthz", ssl=trust)
-            writer.close()
-        for _, writer in silent:
+        told = [await ask(web.port, "/healthz", ssl=trust) for _ in range(MOST - 1)]
+        silent += [await connected(web.port) for _ in range(MOST)]
+        told.append(await ask(web.port, "/healthz", ssl=trust))
+        assert not any(writer.transport.is_closing() for _, writer in told)  # who ends it is counted otherwise
+        for _, writer in (*silent, *told):
             writer.close()
         await web.stop()
 

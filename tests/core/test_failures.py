@@ -19,7 +19,6 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import SampleRead, Slot, ValueFigures
-from elche_coordinator.core.records.failure import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
 from elche_coordinator.core.records.machine import JobPhase
 from support.stories import UNEQUAL, at_phase, in_mid_training, submitted
 from support.watched import WatchedSimulation, ranks
@@ -406,16 +405,3 @@ def test_a_job_ends_only_when_it_is_evaluated_and_written(simulate):
     simulation.handle(FinalStateSaved(**address, path="model.safetensors"))
     assert simulation.job.phase is JobPhase.FINISHING
     assert simulation.run().metrics != {}
-
-
-def test_of_a_long_error_the_beginning_and_the_end_are_kept(simulate):
-    """Each of the many jobs that have ended kept 384 kB in the coordinator's memory."""
-    simulation = simulate(ranks(5, 5))
-    in_mid_training(simulation, 2)
-    address = simulation.processes[0].address
-    simulation.handle(RankFailed(**address, error="E" + "x" * 100_000 + "!", traceback="T" + "y" * 200_000 + "!"))
-    result = simulation.run()
-    assert len(result.error) < MAX_ERROR_CHARS + 100
-    assert (result.error[0], result.error[-1]) == ("E", "!")
-    assert len(result.traceback) < MAX_TRACEBACK_CHARS + 100
-    assert (result.traceback[0], result.traceback[-1]) == ("T", "!")

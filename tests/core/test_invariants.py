@@ -64,7 +64,7 @@ def lost_tail(simulation):
 
 def leased_twice(simulation):
     start, _ = next(iter(book(simulation).free))
-    leases_of(simulation).leases.append(Lease(id=LeaseId(999), epoch=Epoch(0), offset=start, size=10))
+    leases_of(simulation).add(Lease(id=LeaseId(999), epoch=Epoch(0), offset=start, size=10))
 
 
 def processed_beyond_leases(simulation):

@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass
 
-from elche.formatting import shortened
 from elche_coordinator.core.messages.ids import Rank
-
-MAX_ERROR_CHARS = 4096
-MAX_TRACEBACK_CHARS = 1 << 14
-"""With its error, what stays in memory of each of the many jobs that have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +15,6 @@ class Failure:
     traceback: str = ""
     invalid: bool = False
     """True if the job is invalid, so that trying again does not help."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "error", shortened(self.error, MAX_ERROR_CHARS))
-        object.__setattr__(self, "traceback", shortened(self.traceback, MAX_TRACEBACK_CHARS))
 
 
 @dataclass(frozen=True, slots=True)
