@@ -28,7 +28,7 @@ MAX_EVENT_CHARS = 200
 """Longest text of a user-defined event, in characters."""
 MAX_ERROR_CHARS = 4096
 MAX_TRACEBACK_CHARS = 1 << 14
-"""Most characters of a traceback, and of a log's end: they stay in memory with each of the many jobs that have failed."""
+"""Most characters of a traceback, and of a log's end: they stay in memory, with each of many jobs that have failed."""
 
 STATES = {
     "queued": job_pb2.JOB_STATE_QUEUED,
