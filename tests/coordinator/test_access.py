@@ -94,7 +94,8 @@ def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         revoked = asyncio.Event()
-        grant = SimpleNamespace(token=SimpleNamespace(caller=SimpleNamespace(name="a worker", require=lambda *what: None)))
+        caller = SimpleNamespace(name="a worker", require=lambda *what: None)
+        grant = SimpleNamespace(token=SimpleNamespace(caller=caller))
         grant.revoked = revoked
         tokens: Any = SimpleNamespace(find=lambda text: grant, left_s=lambda grant: timedelta(days=1).total_seconds())
         access = AccessInterceptor(Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl"), no_rank)
