@@ -1,7 +1,7 @@
 """Fuzzes for as long as it is told, with random seeds: `make fuzz MINUTES=60`. Stops at the first fault.
 
-Each turn runs tests/fuzz with another seed and more examples than the gate. A failing example is printed, with the
-command that makes it again.
+Each turn runs tests/fuzz with another seed and more examples than the gate, and takes some minutes; one that has begun
+is finished. A failing example is printed, with the command that makes it again.
 """
 
 import argparse
