@@ -132,6 +132,40 @@ def test_an_operation_that_does_not_return_ends_the_rank(start: Start, monkeypat
     assert not rank.said.all("abandoned")
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_loop_that_is_blocked_until_the_collective_ends_is_freed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """CUDA does not load a kernel while another runs, such as a collective's that waits for a lost rank. The order may
+    come just before the round begins, and just after the loop has looked for orders.
+    """
+    rank = start(averaging="overlapped")
+    one, is_blocked = rank.loop._replica, threading.Event()
+    train, enter = one.train, one.enter_round
+
+    def train_when_none_runs(*given: Any) -> Any:
+        while rank.loop._averaging.is_running and not rank.loop._averaging.is_done:
+            is_blocked.set()
+            time.sleep(0.001)
+        return train(*given)
+
+    def enter_late(*given: Any) -> Any:
+        if is_early:
+            rank.abandon(1)
+        return enter(*given)
+
+    monkeypatch.setattr(one, "train", train_when_none_runs)
+    monkeypatch.setattr(one, "enter_round", enter_late)
+    rank.sync(2, after_step=2)
+    rank.lease(3)
+    if not is_early:
+        assert is_blocked.wait(100)
+        rank.abandon(1)
+    assert rank.said.wait("abandoned")[0].generation == 1
+    assert rank.said.of_rounds()[-3:] == ["round_entered 2", "round_failed 2", "abandoned 1"]
+    rank.until_step(3)
+
+
 def test_an_operation_that_an_abort_has_missed_is_aborted_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = start()
     aborts = iter((lambda: None, [].pop, rank.group.abort))  # nothing, an error, the real one

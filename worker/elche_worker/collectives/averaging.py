@@ -129,6 +129,11 @@ class Averaging:
         """The round that was started and not completed; None between rounds."""
         self._group: Collectives | None = None
         """The group of the round that was started last."""
+        self._abandoned: set[int] = set()
+        """Generations whose rounds are aborted, running ones and such as start later."""
+        self._aborted: Future[Average] | None = None
+        """The latest round that is being aborted."""
+        self._starts_abort = threading.Lock()
         self._buffers: dict[str, torch.Tensor] = {}
         """Copies, made at the entry, of tensors that are broadcast from the source and that training changes."""
 
@@ -179,6 +184,8 @@ class Averaging:
         self._group = group
         self._running = self._thread.submit(self._run, group, row, sent, state)
         self._running.add_done_callback(self._on_ended)
+        if group.generation in self._abandoned:
+            self._begin_abort(self._running, group)
         if self._waits_for_check:
             self._is_checked.wait()
 
@@ -219,17 +226,33 @@ class Averaging:
         running, group = self._running, self._group
         if running is None or group is None or running.done():
             return True
+        self._begin_abort(running, group)
+        wait([running], patience_s)
+        return running.done()
+
+    def abandon(self, generation: int) -> None:
+        """Aborts the generation's round, also one that is about to start. May be called on any thread, and returns at
+        once: the thread that trains may be blocked until the collective ends. CUDA loads a kernel when it is launched
+        for the first time, and waits for running kernels then, such as a collective's that waits for a lost rank.
+        """
+        self._abandoned.add(generation)  # before `_running` is read, which `start` sets before it reads this
+        running, group = self._running, self._group
+        if running is not None and group is not None and group.generation == generation:
+            self._begin_abort(running, group)
+
+    def _begin_abort(self, running: Future[Average], group: Collectives) -> None:
+        with self._starts_abort:
+            if self._aborted is running:
+                return
+            self._aborted = running
 
         def end() -> None:
-            until_s = time.monotonic() + patience_s
-            while not running.done() and time.monotonic() < until_s:
+            while not running.done():
                 with suppress(Exception):
                     group.abort()
                 wait([running], ABORT_AGAIN_S)
 
         threading.Thread(target=end, name="abort", daemon=True).start()
-        wait([running], patience_s)
-        return running.done()
 
     def _on_ended(self, ended: Future[Average]) -> None:
         """Wakes the loop. Runs on the collective's thread."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -59,10 +60,12 @@ class DistributedGroup:
         self._num_shards = strategy.num_shards(self.size)
         self._norm: float | None = None
         """Parameter norm of the whole model at the last round."""
+        self._key = f"{_place(launch)}/abandoned"
+        self._num_abandoned = 0
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
         self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object but holds no reference to it
-        store = PrefixStore(f"members/{launch.rank}/{launch.incarnation}", self._store)
+        store = PrefixStore(_place(launch), self._store)
         try:
             dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
             self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -86,6 +89,11 @@ class DistributedGroup:
         dist.broadcast(frame[:FRAME_BYTES], group=self._acts, group_src=0)
         if len(message) > FRAME_BYTES:
             dist.broadcast(frame[FRAME_BYTES:], group=self._acts, group_src=0)
+
+    def abandon(self, generation: int) -> None:
+        self._num_abandoned += 1
+        given = f"{self._key}/{self._num_abandoned}", str(generation).encode()
+        threading.Thread(target=_set, args=(self._store, *given), name="abandon", daemon=True).start()
 
     def receive(self) -> Act:
         """Waits for the leader's next act and returns it. Raises `CollectiveFailed` when the leader has ended."""
@@ -177,19 +185,55 @@ def await_failure(launch: Launch, channel: grpc.Channel, take: Callable[[bytes],
     """Calls `take`, on a thread of its own, with the first failure that a process of the group reports."""
 
     def listen() -> None:
-        store = CoordinatorStore(channel, launch.secret)
-        while True:
-            try:
-                take(store.get(_failed(launch)))
-                return
-            except RuntimeError as error:
-                code = error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
-                if code is grpc.StatusCode.UNAVAILABLE:
-                    time.sleep(AWAY_S)  # the coordinator is away
-                elif code is not KEY_TIMEOUT:
-                    return  # the job has ended
+        if (failure := _await_key(CoordinatorStore(channel, launch.secret), _failed(launch))) is not None:
+            take(failure)
 
     threading.Thread(target=listen, name="members", daemon=True).start()
+
+
+def await_abandoned(launch: Launch, channel: grpc.Channel, take: Callable[[int], None]) -> None:
+    """Calls `take`, on a thread of its own, with each generation that the leader is to abandon."""
+
+    def listen() -> None:
+        store, key = CoordinatorStore(channel, launch.secret), f"{_place(launch)}/abandoned"
+        for number in count(1):
+            if (generation := _await_key(store, f"{key}/{number}")) is None:
+                return
+            take(int(generation))
+
+    threading.Thread(target=listen, name="abandoned", daemon=True).start()
+
+
+def _await_key(store: CoordinatorStore, key: str) -> bytes | None:
+    """The key's value, once it is set; None if the job has ended."""
+    while True:
+        try:
+            return bytes(store.get(key))
+        except RuntimeError as error:
+            if _is_away(error):
+                time.sleep(AWAY_S)
+            elif _code(error) is not KEY_TIMEOUT:
+                return None
+
+
+def _is_away(error: RuntimeError) -> bool:
+    """True if a call of the store has failed because the coordinator is away."""
+    return _code(error) is grpc.StatusCode.UNAVAILABLE
+
+
+def _code(error: RuntimeError) -> grpc.StatusCode | None:
+    return error.__cause__.code() if isinstance(error.__cause__, grpc.Call) else None
+
+
+def _set(store: CoordinatorStore, key: str, value: bytes) -> None:
+    """Sets a key, once the coordinator is there; without effect if the job has ended."""
+    while True:
+        try:
+            return store.set(key, value)
+        except RuntimeError as error:
+            if not _is_away(error):
+                return None
+            time.sleep(AWAY_S)
 
 
 AWAY_S = 0.5
@@ -200,7 +244,12 @@ KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
 
 def _failed(launch: Launch) -> str:
     """Key of the store under which a process reports its failure."""
-    return f"members/{launch.rank}/{launch.incarnation}/failed"
+    return f"{_place(launch)}/failed"
+
+
+def _place(launch: Launch) -> str:
+    """Start of all keys of this start of the rank's processes."""
+    return f"members/{launch.rank}/{launch.incarnation}"
 
 
 def _loopback() -> str:

@@ -119,6 +119,7 @@ class RankLoop:
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
+        control.on_abandon = self._abort_at_once
 
     @property
     def local_step(self) -> int:
@@ -328,6 +329,11 @@ class RankLoop:
             return
         self._note(timeline.GROUP, build.started_s, generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=generation)))
+
+    def _abort_at_once(self, generation: int) -> None:
+        """Aborts the generation's round while the loop may be blocked until it ends. Runs on the session's thread."""
+        self._averaging.abandon(generation)
+        self._group.abandon(generation)
 
     def _abandon(self, generation: int) -> None:
         """Abandons a generation: ends its round, if one runs, reports the outcome, and enters no other. The outcome

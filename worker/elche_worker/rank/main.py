@@ -43,7 +43,7 @@ from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
-from elche_worker.rank.distributed_group import DistributedGroup, await_failure, report_failure
+from elche_worker.rank.distributed_group import DistributedGroup, await_abandoned, await_failure, report_failure
 from elche_worker.rank.follower import Wakeup, follow
 from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
@@ -164,6 +164,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             replica = Replica(
                 launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
             )
+            await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
             group.exchange(None)
             follow(group, replica, wakeup)

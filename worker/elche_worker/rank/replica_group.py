@@ -23,7 +23,7 @@ MEMBER_SEED = 7919
 
 
 class ReplicaGroup(Protocol):
-    """The processes of one rank. All methods but `send` are collective: every process calls them in the same order."""
+    """The processes of one rank. All methods but `send` and `abandon` are collective: every process calls them in the same order."""
 
     position: int
     """This process's position. 0 is the leader, which has the session with the coordinator."""
@@ -36,6 +36,12 @@ class ReplicaGroup(Protocol):
 
     def send(self, act: Act) -> None:
         """On the leader: sends the others an act that it is about to carry out itself."""
+        ...
+
+    def abandon(self, generation: int) -> None:
+        """On the leader: has the others abort the generation's round at once. Called on the session's thread, while the
+        loops of all may be blocked until the round ends.
+        """
         ...
 
     def exchange(self, value: Any) -> list[Any]:
@@ -83,6 +89,9 @@ class SingleProcess:
     position, size, is_leader = 0, 1, True
 
     def send(self, act: Act) -> None:
+        return
+
+    def abandon(self, generation: int) -> None:
         return
 
     def exchange(self, value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -31,6 +32,8 @@ class Control:
     """Generations that the coordinator has ordered to abandon."""
     clock: tuple[float, float] | None = None
     """(sent, received): times of the coordinator's last clock message, by its clock and by this host's, in seconds."""
+    on_abandon: Callable[[int], None] | None = None
+    """Called with a generation that is to be abandoned, on the session's thread: the loop may be unable to."""
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
         """Adds a command."""
@@ -42,6 +45,8 @@ class Control:
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
             self.has_news = True
             self.wake.notify_all()
+        if command.HasField("abandon") and self.on_abandon is not None:
+            self.on_abandon(command.abandon.generation)
 
     def leave(self, reason: str) -> None:
         """Has the rank leave, since the session is lost."""
