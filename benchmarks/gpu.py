@@ -279,9 +279,9 @@ def measure_prefetch(bench: Bench) -> None:
 def measure_precision(bench: Bench) -> None:
     for precision in ("fp32", "bf16", "fp16"):
         result, _ = bench.job("--precision", precision)
-        bench.add(f"precision {precision}", samples_per_s=result["samples_per_s"])
+        bench.add(f"precision {precision}", batch_ms=batch_ms(result["epochs_s"]))
     result, _ = bench.job("--precision", "bf16", "--compile", "true")
-    bench.add("precision bf16, compiled", samples_per_s=result["samples_per_s"])
+    bench.add("precision bf16, compiled", batch_ms=batch_ms(result["epochs_s"]))
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from support.real_processes import Command, Mark, command
+from elche_client import Client
+from elche_client.events import JobState
+from support.real_processes import Command, Mark, agent, command, coordinator, eventually
 
 DEVICE = os.environ.get("ELCHE_TEST_DEVICE", "cuda:0")
 IS_CPU = DEVICE == "cpu"
@@ -192,3 +194,33 @@ if __name__ == "__main__":
     assert len(epochs) == 3
     assert epochs[-1] > GOOD
     assert num_params
+
+
+SHARED = """
+
+def evaluate_shared(model):
+    fraction = torch.cuda.get_per_process_memory_fraction() if next(model.parameters()).is_cuda else 0.5
+    return {**evaluate(model), "fraction": fraction}
+
+
+from dataclasses import replace
+job = replace(job, evaluate=evaluate_shared)
+"""
+
+
+def test_two_jobs_share_the_device_and_its_memory(mark: Mark, tmp_path: Path) -> None:
+    path = tmp_path / "shapes.py"
+    path.write_text((JOBS / "shapes.py").read_text().partition("if __name__")[0] + SHARED)
+    env = {"OMP_NUM_THREADS": "1", "TEST_EXECUTES": "1"}
+    with (
+        coordinator(mark, tmp_path) as one,
+        agent(mark, tmp_path, one.address, "--share", "2", devices=DEVICE, env=env),
+        Client(one.address, token="") as client,
+    ):
+        jobs = [client.submit(path, num_ranks=1, epochs=40) for _ in range(2)]
+        eventually(lambda: all(one.state is JobState.TRAINING for one in client.jobs()), "both train at once")
+        results = [job.result() for job in jobs]
+    for result in results:
+        assert result.state is JobState.SUCCEEDED
+        assert result.metrics["accuracy"] > GOOD
+        assert result.metrics["fraction"] <= 0.5

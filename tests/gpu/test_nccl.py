@@ -127,3 +127,23 @@ def test_a_rank_that_dies_or_stops_is_replaced(run: Run, where: str, number: int
     lines = ONCE.replace("SIGNAL", str(number)) + where
     _, out, _ = run("--averaging", averaging, "--verify", lines=lines)
     assert (out.parent / "once").exists()
+
+
+@pytest.mark.skipif(IS_CPU, reason="NCCL's")
+def test_a_loop_of_ones_own_shares_batches(mark: Mark, tmp_path: Path) -> None:
+    given = ["--device", DEVICE, "--ranks", "2", "--slow", "1=1.5", "--out", "loop", "--json"]
+    own = {
+        "PYTHONPATH": f"{HERE / 'own_hosts'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "LOOP_BACKEND": "cpu:gloo,cuda:nccl",
+        "ELCHE_TEST_DEVICE": DEVICE,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "elche_client", "run", str(HERE / "jobs" / "loop.py"), *given],
+        env=mark.environment({"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TEST_EXECUTES": "1", **own}),
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    logs = [(tmp_path / "loop" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    said = [json.loads(line) for log in logs for line in log.splitlines() if line.startswith("{")]
+    assert len({one["digest"] for one in said}) == 1, "ranks end alike"
+    assert said[0]["accuracy"] > 0.9

@@ -1,4 +1,4 @@
-"""A loop of one's own on the data of `shapes.py`; ranks on one device average over gloo."""
+"""A loop of one's own on the data of `shapes.py`; ranks on one device average over gloo, unless LOOP_BACKEND says."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from elche_worker import Trainer, TrainerConfig
 def main() -> None:
     torch.manual_seed(0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group(os.environ.get("LOOP_BACKEND", "gloo"))
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     config = TrainerConfig(device=os.environ["ELCHE_TEST_DEVICE"], max_anchor=int(os.environ.get("MAX_ANCHOR", "0")))

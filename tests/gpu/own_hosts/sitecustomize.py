@@ -34,7 +34,6 @@ class NamesOwnGpu(importlib.abc.MetaPathFinder):
             build_of = module.build_of
 
             def own_build_of(*given: Any, **more: Any) -> Any:
-                os.environ["NCCL_HOSTID"] = str(os.getpid())
                 build = build_of(*given, **more)
                 build.device_id += f" of {os.getpid()}"
                 return build
@@ -45,5 +44,12 @@ class NamesOwnGpu(importlib.abc.MetaPathFinder):
         return spec
 
 
+def claims_own_host() -> None:
+    """Also in a process that is forked."""
+    os.environ["NCCL_HOSTID"] = str(os.getpid())
+
+
+claims_own_host()
+os.register_at_fork(after_in_child=claims_own_host)
 os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 sys.meta_path.insert(0, NamesOwnGpu())

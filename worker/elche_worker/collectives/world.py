@@ -20,6 +20,7 @@ from elche_worker.collectives.calls import Calls, Parted
 from elche_worker.collectives.meeting import Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
+from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.kinds import NAMES, kind_of
 from elche_worker.model.tensors import flattened, unflattened
 
@@ -27,6 +28,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun, and `elche run`, set for each process."""
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which ends all processes when one has ended."""
+ON_ONE_GPU = "Duplicate GPU detected"
+"""NCCL's words, in src/init.cc."""
 BUILD_TIMEOUT = timedelta(seconds=30)
 """Seconds in which a new group must form, whose members are all present."""
 _calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
@@ -338,10 +341,19 @@ class World:
 
 @contextmanager
 def lost_peers_named() -> Iterator[None]:
-    """Turns an error of a collective into `PeerLost`: another rank has ended, and its own error says why."""
+    """Turns an error of a collective into `PeerLost`: another rank has ended, and its own error says why. Errors of
+    this rank's own device stay as they are.
+    """
     try:
         yield
     except RuntimeError as error:
+        if ON_ONE_GPU in str(error):
+            raise Misuse(
+                "two ranks of this loop have the same GPU, and NCCL averages only between GPUs: give each rank its "
+                "own, or let them average over gloo, with init_process_group('gloo')"
+            ) from None
+        if fault_of(error) in (Fault.DEVICE, Fault.MEMORY):
+            raise
         raise PeerLost(
             f"another rank of this loop has ended, or cannot be reached; its own error says why ({str(error)[:300]})"
         ) from None

@@ -23,7 +23,9 @@ MEMBER_SEED = 7919
 
 
 class ReplicaGroup(Protocol):
-    """The processes of one rank. All methods but `send` and `abandon` are collective: every process calls them in the same order."""
+    """The processes of one rank. All methods but `send` and `abandon` are collective: every process calls them in the
+    same order.
+    """
 
     position: int
     """This process's position. 0 is the leader, which has the session with the coordinator."""
