@@ -64,6 +64,7 @@ def _give_devices(num_devices: int) -> None:
     for name, value in changes.items():
         replace(torch.cuda, name, value)
     replace(torch.version, "cuda", "12.8")
+    replace(simulated_cuda.Device, "run", _loading(simulated_cuda.Device.run, communicator.wait_until_idle))
     new_tensor = torch.tensor
 
     def tensor(data: Any, *, pin_memory: bool = False, **more: Any) -> torch.Tensor:
@@ -77,6 +78,21 @@ def _give_devices(num_devices: int) -> None:
     replace(torch.Tensor, "cuda", cuda)
     discovery = import_module(FINDS_DEVICES)  # with trials in forks, but for those of fresh processes
     replace(discovery, "_try", lambda name, trial, limit_s: _tried(discovery, name))
+
+
+def _loading(run: Callable[..., Any], wait_until_idle: Callable[[], None]) -> Callable[..., Any]:
+    """CUDA loads a kernel when it is launched for the first time, and then waits for the kernels that run ("Lazy
+    Loading" in its programming guide): also for a collective's, which may wait for a rank that has ended.
+    """
+    loaded: set[Any] = set()
+
+    def run_loaded(self: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func not in loaded and func.namespace == "aten":
+            loaded.add(func)
+            wait_until_idle()
+        return run(self, func, args, kwargs)
+
+    return run_loaded
 
 
 def _tried(discovery: Any, name: str) -> Any:

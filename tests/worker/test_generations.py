@@ -143,18 +143,23 @@ def test_a_loop_that_is_blocked_until_the_collective_ends_is_freed(
     one, is_blocked = rank.loop._replica, threading.Event()
     train, enter = one.train, one.enter_round
 
-    def train_when_none_runs(*given: Any) -> Any:
+    def wait_until_none_runs() -> None:
         while rank.loop._averaging.is_running and not rank.loop._averaging.is_done:
             is_blocked.set()
             time.sleep(0.001)
+
+    def train_late(*given: Any) -> Any:
+        wait_until_none_runs()
         return train(*given)
 
-    def enter_late(*given: Any) -> Any:
+    def enter_late(*given: Any) -> None:
         if is_early:
             rank.abandon(1)
-        return enter(*given)
+        enter(*given)
+        if is_early:
+            wait_until_none_runs()
 
-    monkeypatch.setattr(one, "train", train_when_none_runs)
+    monkeypatch.setattr(one, "train", train_late)
     monkeypatch.setattr(one, "enter_round", enter_late)
     rank.sync(2, after_step=2)
     rank.lease(3)

@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,9 @@ class Kernel:
 class Communicator:
     """`NCCLComm`."""
 
+    alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+    """All of this process."""
+
     def __init__(self, unique_id: bytes, rank: int, size: int) -> None:
         """Waits for all ranks. Raises `DistBackendError`."""
         self.rank = rank
@@ -73,6 +77,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._queued: queue.SimpleQueue[Kernel | None] = queue.SimpleQueue()
         self._running: list[Kernel] = []
+        self.alive.add(self)
         start_thread(self._run, ())
 
     def check(self) -> None:
@@ -130,6 +135,12 @@ class Communicator:
                 output.copy_(value)
             self._running.remove(kernel)
             kernel.ended.set()
+
+
+def wait_until_idle() -> None:
+    """Returns when none of this process's kernels runs that runs now."""
+    for communicator in list(Communicator.alive):
+        communicator.finish()
 
 
 def poison(tensor: Plain, seed: int) -> None:
