@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class Kernel:
 class Communicator:
     """`NCCLComm`."""
 
-    alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+    alive: "ClassVar[weakref.WeakSet[Communicator]]" = weakref.WeakSet()
     """All of this process."""
 
     def __init__(self, unique_id: bytes, rank: int, size: int) -> None:
