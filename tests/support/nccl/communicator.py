@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,9 +66,6 @@ class Kernel:
 class Communicator:
     """`NCCLComm`."""
 
-    alive: "ClassVar[weakref.WeakSet[Communicator]]" = weakref.WeakSet()
-    """All of this process."""
-
     def __init__(self, unique_id: bytes, rank: int, size: int) -> None:
         """Waits for all ranks. Raises `DistBackendError`."""
         self.rank = rank
@@ -77,7 +74,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._queued: queue.SimpleQueue[Kernel | None] = queue.SimpleQueue()
         self._running: list[Kernel] = []
-        self.alive.add(self)
+        _alive.add(self)
         start_thread(self._run, ())
 
     def check(self) -> None:
@@ -137,9 +134,13 @@ class Communicator:
             kernel.ended.set()
 
 
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+"""All of this process."""
+
+
 def wait_until_idle() -> None:
     """Returns when none of this process's kernels runs that runs now."""
-    for communicator in list(Communicator.alive):
+    for communicator in list(_alive):
         communicator.finish()
 
 
