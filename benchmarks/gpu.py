@@ -2,7 +2,7 @@
 
 Each figure is of processes of its own, one after the other; what is compared is run in turns.
 
-    make bench-gpu                                       # all of it, some five minutes
+    make bench-gpu                                       # all of it, some ten minutes
     python benchmarks/gpu.py --only loop,precision
     python benchmarks/gpu.py --device cpu --small        # to see that it works
 """
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_models import WORKLOADS, train_step
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from elche_worker import TrainingJob
 
 IS_SMALL = os.environ.get("ELCHE_BENCH_SMALL") == "1"
-BATCH_SIZE, NUM_INPUTS, WIDTH, DEPTH = (32, 16, 64, 2) if IS_SMALL else (512, 2048, 4096, 6)
-NUM_BATCHES, EPOCHS = (50, 2) if IS_SMALL else (100, 10)
+MODEL = os.environ.get("ELCHE_BENCH_MODEL", "mlp")
+WORKLOAD = WORKLOADS[MODEL](is_small=IS_SMALL)
+BATCH_SIZE = WORKLOAD.batch_size
+EPOCHS = 2 if IS_SMALL else 10 if MODEL == "mlp" else 5
 OWN_HOSTS = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "own_hosts"
 KIND = os.environ.get("ELCHE_BENCH_KIND", "resident")
 """Of the data set: kept on the device, or fetched from the host batch by batch."""
@@ -48,10 +50,7 @@ class Fetched(torch.utils.data.Dataset[int]):
 
 
 def build_dataset() -> Any:
-    generator = torch.Generator().manual_seed(0)
-    num_samples = NUM_BATCHES * BATCH_SIZE
-    inputs = torch.rand(num_samples, NUM_INPUTS, generator=generator)
-    whole = TensorDataset(inputs, torch.randint(10, (num_samples,), generator=generator))
+    whole = WORKLOAD.dataset()
     return whole if KIND == "resident" else FETCHED.setdefault("whole", Fetched(whole))
 
 
@@ -62,20 +61,8 @@ def collate(indices: list[int]) -> list[torch.Tensor]:
     return [tensor[indices] for tensor in FETCHED["whole"].whole.tensors]
 
 
-def build_model() -> nn.Module:
-    layers: list[nn.Module] = [nn.Linear(NUM_INPUTS, WIDTH), nn.ReLU()]
-    for _ in range(DEPTH - 1):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
-
-
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-
-
-def train_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    inputs, labels = batch
-    return cross_entropy(model(inputs), labels)
 
 
 def peak(model: nn.Module) -> dict[str, float]:
@@ -85,7 +72,7 @@ def peak(model: nn.Module) -> dict[str, float]:
 
 
 job = TrainingJob(
-    model=build_model,
+    model=WORKLOAD.model,
     optimizer=build_optimizer,
     dataset=build_dataset,
     collate_fn=collate if KIND == "fetched" else None,
@@ -100,10 +87,13 @@ job = TrainingJob(
 # In processes of their own
 
 
-def bare(device: torch.device) -> float:
-    """Milliseconds per batch of a plain loop whose data are on the device: the least that training can take."""
+def bare(device: torch.device, how: str) -> float:
+    """Milliseconds per batch of a plain loop whose data are on the device: the least that training can take. `how` has
+    the words bf16 and compiled, or not.
+    """
     torch.manual_seed(0)
-    model = build_model().to(device)
+    model = WORKLOAD.model().to(device)
+    called: Any = torch.compile(model) if "compiled" in how else model
     inputs, labels = (tensor.to(device) for tensor in build_dataset().tensors)
     optimizer = build_optimizer(model)
     times_s = []
@@ -111,7 +101,9 @@ def bare(device: torch.device) -> float:
         started_s = time.perf_counter()
         order = torch.randperm(len(inputs), device=device)
         for part in order.split(BATCH_SIZE):
-            train_step(model, [inputs[part], labels[part]]).backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in how):
+                loss = train_step(called, [inputs[part], labels[part]])
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
@@ -120,9 +112,9 @@ def bare(device: torch.device) -> float:
     return batch_ms(times_s)
 
 
-def batch_ms(epochs_s: list[float]) -> float:
+def batch_ms(epochs_s: list[float], num_batches: int = WORKLOAD.num_batches) -> float:
     """Milliseconds per batch in epochs after the first, which warms up."""
-    return statistics.mean(epochs_s[1:]) * 1000 / NUM_BATCHES
+    return statistics.mean(epochs_s[1:]) * 1000 / num_batches
 
 
 def alone(device: str, *, prefetches: bool) -> float:
@@ -155,8 +147,9 @@ class Bench:
         self.rows.append({"what": what, **rounded})
         print(self.rows[-1], file=sys.stderr, flush=True)
 
-    def child(self, *arguments: str, kind: str = "resident") -> float:
-        return float(self._run([sys.executable, __file__, *arguments, "--device", self.device], kind).splitlines()[-1])
+    def child(self, *arguments: str, kind: str = "resident", **env: str) -> float:
+        command = [sys.executable, __file__, *arguments, "--device", self.device]
+        return float(self._run(command, kind, **env).splitlines()[-1])
 
     def job(self, *more: str, ranks: int = 1, **env: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The result, and the rounds after the second, of a job on the device."""
@@ -179,14 +172,27 @@ class Bench:
 
 
 def measure_loop(bench: Bench) -> None:
+    add_pairs(bench, "one rank beside a bare loop", "fp32", [])
+
+
+def measure_models(bench: Bench) -> None:
+    """Models as people train them, in bf16, as they are and compiled."""
+    for model in ("gpt", "resnet50"):
+        for how, options in (("bf16", []), ("bf16 compiled", ["--compile", "true"])):
+            given = ["--precision", "bf16", *options]
+            add_pairs(bench, f"one rank beside a bare loop, {model}, {how}", how, given, model=model)
+
+
+def add_pairs(bench: Bench, what: str, how: str, options: list[str], *, model: str = MODEL) -> None:
     pairs = []
+    num_batches = WORKLOADS[model](is_small=IS_SMALL).num_batches
     for _ in range(bench.num_pairs):
-        without = bench.child("--bare")
-        result, _ = bench.job()
-        pairs.append((without, batch_ms(result["epochs_s"])))
+        without = bench.child("--bare", how, ELCHE_BENCH_MODEL=model)
+        result, _ = bench.job(*options, ELCHE_BENCH_MODEL=model)
+        pairs.append((without, batch_ms(result["epochs_s"], num_batches)))
     costs = [ours / without - 1 for without, ours in pairs]
     bench.add(
-        "one rank beside a bare loop",
+        what,
         bare_ms=statistics.median(one for one, _ in pairs),
         elche_ms=statistics.median(one for _, one in pairs),
         cost=statistics.median(costs),
@@ -286,6 +292,7 @@ def measure_precision(bench: Bench) -> None:
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     "loop": measure_loop,
+    "models": measure_models,
     "rounds": measure_rounds,
     "nccl": measure_nccl,
     "memory": measure_memory,
@@ -302,14 +309,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="how many pairs of what is compared (default 3)")
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--small", action="store_true", help="little of everything, to see that it works")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
         os.environ["ELCHE_BENCH_SMALL"] = "1"
         os.execv(sys.executable, [sys.executable, __file__, *(one for one in sys.argv[1:] if one != "--small")])
     if options.bare:
-        print(bare(torch.device(options.device)))
+        print(bare(torch.device(options.device), options.bare))
         return
     if options.alone:
         print(alone(options.device, prefetches=options.alone == "on"))
