@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from elche.errors import ElcheError, JobFailed
-from elche.output import take_any_text
+from elche.output import open_standard_streams, take_any_text, use_utf8
 from elche_client.cli_certs import certs
 from elche_client.cli_context import context
 from elche_client.cli_init import init
@@ -56,6 +56,9 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Exit codes: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C."""
+    if arguments is None:
+        use_utf8()
+    open_standard_streams()
     take_any_text()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
@@ -74,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as error:  # a full disk, a limit of the system, a folder that was made read-only meanwhile
+        return _refuse(f"{error.filename or 'a file'}: {error.strerror or error}", exit_code=1)
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:

@@ -225,7 +225,7 @@ class LocalRun:
             return
         self.record.add(event)
         if isinstance(event, RoundReport) and self._cadence is not None:
-            self._cadence.write(event.recorded)
+            self._note_round(event.recorded, self._cadence)
 
     def _begin_check(self) -> ChildProcess:
         """Starts the agent, which checks the file before it gets the coordinator's address."""
@@ -386,6 +386,14 @@ class LocalRun:
         except (TimeoutError, Unreachable):
             pass
         return ProcessError(f"{error} (logs: {self.folder})")
+
+    def _note_round(self, recorded: bytes, file: IO[bytes]) -> None:
+        """Adds a round to the file for `elche replay`. The run goes on without that file where it cannot be written."""
+        try:
+            file.write(recorded)
+        except OSError as error:
+            self._cadence = None
+            print_notice(f"{self.folder}/{CADENCE}: {error.strerror}; `elche replay` cannot repeat this run")
 
     def _write_record(self, result: JobResult) -> Path | None:
         if self.folder is None:

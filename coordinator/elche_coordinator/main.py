@@ -12,6 +12,7 @@ from elche.errors import ElcheError
 from elche.logs import FORMATS, say_last, set_up
 from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS
+from elche.output import use_utf8
 from elche.tls import VARIABLE
 from elche.token import read_token
 
@@ -142,6 +143,7 @@ def main(
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
     to a file that contains it. Or it asks them for certificates.
     """
+    use_utf8()
     if context.invoked_subcommand is not None:
         return
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line

@@ -7,6 +7,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from elche.output import open_standard_streams
+
 VARIABLE = "ELCHE_LOG_FORMAT"
 FORMATS = ("text", "json")
 DIRECTIVE = re.compile(r"(?:(?P<name>[a-z_]+)=)?%[-#0 +]*\d*(?:\.\d+)?(?P<kind>[a-z%])")
@@ -61,6 +63,7 @@ def fields(**named: int | str) -> dict[str, dict[str, int | str]]:
 
 def set_up(log_format: str = "text") -> None:
     """Has this process log to standard error from the level INFO on, in one of `FORMATS`."""
+    open_standard_streams()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

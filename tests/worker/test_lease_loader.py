@@ -1,5 +1,6 @@
 """Batches come in the order of the leases, as the permutation says, and errors are raised where batches are taken."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
@@ -169,3 +171,15 @@ def test_nested_structures_are_moved_and_keep_their_form() -> None:
     assert moved["a"][1][0] == "text"
     assert isinstance(moved["b"], pair)
     assert moved["b"].right == 3
+
+
+def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives a container 64 MiB of it."""
+
+    def full(self: torch.utils.data.DataLoader[Any]) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", full)
+    loader, wake = loader_of(Indices(10**9), num_workers=2)
+    with pytest.raises(InvalidJob, match=r"/dev/shm on .* MiB left.*--shm-size.*num_workers to 0"):
+        take(loader, wake)

@@ -19,6 +19,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.logs import FORMATS, say_last, set_up
 from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS, split_addresses
+from elche.output import use_utf8
 from elche.selector import check_label
 from elche.tls import VARIABLE
 from elche.token import FILE_VARIABLE, read_token
@@ -162,6 +163,7 @@ def main(
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
+    use_utf8()
     from elche_worker.agent.agent import Agent
     from elche_worker.agent.notices import watch
 

@@ -1,6 +1,9 @@
 """Fetches the batches of leased samples ahead of training, on a thread, in the order of the leases."""
 
+import errno
 import os
+import shutil
+import socket
 import threading
 import time
 from collections import deque
@@ -20,6 +23,8 @@ from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import Timeline
 
+SHARED_MEMORY = "/dev/shm"
+"""Where worker processes put semaphores and tensors, on Linux."""
 DEPTH = 4
 """Batches that each worker process fetches ahead: `prefetch_factor` of the `DataLoader`, which has 2 by default."""
 MAX_READY = 16
@@ -95,6 +100,18 @@ class WorkerLost(ElcheError, RuntimeError):
         is_lost = isinstance(error, EOFError | ConnectionError) or "DataLoader worker" in str(error)
         words = next(iter(str(error).splitlines()), "") or type(error).__name__
         return cls(f"a worker process of the loader (num_workers) has died: {words}") if is_lost else error
+
+
+def _of_workers(error: BaseException) -> BaseException:
+    """Converts an error of a loader with worker processes: their death, or too little shared memory for them."""
+    if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+        return WorkerLost.of(error)
+    free_mib = shutil.disk_usage(SHARED_MEMORY).free >> 20 if os.path.isdir(SHARED_MEMORY) else 0
+    return InvalidJob(
+        f"{SHARED_MEMORY} on {socket.gethostname()} has {free_mib} MiB left, too little for the loader's worker "
+        "processes (num_workers), which send batches through it: give it more (docker run --shm-size 1g; in compose "
+        "shm_size), or set num_workers to 0"
+    )
 
 
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
@@ -250,7 +267,7 @@ class LeaseLoader:
             with self.transfer.stream():
                 self._fetch(fetched)
         except BaseException as error:  # raised by `take`
-            self._ready.append(WorkerLost.of(error) if self._loader.num_workers else error)
+            self._ready.append(_of_workers(error) if self._loader.num_workers else error)
             self._wake()
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
