@@ -129,7 +129,8 @@ class Artifacts:
                 del self._kept[job_id]  # the job is forgotten
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._wake.wait()
             except TimeoutError:
                 pass
 

@@ -59,7 +59,8 @@ async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:
     end_s = asyncio.get_running_loop().time() + grace_s
     while saving and not stop.at_once.is_set() and asyncio.get_running_loop().time() < end_s:
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.at_once.wait(), LOOK_EVERY_S)
+            async with asyncio.timeout(LOOK_EVERY_S):
+                await stop.at_once.wait()
         left = driver.core.being_saved()
         saving = [job_id for job_id in saving if job_id in left]
     for job_id in saving:

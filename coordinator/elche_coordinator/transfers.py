@@ -54,7 +54,10 @@ class Transfers:
         try:
             while True:
                 try:
-                    item = await asyncio.wait_for(waiting.get(), BEGIN_S)
+                    # Not `wait_for`, which loses a cancellation that comes as it ends (Python 3.11): the reader would
+                    # go on, and block in a queue that nobody reads any more.
+                    async with asyncio.timeout(BEGIN_S):
+                        item = await waiting.get()
                 except TimeoutError:
                     raise InvalidJob(f"the host has sent nothing for {BEGIN_S:.0f} s") from None
                 if item is None:

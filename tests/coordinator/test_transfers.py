@@ -48,3 +48,25 @@ def test_an_agent_that_sends_more_than_it_was_asked_for_is_not_listened_to() -> 
         assert await asyncio.wait_for(whole, 1) == b"1234567890"
 
     asyncio.run(scenario())
+
+
+def test_a_reader_that_is_cancelled_as_a_chunk_comes_ends() -> None:
+    """Whoever followed a job's logs and left at that moment left a task behind that nothing could end."""
+
+    async def story() -> bool:
+        transfers = Transfers()
+        name = transfers.begin()
+
+        async def read() -> None:
+            async for _ in transfers.chunks(name):
+                pass
+
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        transfers._open[name].queue.put_nowait(b"chunk")
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=1.0)
+        return reading.cancelled()
+
+    assert asyncio.run(story())

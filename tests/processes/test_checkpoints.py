@@ -235,8 +235,9 @@ def test_to_a_url(cluster: Cluster, job_file: JobFile, tmp_path: Path) -> None:
         "linear.py", REPLACE.format(f"checkpoint_dir={url!r}, checkpoint_every_epochs=1, keep_checkpoints=1")
     )
     result = cluster.client.submit(path, num_ranks=2).result()
-    assert [one.epoch for one in result.checkpoints] == [3]
-    again = cluster.client.submit(path, num_ranks=2, epochs=4, resume=result.checkpoints[-1].path.rpartition("/")[0])
+    (kept,) = result.checkpoints
+    assert kept.epoch in (2, 3), "none was begun while the one before was written, as on a busy machine"
+    again = cluster.client.submit(path, num_ranks=2, epochs=4, resume=kept.path.rpartition("/")[0])
     assert again.result().epochs == 4
 
 

@@ -224,7 +224,8 @@ class Web:
                 parts |= {"job": job, "about": about, **telling.figures(view, kept.recording)}
             yield telling.message(parts)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), EVERY_S)
+                async with asyncio.timeout(EVERY_S):
+                    await self._stopping.wait()
 
     def _all_views(self) -> list[JobView]:
         """All jobs, oldest first; views of this run are at most a second old."""
