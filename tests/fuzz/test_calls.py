@@ -160,7 +160,7 @@ def aimed(method: str, job_id: str) -> list[Any]:
 def test_a_call_with_any_bytes_is_carried_out_or_refused(target: Target, method: str) -> None:
     corpus = aimed(method, target.job_id)
 
-    @fuzzed(40)
+    @fuzzed(20)
     @given(sent=st.lists(message_bytes(corpus), min_size=1, max_size=3))
     def attack(sent: list[bytes]) -> None:
         target.call(method, sent)
@@ -183,7 +183,7 @@ def test_a_call_with_any_metadata_is_carried_out_or_refused(target: Target, meth
 
 def test_a_rank_that_says_anything_costs_its_own_job_alone(target: Target) -> None:
 
-    @fuzzed(60)
+    @fuzzed(30)
     @given(sent=st.lists(message_bytes(messages("RankService/Converse")), min_size=1, max_size=5))
     def attack(sent: list[bytes]) -> None:
         target.call("RankService/Converse", sent, {"elche-secret": target.fresh_secret()})
@@ -191,7 +191,7 @@ def test_a_rank_that_says_anything_costs_its_own_job_alone(target: Target) -> No
     attack()
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(sent=st.lists(message_bytes(messages("AgentService/Attend")), min_size=1, max_size=5), greets=st.booleans())
 def test_an_agent_that_says_anything_costs_nobody_else(target: Target, sent: list[bytes], greets: bool) -> None:
     hello = agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host="attacked")).SerializeToString()
@@ -226,7 +226,7 @@ QUERIES = st.builds(
 def test_a_page_that_is_asked_anything_answers_or_refuses(target: Target) -> None:
     host, _, port = target.one.page_url.removeprefix("http://").rpartition(":")
 
-    @fuzzed(150)
+    @fuzzed(75)
     @given(asked=QUERIES | changed_bytes([path.replace(b"JOB", target.job_id.encode()) for path in PATHS]))
     def ask(asked: bytes) -> None:
         with create_connection((host, int(port)), timeout=100) as connection:

@@ -67,14 +67,14 @@ def judge(folder: Path) -> None:
 CUT = st.integers(0, len(RANK_FILES[0])).map(lambda size: RANK_FILES[0][:size])
 
 
-@fuzzed(150)
+@fuzzed(75)
 @given(data=st.one_of(CUT, changed_bytes(RANK_FILES), changed_bytes(RANK_FILES).map(resealed)))
 def test_the_auditor_reads_any_file_of_a_rank(run: Path, data: bytes) -> None:
     (run / "audit" / JOB / "rank-0-1.bin").write_bytes(data)
     judge(run)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(start=changed_json(START).map(as_text))
 def test_the_auditor_reads_any_beginning_of_a_ranks_file(run: Path, start: str) -> None:
     for path in (run / "audit" / JOB).iterdir():
@@ -82,14 +82,14 @@ def test_the_auditor_reads_any_beginning_of_a_ranks_file(run: Path, start: str) 
     judge(run)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(data=changed_bytes([CADENCE]))
 def test_the_auditor_reads_any_record_of_rounds(run: Path, data: bytes) -> None:
     (run / "cadence.binpb").write_bytes(data)
     judge(run)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(text=changed_json(RECORD).map(as_text))
 def test_the_auditor_reads_any_record_of_a_job(run: Path, text: str) -> None:
     (run / "record.json").write_text(text)
@@ -110,7 +110,7 @@ MANIFESTS = changed_json(MANIFEST, MANIFEST["training"]).flatmap(
 )
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(text=MANIFESTS)
 def test_the_auditor_reads_any_manifest(run: Path, text: str) -> None:
     (run / "checkpoints" / JOB / CHECKPOINT.name / "manifest.json").write_text(text)
@@ -127,7 +127,7 @@ def test_checkpoints_are_listed_by_any_manifest(run: Path, text: str) -> None:
     tried(lambda: resume._here(run), InvalidJob)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(text=MANIFESTS, training=changed_json(MANIFEST["training"]))
 def test_a_draft_becomes_a_checkpoint_or_is_refused(run: Path, text: str, training: str) -> None:
     draft = run / "checkpoints" / JOB / CHECKPOINT.name
@@ -140,7 +140,7 @@ def test_a_draft_becomes_a_checkpoint_or_is_refused(run: Path, text: str, traini
 # What users write, and earlier runs have left
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(text=changed_json(COMMAND).map(as_text), cadence=changed_bytes([CADENCE]), is_replay=st.booleans())
 def test_a_run_is_repeated_or_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, text: str, cadence: bytes, is_replay: bool
@@ -164,7 +164,7 @@ tls = "/etc/elche"
 """
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(data=st.one_of(changed_bytes([CONTEXTS]), changed_json([1]).map(lambda text: f"a = {as_text(text)}".encode())))
 def test_contexts_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     path = tmp_path / "config.toml"
@@ -181,7 +181,7 @@ SWEEP: dict[str, Any] = {
 YAML = b"job: job.py\nsettings: {epochs: [1, 2]}\nseed: 2026-01-01\narguments:\n  --lr: {min: 1e-3, max: .inf}\n"
 
 
-@fuzzed(120)
+@fuzzed(60)
 @given(text=st.one_of(changed_json(SWEEP).map(as_text).map(str.encode), changed_bytes([YAML])))
 def test_a_sweep_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "job.py").write_text("job = 1")
@@ -190,7 +190,7 @@ def test_a_sweep_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
     tried(lambda: read_sweep(path), InvalidJob)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(data=changed_bytes([b"0123456789abcdef0123\n", b"x" * 4097]))
 def test_a_token_is_read_or_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "token"
@@ -215,7 +215,7 @@ JOURNALS = st.one_of(
 )
 
 
-@fuzzed(120)
+@fuzzed(60)
 @given(data=JOURNALS)
 def test_a_journal_is_shown_or_refused(tmp_path: Path, data: bytes) -> None:
     folder = tmp_path / "coordinator" / "journals"
@@ -226,7 +226,7 @@ def test_a_journal_is_shown_or_refused(tmp_path: Path, data: bytes) -> None:
         tried(lambda: journal.show(str(tmp_path), "", num_events=2, as_json=True), InvalidJob)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(data=JOURNALS)
 def test_the_coordinator_serves_a_journal_or_refuses(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "one.jsonl.gz").write_bytes(data)
@@ -235,26 +235,26 @@ def test_the_coordinator_serves_a_journal_or_refuses(tmp_path: Path, data: bytes
     tried(lambda: list(files._read("one", 2)), InvalidJob)
 
 
-@fuzzed(120)
+@fuzzed(60)
 @given(text=changed_json(JOURNAL).map(lines_of))
 def test_a_journal_is_replayed_or_refused(text: str) -> None:
     tried(lambda: read_journal(text.splitlines()), CannotReplay)
 
 
-@fuzzed(120)
+@fuzzed(60)
 @given(text=changed_json(TIMELINE).map(lines_of))
 def test_a_timeline_is_read_or_refused(text: str) -> None:
     tried(lambda: timeline.read(text.splitlines(), "timeline.jsonl"), InvalidJob)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(text=changed_json(json.loads(file_of_run("coordinator/recordings/*").read_text())).map(as_text))
 def test_a_recording_is_loaded_or_set_aside(tmp_path: Path, text: str) -> None:
     (tmp_path / "one.json").write_text(text)
     tried(lambda: Recordings(tmp_path).load("one"))
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(data=changed_bytes([b"0 1790000000\n51 1790000001\n900 1790000002\n", b"0 1e400\n", b"0 nan\n"]))
 def test_a_log_is_shown_whatever_its_times(tmp_path: Path, data: bytes) -> None:
     """The rank whose log it is may have written anything there."""
@@ -292,7 +292,7 @@ def numbered(data: bytes) -> bytes:
     return bytes(found)
 
 
-@fuzzed(120)
+@fuzzed(60)
 @given(
     data=st.one_of(
         changed_bytes([archive()]),
@@ -311,7 +311,7 @@ def test_a_bundle_is_unpacked_within_its_folder_or_refused(tmp_path: Path, data:
     assert sorted(path.name for path in (tmp_path / "inner").iterdir()) == ["folder"]
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(
     name=st.sampled_from(["epochs", "batch_size", "max_batch_diff", "speed_hint", "monitor"]),
     text=changed_json([1]).map(as_text),

@@ -72,7 +72,7 @@ def hear(core: Coordinator, job_id: JobId, rank: int, sent: bytes) -> None:
         core.handle(asked, now_s=core.now_s)
 
 
-@fuzzed(200)
+@fuzzed(100)
 @given(
     at=st.integers(0, 10_000),
     said=st.lists(
@@ -119,7 +119,7 @@ async def average(told: Sequence[Sequence[Message]], pool: ThreadPoolExecutor) -
     assert all(said)
 
 
-@fuzzed(150)
+@fuzzed(75)
 @given(
     told=st.lists(st.lists(changed_message(PARTS), max_size=3), min_size=2, max_size=3),
     same=st.lists(changed_message(PARTS), max_size=3),
@@ -132,7 +132,7 @@ def test_a_round_through_the_coordinator_ends_whatever_ranks_send(
         tried(lambda: asyncio.run(average([same] * 2, pool)))
 
 
-@fuzzed(200)
+@fuzzed(100)
 @given(message=changed_message(messages("JobService/WatchJob", "response")))
 def test_a_client_shows_whatever_a_watch_says(message: Any) -> None:
     def show() -> None:
@@ -144,7 +144,7 @@ def test_a_client_shows_whatever_a_watch_says(message: Any) -> None:
     tried(show)
 
 
-@fuzzed(200)
+@fuzzed(100)
 @given(message=changed_message(messages("JobService/ListJobs", "response")))
 def test_a_client_lists_whatever_jobs_there_are(message: Any) -> None:
     for view in message.jobs:

@@ -63,7 +63,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(name=st.sampled_from(["model.safetensors", "state.safetensors"]), data=changed_bytes(TENSORS))
 def test_a_checkpoint_with_any_tensors_is_loaded_or_refused(checkpoint: Path, name: str, data: bytes) -> None:
     shutil.copytree(CHECKPOINT, checkpoint, dirs_exist_ok=True)
@@ -71,14 +71,14 @@ def test_a_checkpoint_with_any_tensors_is_loaded_or_refused(checkpoint: Path, na
     tried(lambda: load(str(checkpoint)), InvalidJob)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(text=changed_json(STATE).map(as_text))
 def test_a_checkpoint_with_any_state_is_loaded_or_refused(checkpoint: Path, text: str) -> None:
     sealed(checkpoint, "state.json", text.encode())
     tried(lambda: load(str(checkpoint)), InvalidJob)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(changed=changed_value(MANIFEST))
 def test_a_checkpoint_with_any_manifest_is_loaded_or_refused(checkpoint: Path, changed: Any) -> None:
     text = json.dumps(changed)
@@ -94,7 +94,7 @@ def test_a_checkpoint_with_any_manifest_is_loaded_or_refused(checkpoint: Path, c
     tried(read, InvalidJob)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(text=changed_json(LEFT).map(as_text))
 def test_what_a_stopped_rank_has_left_is_read_or_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FOLDER).mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def test_what_a_stopped_rank_has_left_is_read_or_refused(tmp_path: Path, text: s
     tried(lambda: [one.unsaid for one in stopped_ranks(tmp_path)], OSError, ValueError)
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(told=st.lists(changed_message(messages("RankService/Converse", "response")), min_size=1, max_size=4))
 def test_a_rank_takes_or_refuses_whatever_a_coordinator_orders(told: Sequence[Any]) -> None:
     control, rounds = Control(), Rounds()
@@ -136,13 +136,13 @@ ROWS = [
 ]
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(numbers=st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=13, max_size=13), min_size=1, max_size=3))
 def test_headers_of_other_ranks_agree_or_are_refused(numbers: list[list[int]]) -> None:
     tried(lambda: check_together([*ROWS, *(Row(*row) for row in numbers)]), RanksDiffer)
 
 
-@fuzzed(60)
+@fuzzed(30)
 @given(seed=st.integers(0, 2**32), fill=st.sampled_from([None, 0, 127, 128, 255]))
 def test_compressed_values_of_other_ranks_are_numbers_whatever_their_bytes(seed: int, fill: int | None) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -153,7 +153,7 @@ def test_compressed_values_of_other_ranks_are_numbers_whatever_their_bytes(seed:
         assert decoded.dtype == torch.float32
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(
     answers=st.lists(changed_message([averaging_pb2.AverageResponse(data=bytes(8))]), max_size=3),
     kind=st.integers(0, 3),
@@ -174,7 +174,7 @@ def test_a_relayed_average_is_made_or_given_up(answers: list[Message], kind: int
 SUMS = [rank_pb2.MakeMetrics(tensors={"hits": rank_pb2.TensorSum(shape=[2], data=bytes(16))}, names=["hits"])]
 
 
-@fuzzed(100)
+@fuzzed(50)
 @given(order=changed_message(SUMS), one=changed_message([SUMS[0].tensors["hits"]]))
 def test_sums_of_an_evaluation_are_tensors_or_refused(order: Any, one: Any) -> None:
     order.tensors["hits"].CopyFrom(one)

@@ -1,5 +1,7 @@
 """The architecture's rules as checks of the whole state, which tests and the simulator run after every event."""
 
+from itertools import pairwise
+
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.life.job import Job
@@ -41,7 +43,8 @@ def _check_training(job: TrainingJob) -> None:
 
 def check_ledger(ledger: Ledger) -> None:
     """Exactly once: every position of an open epoch is in exactly one place, and no epoch is overtaken."""
-    leased: dict[Epoch, list[Interval]] = {epoch: [] for epoch in ledger.open_books()}
+    books = ledger.open_books()
+    leased: dict[Epoch, list[Interval]] = {epoch: [] for epoch in books}
     for rank, leases in ledger.rank_leases.items():
         if not leases.first <= leases.committed <= leases.processed <= leases.end:
             counts = f"committed {leases.committed} <= processed {leases.processed} <= leased {leases.end}"
@@ -51,7 +54,7 @@ def check_ledger(ledger: Ledger) -> None:
                 raise Broken(f"rank {rank} has work of a closed epoch: {part}")
             if part.epoch in leased:
                 leased[part.epoch].append((part.offset, part.offset + part.size))
-    for epoch, book in ledger.open_books().items():
+    for epoch, book in books.items():
         _check_cover(epoch, sorted([*book.free, *book.committed, *leased[epoch]]), ledger.size(epoch))
 
 
@@ -67,11 +70,11 @@ def _check_cover(epoch: Epoch, parts: list[Interval], size: int) -> None:
 
 def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
     """Checks that every round has all members, none that all have received is open, and targets lie in leased work."""
-    ids = [opened.id for opened in generation.rounds]
-    if ids != sorted(set(ids)):
-        raise Broken(f"job {job.id}: open rounds {ids} are not in order")
+    rounds = generation.rounds
+    if any(later.id <= opened.id for opened, later in pairwise(rounds)):
+        raise Broken(f"job {job.id}: open rounds {[opened.id for opened in rounds]} are not in order")
     members = list(generation.members)
-    for opened in generation.rounds:
+    for opened in rounds:
         if opened.generation != generation.id:
             raise Broken(f"job {job.id}: round {opened.id} is of an old generation")
         if list(opened.targets) != members:
@@ -81,9 +84,9 @@ def _check_rounds(job: Job, training: Training, generation: Generation) -> None:
         if job.phase is JobPhase.TRAINING and generation.abandoned is None and opened.is_received_by_all:
             raise Broken(f"job {job.id}: round {opened.id} is received by all and open")
     if training.policy.can_revise:
-        announced = [opened for opened in generation.rounds if not opened.is_granted]
+        announced = [opened for opened in rounds if not opened.is_granted]
         if len(announced) > 1:
-            raise Broken(f"job {job.id}: rounds {ids} are open together")
+            raise Broken(f"job {job.id}: rounds {[opened.id for opened in announced]} are open together")
         for opened in announced:
             _check_targets(job, training, generation, opened.targets)
 
@@ -121,9 +124,10 @@ def _check_slots(coordinator: Coordinator) -> None:
     taken: dict[Place, tuple[JobId, Rank]] = {}
     for job in coordinator.placed.values():
         for record in job.ranks.values():
-            if len(record.places) != job.spec.group_size:
-                raise Broken(f"job {job.id}: rank {record.rank} has {len(record.places)} slots")
+            places = record.places
+            if len(places) != job.spec.group_size:
+                raise Broken(f"job {job.id}: rank {record.rank} has {len(places)} slots")
             if record.phase is not RankPhase.EXITED:
-                taken |= dict.fromkeys(record.places, (job.id, record.rank))
+                taken.update(dict.fromkeys(places, (job.id, record.rank)))
     if taken != coordinator.fleet.taken:
         raise Broken(f"slots {coordinator.fleet.taken} are not those of living ranks {taken}")

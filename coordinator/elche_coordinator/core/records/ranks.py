@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 from statistics import fmean, median
 from typing import TypedDict
@@ -146,7 +147,7 @@ class RankRecord:
     @property
     def places(self) -> tuple[Place, ...]:
         """Its slots, the leader's first."""
-        return tuple(Place(agent_id=self.agent_id, slot=slot) for slot in (self.slot, *self.more_slots))
+        return _places(self.agent_id, (self.slot, *self.more_slots))
 
     def address(self, job_id: JobId) -> "Address":
         """The address of commands to this incarnation."""
@@ -282,6 +283,11 @@ def highest_staying(ranks: RankRecords, num: int) -> list[RankRecord]:
     """The `num` highest ranks that stay, the highest first."""
     stay = staying(ranks)
     return [stay[rank] for rank in sorted(stay, reverse=True)[:num]]
+
+
+@lru_cache(maxsize=4096)
+def _places(agent_id: AgentId, slots: tuple[int, ...]) -> tuple[Place, ...]:
+    return tuple(Place(agent_id=agent_id, slot=slot) for slot in slots)
 
 
 def present(ranks: RankRecords) -> RankRecords:
