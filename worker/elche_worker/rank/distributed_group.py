@@ -60,8 +60,9 @@ class DistributedGroup:
         self._num_shards = strategy.num_shards(self.size)
         self._norm: float | None = None
         """Parameter norm of the whole model at the last round."""
-        self._key = f"{_place(launch)}/abandoned"
+        self._launch = launch
         self._num_abandoned = 0
+        """Generations that the others were told to abandon."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "cpu:gloo,cuda:nccl" if launch.device.startswith("cuda") else "gloo"
         self._store = CoordinatorStore(channel, launch.secret)  # torch calls this object but holds no reference to it
@@ -92,8 +93,8 @@ class DistributedGroup:
 
     def abandon(self, generation: int) -> None:
         self._num_abandoned += 1
-        given = f"{self._key}/{self._num_abandoned}", str(generation).encode()
-        threading.Thread(target=_set, args=(self._store, *given), name="abandon", daemon=True).start()
+        given = self._store, _abandoned(self._launch, self._num_abandoned), str(generation).encode()
+        threading.Thread(target=_set, args=given, name="abandon", daemon=True).start()
 
     def receive(self) -> Act:
         """Waits for the leader's next act and returns it. Raises `CollectiveFailed` when the leader has ended."""
@@ -195,9 +196,9 @@ def await_abandoned(launch: Launch, channel: grpc.Channel, take: Callable[[int],
     """Calls `take`, on a thread of its own, with each generation that the leader is to abandon."""
 
     def listen() -> None:
-        store, key = CoordinatorStore(channel, launch.secret), f"{_place(launch)}/abandoned"
+        store = CoordinatorStore(channel, launch.secret)
         for number in count(1):
-            if (generation := _await_key(store, f"{key}/{number}")) is None:
+            if (generation := _await_key(store, _abandoned(launch, number))) is None:
                 return
             take(int(generation))
 
@@ -245,6 +246,11 @@ KEY_TIMEOUT = grpc.StatusCode.FAILED_PRECONDITION
 def _failed(launch: Launch) -> str:
     """Key of the store under which a process reports its failure."""
     return f"{_place(launch)}/failed"
+
+
+def _abandoned(launch: Launch, number: int) -> str:
+    """Key of the store that has the generation of the leader's order `number`, from 1, to abandon one."""
+    return f"{_place(launch)}/abandoned/{number}"
 
 
 def _place(launch: Launch) -> str:
