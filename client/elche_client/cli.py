@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:  # a full disk, a limit of the system, a folder that was made read-only meanwhile
-        return _refuse(f"{error.filename or 'a file'}: {error.strerror or error}", exit_code=1)
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error) or type(error).__name__
+        return _refuse(text, exit_code=1)
 
 
 def _refuse(message: str, traceback: str = "", *, exit_code: int = 2) -> int:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
@@ -128,11 +128,9 @@ class Artifacts:
             for job_id in self._kept.keys() - self._catalogue.artifacts.keys() - self._busy.keys():
                 del self._kept[job_id]  # the job is forgotten
             self._wake.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
 
     def _has_ended(self, job_id: str) -> bool:
         return self._catalogue.result(job_id) is not None

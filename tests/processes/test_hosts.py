@@ -1,5 +1,6 @@
 """Hosts and shells as they are found: closed streams, odd names, no home, small folders."""
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,16 +15,16 @@ JobFile = Callable[..., Path]
 
 def elche(mark: Mark, folder: Path, words: str, **given: str) -> subprocess.CompletedProcess[str]:
     """What a shell's line does, with `elche` in it."""
-    line = words.replace("elche", f"{sys.executable} -m elche_client")
+    function = f'elche() {{ {shlex.quote(sys.executable)} -m elche_client "$@"; }}'
     return subprocess.run(
-        ["sh", "-c", line], cwd=folder, env=mark.environment(given), capture_output=True, text=True, timeout=100,
-        check=False,
+        ["sh", "-c", f"{function}; {words}"], cwd=folder, env=mark.environment(given), capture_output=True, text=True,
+        timeout=100, check=False,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_files_of_others(mark: Mark, tmp_path: Path, job_file: JobFile, closed: str) -> None:
-    """As services and some schedulers start programs. A socket got the number 1, and what was printed."""
+    """As services and some schedulers start programs. The next file or socket got a stream's number."""
     path = job_file("linear.py")
     done = elche(mark, tmp_path, f"elche run {path} --ranks 2 --epochs 1 --out out {closed}")
     assert done.returncode == 0, done.stderr

@@ -103,14 +103,17 @@ class WorkerLost(ElcheError, RuntimeError):
 
 
 def _of_workers(error: BaseException) -> BaseException:
-    """Converts an error of a loader with worker processes: their death, or too little shared memory for them."""
-    if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
+    """Converts an error of a loader with worker processes: their death, or no space for them. Errors of user code in a
+    worker do not come here.
+    """
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if not is_full or not os.path.isdir(SHARED_MEMORY):
         return WorkerLost.of(error)
-    free_mib = shutil.disk_usage(SHARED_MEMORY).free >> 20 if os.path.isdir(SHARED_MEMORY) else 0
+    free_mib = shutil.disk_usage(SHARED_MEMORY).free >> 20
     return InvalidJob(
-        f"{SHARED_MEMORY} on {socket.gethostname()} has {free_mib} MiB left, too little for the loader's worker "
-        "processes (num_workers), which send batches through it: give it more (docker run --shm-size 1g; in compose "
-        "shm_size), or set num_workers to 0"
+        f"no space for the loader's worker processes (num_workers): {error}. {SHARED_MEMORY} on "
+        f"{socket.gethostname()}, through which they send batches, has {free_mib} MiB left; if that is little, give it "
+        "more (docker run --shm-size 1g; in compose shm_size), or set num_workers to 0"
     )
 
 
