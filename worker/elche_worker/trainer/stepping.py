@@ -23,6 +23,7 @@ from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
+from elche_worker.trainer.same_batches import SameBatches
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
 
@@ -77,6 +78,7 @@ class Stepper:
         self.clock = StepClock(world.device)
         self.averager = GradientAverager(model, optimizers, world)
         self.share = StepShare(world)
+        self._same_batches = SameBatches(world)
         self.last_sizes: list[int] = []
         """Samples of each rank in the latest batches."""
         self._restored: Mapping[str, Any] = {}
@@ -254,6 +256,8 @@ class Stepper:
         is_due = number & (number - 1) == 0 or number % CHECK_EVERY_STEPS == 0  # 0 and powers of 2, then every 512th
         if is_due and not (self._is_mixed and number > DRIFT_STEPS):
             check_still_alike(self._model, self._optimizers.rates, self._world)
+        if not self._expects_given:
+            self._same_batches.compare(self._optimizers.parameters_of(self.averager.averaged), number)
 
     def _free_buffers(self) -> list[torch.Tensor]:
         """The buffers that may be written when the present optimizers are stepped, since no live graph needs them."""
