@@ -1,4 +1,4 @@
-"""Ranks of a loop that draw the same batches are named: a second device that does the first one's work brings nothing."""
+"""Ranks of a loop that draw the same batches are named: a second device then does only what the first one does."""
 
 import contextlib
 import io

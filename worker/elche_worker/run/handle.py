@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from elche.notebook import EVERY_S, show_live
 from elche.settings import SETTINGS
 from elche_worker.device.rng import seed_all
 from elche_worker.model.state import TrainedState, load_state
+from elche_worker.run.same_job import check_is_of_file, innermost
 from elche_worker.user.callbacks import EpochMetrics
 from elche_worker.user.job import JobDefinition
 
@@ -182,7 +182,7 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
         )
     if find_spec("elche_client") is None or find_spec("elche_coordinator") is None:
         raise InvalidJob("job.start() needs the coordinator and the client: pip install 'elche[all]'")
-    _check_is_of_file(job)
+    check_is_of_file(job)
     arguments = [str(_file_of(job)), "--ranks", str(ranks), "--device", device]
     arguments += ["--out", out] if out is not None else []
     for rank, factor in slow.items():
@@ -193,25 +193,10 @@ def start(job: JobDefinition, *, ranks: int, device: str, slow: Mapping[int, flo
     return Handle(job, arguments)
 
 
-def _check_is_of_file(job: JobDefinition) -> None:
-    """Raises `InvalidJob` if the job's functions differ from those of the `job` in its file, which the ranks use."""
-    module = sys.modules.get(getattr(inspect.unwrap(job.train_step), "__module__", ""))
-    defined = getattr(module, "job", None)
-    if not isinstance(defined, JobDefinition):
-        return
-    for field in fields(job):
-        if field.name not in SETTINGS and getattr(job, field.name) is not getattr(defined, field.name):
-            raise InvalidJob(
-                f"job.start() runs the `job` of its file, and this one has another {field.name}: its ranks would train "
-                "with that of the file. Call start() on the file's `job`, with other plain settings by "
-                "dataclasses.replace; make the rest depend on a setting or an environment variable; or use job.run()"
-            )
-
-
 def _file_of(job: JobDefinition) -> Path:
     """The file that the ranks run, which defines the job's functions and `job`."""
     try:
-        path = Path(inspect.getfile(inspect.unwrap(job.train_step)))
+        path = Path(inspect.getfile(innermost(job.train_step)))
     except TypeError:
         path = Path("<unknown>")
     if path.is_file():

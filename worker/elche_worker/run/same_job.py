@@ -1,0 +1,162 @@
+"""Checks that ranks which run a file anew train the job on which `start()` was called.
+
+They have the file's `job`, its functions, and the global variables as the file sets them at its top level. A program
+that starts several jobs, with other functions or other values, would else get the file's own each time.
+"""
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from elche.errors import InvalidJob
+from elche.settings import SETTINGS
+from elche_worker.user.job import JobDefinition
+
+WAY_OUT = "make it depend on a setting or an environment variable, or use job.run()"
+
+
+def check_is_of_file(job: JobDefinition) -> None:
+    """Raises `InvalidJob` if the file's `job`, which the ranks train, has other functions, or if its functions read
+    global variables that the program has changed since.
+    """
+    module = sys.modules.get(getattr(innermost(job.train_step), "__module__", ""))
+    defined = getattr(module, "job", None)
+    if module is None or not isinstance(defined, JobDefinition):
+        return
+    own = [field.name for field in fields(job) if field.name not in SETTINGS]
+    for name in own:
+        if not _are_alike(getattr(job, name), getattr(defined, name)):
+            raise InvalidJob(
+                f"job.start() runs the `job` of its file, and this one has another {name}: its ranks would train "
+                "with that of the file. Call start() on the file's `job`, with other plain settings by "
+                f"dataclasses.replace; for the rest, {WAY_OUT}"
+            )
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, SyntaxError, TypeError):  # a notebook's cell: what it uses from others is refused
+        return
+    for name in _globals_of([getattr(job, name) for name in own], module):
+        if _has_changed(name, tree, module):
+            raise InvalidJob(
+                f"job.start() runs its file anew on each rank, and the job's functions read {name}, which this program "
+                f"has set since: the ranks would have the value of the file's top level. So {WAY_OUT}"
+            )
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a user has written, of one that decorators and `functools.partial` have wrapped."""
+    inner = inspect.unwrap(function)
+    return innermost(inner.func) if isinstance(inner, functools.partial) else inner
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """True for the same object, equal plain values, and functions of the same code that have such values with them."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    match one:
+        case bool() | int() | float() | complex() | str() | bytes():
+            return bool(one == other)
+        case tuple() | list():
+            return len(one) == len(other) and all(map(_are_alike, one, other))
+        case dict():
+            return list(one) == list(other) and all(map(_are_alike, one.values(), other.values()))
+        case functools.partial():
+            return _are_alike([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+        case MethodType():
+            return _are_alike([one.__func__, one.__self__], [other.__func__, other.__self__])
+        case CellType():
+            return _are_alike(_content(one), _content(other))
+        case FunctionType():
+            beside = [[f.__defaults__, f.__kwdefaults__, list(f.__closure__ or ())] for f in (one, other)]
+            return one.__code__ == other.__code__ and _are_alike(*beside)
+        case _:
+            return False
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None
+
+
+def _globals_of(values: list[Any], module: ModuleType) -> list[str]:
+    """The module's variables that these functions read, by themselves and through its other functions and classes, and
+    that none of them sets, as a counter or a cache is.
+    """
+    read: set[str] = set()
+    written: set[str] = set()
+    codes, seen = [code for value in values for code in _codes_of(value)], set()
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        written |= _set_by(code)
+        for name in set(code.co_names) & vars(module).keys() - read:
+            read.add(name)
+            value = vars(module)[name]
+            if getattr(value, "__module__", None) == module.__name__:
+                codes += _codes_of(value)
+    return sorted(read - written)
+
+
+def _set_by(code: CodeType) -> set[str]:
+    """The names that a function's code sets as global variables."""
+    return {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+
+
+def _codes_of(value: Any) -> Iterator[CodeType]:
+    match innermost(value) if callable(value) else value:
+        case MethodType() as method:
+            yield from _codes_of(method.__func__)
+        case FunctionType() as function:
+            yield function.__code__
+        case type() as kind:
+            for one in vars(kind).values():
+                yield from _codes_of(getattr(one, "__func__", one)) if not isinstance(one, type) else ()
+
+
+def _has_changed(name: str, tree: ast.Module, module: ModuleType) -> bool:
+    """True if a variable has another value than the one that the file's top level gives it, or may have, since the
+    program's own part (`if __name__ == "__main__"`) assigns to it as well.
+    """
+    at_top = [one for one in tree.body if not _is_main(one) and name in _assigned(one)]
+    if not at_top:
+        return False
+    match at_top[-1]:
+        case ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(value=ast.expr() as value):
+            with contextlib.suppress(ValueError):
+                literal = ast.literal_eval(value)
+                is_filled_later = literal in ([], {}, set())  # a cache, which says nothing of what is trained
+                return not is_filled_later and not _are_alike(literal, vars(module)[name])
+    return any(name in _assigned(one) for one in tree.body if _is_main(one))
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__name__" in {
+        one.id for one in ast.walk(statement.test) if isinstance(one, ast.Name)
+    }
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """The names to which a statement assigns, or what it contains, outside of functions and classes."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [statement] if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        apart = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.comprehension
+        nodes += [one for one in ast.iter_child_nodes(node) if not isinstance(one, apart)]
+    return found
