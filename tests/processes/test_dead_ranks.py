@@ -15,18 +15,18 @@ REPLACE = "import dataclasses\njob = dataclasses.replace(job, averaging={!r}, ou
 
 DIE = """
 import signal
-import elche_worker.collectives.averaging as averaging
+import elche_worker.collectives.reduction as reduction
 
 MARK = NOTES.with_name("died")
 
-def dying(self, group, *given, count=[0], before=averaging.Reduction._average, **more):
+def dying(self, group, *given, count=[0], before=reduction.Reduction._average, **more):
     count[0] += 1
     if os.environ["ELCHE_RANK"] == "1" and count[0] == 4 and not MARK.exists():
         MARK.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return before(self, group, *given, **more)
 
-averaging.Reduction._average = dying
+reduction.Reduction._average = dying
 """
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elche_worker.collectives.averaging import AveragingOptions, Reduction, Row
+from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.collectives.reduction import Reduction
 from elche_worker.model.layout import Layout
 from support.solo import JOB
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elche_worker.collectives.averaging import Reduction
+from elche_worker.collectives.reduction import Reduction
 from elche_worker.rank import connect
 from support.replicas import Make, World, new_rank
 from support.told import Rank

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elche_worker import outer as outer_optimizers
-from elche_worker.collectives.averaging import Average, Averaging
+from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.compression import CODECS, Compression
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
+from elche_worker.collectives.reduction import Average
 from elche_worker.device.streams import DeviceStreams, HostStreams
 from elche_worker.model.layout import Layout
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.collectives.averaging import Average
+from elche_worker.collectives.reduction import Average
 from elche_worker.model.layout import Layout
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from elche_worker.collectives.averaging import Reduction
+from elche_worker.collectives.reduction import Reduction
 from elche_worker.device.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import CheckpointData, Loaded, other_buffers, persistent_tensors

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from elche_worker.collectives.averaging import Average
 from elche_worker.collectives.operations import CollectiveFailed
+from elche_worker.collectives.reduction import Average
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World
 from elche_worker.data.lease_loader import Batch

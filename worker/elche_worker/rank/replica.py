@@ -20,9 +20,10 @@ import torch
 from elche.extent import Extent
 from elche.header import header_digest
 from elche.v1 import rank_pb2
-from elche_worker.collectives.averaging import Average, Averaging
+from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
+from elche_worker.collectives.reduction import Average
 from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state

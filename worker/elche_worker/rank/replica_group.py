@@ -7,7 +7,7 @@ the former, `DistributedGroup` (in `distributed_group`) the latter.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from elche_worker.collectives.averaging import Average
+from elche_worker.collectives.reduction import Average
 from elche_worker.data.lease_loader import Batch
 from elche_worker.model.layout import Layout
 from elche_worker.rank.acts import Act

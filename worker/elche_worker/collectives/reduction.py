@@ -1,0 +1,434 @@
+"""The computation of a round's result: the average, compressed or not, and the outer step on it."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from math import nan
+from typing import Any, cast
+
+import torch
+
+from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.header import AveragingOptions, Row, check_together
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
+from elche_worker.collectives.outer_state import OuterState
+from elche_worker.collectives.staged import where
+from elche_worker.model.layout import Kind, Layout
+from elche_worker.model.tensors import Piece, local_of, placed
+from elche_worker.outer import Average as PlainAverage
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The outcome of a collective. The averaged values are in the layout's flat buffers."""
+
+    rows: list[Row]
+    """The header, in order of position."""
+    broadcast_bytes: torch.Tensor
+    """The source's bytes: buffers that are not averaged, and frozen parameters where they differed."""
+    collective_ms: float
+    """Time from entry to result."""
+    sent_bytes: int = 0
+    """Payload sent by this rank."""
+    distance: tuple[float, float] | None = None
+    """L2 norms over trained parameters: of (rank's values - result), and of the result. None when not measured."""
+    is_discarded: bool = False
+    """True if this rank's values were left out of the average (`nonfinite="skip"`, `outliers="skip"`)."""
+    is_finite: bool = True
+    """True if this rank's values were finite."""
+    state: bytes = b""
+    """The source's state beside the model, for a rank that joins; empty on other ranks."""
+
+    @property
+    def version(self) -> int:
+        """The result's version, if the round commits."""
+        return max(row.version for row in self.rows) + 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks in this result: those in the newest version, and those that the ranks add. Equal on
+        every rank, and unaffected by ranks that have died or just joined, so that schedules can depend on it.
+        """
+        newest = max(self.rows, key=lambda row: row.version)
+        return newest.samples + sum(row.weight for row in self.rows)
+
+    @property
+    def divergence(self) -> float | None:
+        """L2 distance of the rank's values from the result, relative to the result's norm: 0 if the norm is at most
+        1e-10, NaN if the values are not finite, None if not measured.
+        """
+        if self.distance is None:
+            return None
+        changed, size = self.distance
+        return 0.0 if size <= 1e-10 else changed / size
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that the source broadcasts: buffers that are not averaged, and frozen parameters where ranks differ."""
+
+    buffers: torch.Tensor
+    frozen_digest: int
+    frozen: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Sent":
+        """From copies of the layout's tensors as they are now."""
+        frozen = layout.frozen_bytes()
+        return cls(layout.buffer_bytes(), layout.frozen_digest(), lambda: frozen)
+
+    @classmethod
+    def lazily(cls, layout: Layout, copies: Mapping[str, torch.Tensor] | None = None) -> "Sent":
+        """Reads the frozen parameters only when they are sent, which is seldom: they may be large."""
+        return cls(layout.buffer_bytes(copies), layout.frozen_digest(), layout.frozen_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """State beside the model that ranks which join receive from the source."""
+
+    memories: dict[Kind, OuterState]
+    """Empty unless a rank has joined."""
+    state: bytes
+    """The argument of `Averaging.start` on the source; empty on ranks that have not just joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The ranks' figures on a round's steps, summed over the ranks, for `merge="adascale"`."""
+
+    most_gain: float
+    """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
+    parts: tuple[torch.Tensor, ...]
+    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `BoundsWatch.say`.
+    """
+
+
+class Reduction:
+    """Computes the result of a round: the average, compressed or not, and the outer step on it."""
+
+    def __init__(self, layout: Layout, options: AveragingOptions, *, agree: Callable[[bool], bool] = bool) -> None:
+        """`agree` returns True if all processes of the rank have a round's result: all take it, or none."""
+        self._agree = agree
+        self._layout = layout
+        self._options = options
+        self._memories: dict[Kind, OuterState] = {}
+        self._loaded: dict[Kind, Mapping[str, Any]] = {}
+        """Memories of a checkpoint, kept until the first round, in which all ranks have the last result."""
+        self._loaded_mean: Mapping[str, torch.Tensor] = {}
+        """By name."""
+        self._compression: Compression | None = None
+        self._unsent: list[Compression] = []
+        """Compression of earlier generations, whose errors this rank has still to send. The present one cannot take
+        them over: which rank sums which part of the values differs between generations.
+        """
+        self._sends_unsent = False
+        """True if the round in progress sends the errors in `_unsent`."""
+        self._bounds = BoundsWatch()
+
+    @property
+    def _merges_by_rows(self) -> bool:
+        return self._options.merge == "adascale"
+
+    @property
+    def _has_memory(self) -> bool:
+        options = self._options
+        return self.has_outer_step or options.compress is not None or self._merges_by_rows or options.decay is not None
+
+    @property
+    def num_copies(self) -> int:
+        """Values that it holds at most for each averaged value."""
+        num_errors = 0 if self._options.compress is None else 3  # with two ranks; with more ranks it is less
+        return num_errors + (1 + self._options.outer.num_moments() if self._has_memory else 0)
+
+    @torch.no_grad()
+    def step_norm(self) -> float:
+        """L2 norm of the step from the last result to the values in the flat buffers, for a sharded model of this
+        process's part; NaN while there is no last result, or none is kept.
+        """
+        squares = []
+        for kind, memory in self._memories.items():
+            trained = self._layout.flat_buffers[kind][: self._layout.num_trained(kind)]
+            sizes = [entry.size for entry in self._layout.trained(kind)]
+            parts = zip(torch.split(trained, sizes), torch.split(memory.last.to(trained.device), sizes), strict=True)
+            squares += [torch.linalg.vector_norm(part - last).double() ** 2 for part, last in parts]
+        return float(torch.stack(squares).sum().sqrt()) if squares else nan
+
+    @property
+    def has_outer_step(self) -> bool:
+        """True if an outer optimizer changes the average."""
+        return not isinstance(self._options.outer, PlainAverage)
+
+    @property
+    def follows_one(self) -> bool:
+        """True if a round of a single rank changes kept state: an outer optimizer's, or a moving average."""
+        return self.has_outer_step or self._options.decay is not None
+
+    def run(self, group: Collectives, row: Row, sent: Sent | None = None, state: bytes = b"") -> Average:
+        """Runs a round on the layout's flat buffers; `state` goes to ranks that join.
+
+        Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
+        """
+        started_s, sent_bytes = time.perf_counter(), group.sent_bytes
+        sent = sent or Sent.lazily(self._layout)
+        try:
+            row = replace(row, frozen=sent.frozen_digest)
+            rows, handed, said, is_first, raw = self._collect(group, row, sent, state)
+        except Exception:
+            self._agree(False)  # `_agree` is collective: the others of the replica group wait in it
+            raise
+        if not self._agree(True):
+            raise CollectiveFailed("another process of this replica group did not get its part of the result")
+        # From here on nothing can fail: kept state changes only once every process has the whole result.
+        self._memories.update(handed.memories)
+        self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
+        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
+        sent_bytes = group.sent_bytes - sent_bytes
+        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state)
+
+    def of_one(self, row: Row, elapsed_ms: float) -> Average:
+        """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step
+        with others begins at the rank's values of that time. Gains and compression errors stay.
+        """
+        self._loaded |= self._kept()
+        self._memories = {}
+        is_out = self._options.discarded([row])[0]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Average([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
+
+    def _collect(
+        self, group: Collectives, row: Row, sent: Sent, state: bytes
+    ) -> tuple[list[Row], Handed, Said | None, bool, torch.Tensor]:
+        """Runs a round's collectives. Returns the header's rows, what newcomers receive, the report on the steps, True
+        if no rank brought samples, and the source's bytes.
+        """
+        group.begin(row.round)
+        rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
+        check_together(rows)
+        source = self._options.source(rows)
+        weights = self._options.weights(rows)
+        is_first = not any(weights)
+        handed = Handed({}, b"")
+        said: Said | None = None
+        raw = sent.buffers
+        if is_first:
+            weights[source] = 1  # without samples anywhere, as in the first round, the result is the source's model
+        if group.size > 1:
+            values = where(group, self._layout.device)
+            self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
+            if self._merges_by_rows and not is_first:
+                said = self._hear_spread(values, weights, source)
+            has_newcomers = any(one.version != rows[source].version for one in rows)
+            # Compression sends differences from the last result, which newcomers do not have.
+            self._average(values, weights, is_exact=is_first or has_newcomers)
+            if any(one.frozen != rows[source].frozen for one in rows):
+                raw = torch.cat([raw, sent.frozen()])
+            if raw.numel():
+                values.broadcast(raw, source)
+            if has_newcomers:
+                given = self._handed_state(values, source, state)
+                is_new = row.version != rows[source].version
+                handed = Handed(self._handed_memories(values, source), given if is_new else b"")
+        group.finish()
+        return rows, handed, said, is_first, raw
+
+    def _average(self, group: ValueCollectives, weights: list[int], *, is_exact: bool) -> None:
+        """Averages the flat buffers over the ranks, in place."""
+        own, total = weights[group.position], float(sum(weights))
+        for kind, flat in self._layout.flat_buffers.items():
+            is_small = self._options.compress is not None and kind == "float32" and not is_exact
+            num_small = self._layout.num_trained(kind) if is_small else 0
+            if num_small:
+                self._average_small(group, flat[:num_small], [weight / total for weight in weights])
+            exact = flat[num_small:]
+            if exact.numel():
+                exact.mul_(own) if own else exact.zero_()  # not `mul_(0)`: NaN and infinity times 0 are NaN
+                group.all_reduce(exact)
+                exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
+
+    def _send_unsent(self, group: Collectives, fraction: float) -> None:
+        """Adds the compression errors of earlier generations to this rank's values. `fraction` is its weight in the
+        average; with 0 the values would be lost, so the errors stay for a later round.
+        """
+        compression = self._compression
+        if compression is not None and compression.generation != group.generation:
+            self._unsent.append(compression)
+            self._compression = None
+        self._sends_unsent = fraction > 0
+        if self._unsent and self._sends_unsent:
+            flat = self._layout.flat_buffers["float32"]
+            for one in self._unsent:
+                one.add_unsent(flat[: self._layout.num_trained("float32")], fraction)
+
+    def _average_small(self, group: ValueCollectives, flat: torch.Tensor, fractions: list[float]) -> None:
+        last = self._memory("float32", flat).last
+        if self._compression is None:
+            codec = CODECS[self._options.compress or ""]()
+            self._compression = Compression(codec, flat.numel(), group)
+        flat.sub_(last)
+        self._compression.average(flat, fractions, group)
+        flat.add_(last)
+
+    def _hear_spread(self, group: ValueCollectives, weights: list[int], source: int) -> Said:
+        """All-reduces, per row, the weighted mean of the steps' squared norms, and the source's squared norms of the
+        last round's mean.
+        """
+        own, parts = weights[group.position] / sum(weights), []
+        for kind, flat in self._layout.flat_buffers.items():
+            trained = flat[: self._layout.num_trained(kind)]
+            memory = self._memory(kind, trained)
+            silent = torch.zeros_like(memory.spread.of_mean)
+            parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
+            parts.append(memory.spread.newest_of_mean if group.position == source else silent)
+            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
+            parts.append(bounds if own else torch.zeros_like(bounds))
+        said = torch.cat(parts)
+        group.all_reduce(said)
+        return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
+
+    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
+        """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
+        rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
+        memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
+        moved = said.parts[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
+        memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
+        if said.most_gain > 1.0:
+            gains = memory.spread.gains(said.most_gain)
+            rows.go_further(trained, memory.last, gains, bounds_of(said.parts[at + 2]))
+
+    def _rows(self, kind: Kind) -> Rows:
+        return Rows([entry.shape for entry in self._layout.trained(kind)])
+
+    def _step(self, said: Said | None, *, is_first: bool, num_samples: int) -> None:
+        """Makes the outer step, commits the compression errors and moves the average of the weights. A round without
+        any work makes no outer step.
+        """
+        outer = self._options.outer
+        if self._compression is not None:
+            self._compression.commit()
+        if self._sends_unsent:
+            self._unsent.clear()
+        if not self._has_memory:
+            return
+        for kind, flat in self._layout.flat_buffers.items():
+            trained = flat[: self._layout.num_trained(kind)]
+            memory = self._memory(kind, trained)
+            if not is_first:
+                if said is not None:
+                    self._go_further(kind, trained, memory, said)
+                if self.has_outer_step:
+                    memory.num_steps += 1
+                    outer.step(memory.last, trained, memory.moments, int(memory.num_steps))
+            memory.last.copy_(trained)
+            if self._options.decay is not None:
+                mean, weights = (self._layout.weights(kind, one) for one in (memory.mean, flat))
+                self._options.decay.move(mean, weights, num_samples)
+
+    def _memory(self, kind: Kind, trained: torch.Tensor) -> OuterState:
+        if kind not in self._memories:
+            self._memories[kind] = self._new_memory(kind, trained)
+        memory = self._memories[kind]
+        if memory.last.device != trained.device:  # of a group that averaged elsewhere
+            memory = self._memories[kind] = memory.to(trained.device)
+        return memory
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        """The moving average of the weights by name, as of the last result: views of the kept tensors. Empty unless the
+        job has one.
+        """
+        if self._options.decay is None:
+            return {}
+        kinds = self._memories.items()
+        return {name: view for kind, one in kinds for name, view in self._layout.weights(kind, one.mean).items()}
+
+    def _new_mean(self, kind: Kind) -> torch.Tensor:
+        """A new moving average: the checkpoint's, else the weights."""
+        flat = self._layout.flat_buffers[kind]
+        weights = self._layout.weights(kind, flat) if self._options.decay else {}
+        parts = [self._loaded_mean.get(name, view).to(flat).reshape(-1) for name, view in weights.items()]
+        return torch.cat(parts) if parts else flat.new_empty(0)
+
+    def _new_memory(self, kind: Kind, trained: torch.Tensor) -> OuterState:
+        spread = Spread.empty(self._rows(kind).num_rows if self._merges_by_rows else 0, trained.device)
+        mean = self._new_mean(kind)
+        if kind not in self._loaded:
+            moments = [torch.zeros_like(trained) for _ in range(self._options.outer.num_moments())]
+            num_steps = torch.zeros((), dtype=torch.int64, device=trained.device)
+            return OuterState(trained.clone(), moments, num_steps, spread, mean)
+        loaded = self._loaded.pop(kind)
+        moments = [self._restored(kind, one) for one in loaded["moments"]]
+        kept = loaded.get("spread")
+        if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
+            spread = Spread(*kept).each(lambda one: one.to(SQUARES))  # older checkpoints have float32
+        return OuterState(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
+
+    def memories(self) -> dict[str, Mapping[str, Any]]:
+        """Checkpoint state of all memories: plain values, tensors and pieces, without the last result: that is the
+        model.
+        """
+        return {str(kind): memory for kind, memory in (self._loaded | self._kept()).items()}
+
+    def _kept(self) -> dict[Kind, Mapping[str, Any]]:
+        return {
+            kind: {
+                "moments": [self._stored(kind, one) for one in memory.moments],
+                "num_steps": memory.num_steps,
+                "spread": [] if self._layout.is_divided else memory.spread.tensors(),
+            }
+            for kind, memory in self._memories.items()
+        }
+
+    def _stored(self, kind: Kind, flat: torch.Tensor) -> torch.Tensor | list[Piece]:
+        """A flat tensor; for a sharded model one piece per parameter, so that groups of other sizes can read it."""
+        entries = self._layout.trained(kind)
+        if not self._layout.is_divided or not entries:
+            return flat
+        parts = torch.split(flat, [entry.size for entry in entries])
+        return [Piece.of(entry.find(), part.view(entry.shape)) for entry, part in zip(entries, parts, strict=True)]
+
+    def restore(self, memories: Mapping[str, Mapping[str, Any]], mean: Mapping[str, torch.Tensor]) -> None:
+        """Restores the memories of a checkpoint, and its average of the weights; empty if it has none."""
+        self._memories, self._loaded_mean = {}, mean
+        self._loaded = {cast(Kind, kind): memory for kind, memory in memories.items()}
+
+    def _restored(self, kind: Kind, kept: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `_stored`: this process's part, read from the state of a whole model or of a group of any
+        size.
+        """
+        entries = self._layout.trained(kind)
+        if isinstance(kept, torch.Tensor):
+            if not self._layout.is_divided or not entries:
+                return kept
+            wholes = [entry.shape if entry.whole is None else entry.whole for entry in entries]
+            parts = torch.split(kept, [whole.numel() for whole in wholes])
+            kept = [part.view(whole) for part, whole in zip(parts, wholes, strict=True)]
+        own = [local_of(placed(one, entry.find())) for one, entry in zip(kept, entries, strict=True)]
+        return torch.cat([one.reshape(-1) for one in own])
+
+    def _handed_state(self, group: ValueCollectives, source: int, state: bytes) -> bytes:
+        """Broadcasts the source's state and returns it."""
+        size = torch.full((1,), len(state), dtype=torch.int64, device=self._layout.device)
+        group.broadcast(size, source)
+        own = bytearray(state) if group.position == source else bytearray(int(size))
+        if not own:
+            return b""
+        given = torch.frombuffer(own, dtype=torch.uint8).to(self._layout.device)
+        group.broadcast(given, source)
+        return given.cpu().numpy().tobytes()
+
+    def _handed_memories(self, group: ValueCollectives, source: int) -> dict[Kind, OuterState]:
+        """Broadcasts the source's memories as they were before the step, for ranks with another version."""
+        handed: dict[Kind, OuterState] = {}
+        if not self._has_memory:
+            return handed
+        for kind, flat in self._layout.flat_buffers.items():
+            memory = self._memory(kind, flat[: self._layout.num_trained(kind)])
+            if group.position != source:  # a copy: the round may yet fail, and must then leave the kept state as it was
+                memory = memory.clone()
+            for tensor in memory.tensors():
+                if tensor.numel():
+                    group.broadcast(tensor, source)
+            handed[kind] = memory
+        return handed
