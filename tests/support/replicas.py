@@ -15,7 +15,8 @@ from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import Loaded, load, new_whole
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
-from elche_worker.rank.replica import AppliedResult, Replica
+from elche_worker.rank.parts import AppliedResult
+from elche_worker.rank.replica import Replica
 from elche_worker.user.schedule import Progress
 from support.solo import BATCH_SIZE, JOB, launch, parts_of
 

@@ -16,7 +16,7 @@ from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.model.layout import Layout
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import build_model
-from elche_worker.rank.replica import Parts
+from elche_worker.rank.parts import Parts
 from elche_worker.rank.replica_group import SingleProcess
 from elche_worker.session.launch import Launch
 

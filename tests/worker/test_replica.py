@@ -476,7 +476,7 @@ def test_a_replica_writes_what_its_loader_has_fetched(world: Make) -> None:
     ranks.ranks[1].train(1)
     ranks.round(2)
     ranks.ranks[0].train(1)
-    (first, second) = (rank.replica.audit for rank in ranks.ranks)
+    (first, second) = (rank.replica.audit.log for rank in ranks.ranks)
     assert first is not None
     assert second is not None
     first.end(3)
@@ -504,7 +504,7 @@ def test_a_replica_writes_which_batches_it_has_skipped(world: Make) -> None:
 
     (rank,) = world(1, averaging="blocking", audit=True, collate_fn=collate).ranks
     rank.train(3)
-    log = rank.replica.audit
+    log = rank.replica.audit.log
     assert log is not None
     log.end(3)
     assert [(one.offset, one.is_skipped) for one in audited(log._path).batches] == [(0, False), (4, True), (8, False)]
@@ -518,10 +518,10 @@ def test_a_replica_writes_from_which_checkpoint_it_resumes(world: Make) -> None:
     first.all(lambda at, rank: rank.enter(2, may_be_checkpoint=True))
     first.all(lambda at, rank: rank.replica.apply_result())
     loaded = written(first.ranks[0].replica, 2, training='{"version": 2, "samples": 8}')
-    log = world(1, loaded=loaded, audit=True).ranks[0].replica.audit
+    log = world(1, loaded=loaded, audit=True).ranks[0].replica.audit.log
     assert log is not None
     assert audited(log._path).start.resume == loaded.path
 
 
 def test_a_job_that_does_not_ask_has_no_file(world: Make) -> None:
-    assert [rank.replica.audit for rank in world(1).ranks] == [None]
+    assert [rank.replica.audit.log for rank in world(1).ranks] == [None]

@@ -34,7 +34,8 @@ from elche_worker.rank.best import keep_best
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.rank.generations import GroupBuild
 from elche_worker.rank.headers import Headers
-from elche_worker.rank.replica import Parts, Replica
+from elche_worker.rank.parts import Parts
+from elche_worker.rank.replica import Replica
 from elche_worker.session.control import Control, Rounds
 from elche_worker.session.launch import Launch
 from elche_worker.session.report_times import ReportTimes
@@ -296,14 +297,13 @@ class RankLoop:
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
-        if self._replica.audit is not None:
-            self._replica.audit.end(self.local_step)
+        self._replica.audit.end(self.local_step)
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """Handles a committed round: writes or discards its checkpoint, evaluates or saves its result."""
         self._headers.forget(outcome.round)
-        if (audit := self._replica.audit) is not None:
-            audit.committed(round_id=outcome.round, version=outcome.version, global_step=outcome.global_step)
+        audit, version = self._replica.audit, outcome.version
+        audit.committed(round_id=outcome.round, version=version, global_step=outcome.global_step)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))

@@ -47,7 +47,8 @@ from elche_worker.rank.distributed_group import DistributedGroup, await_abandone
 from elche_worker.rank.follower import Wakeup, follow
 from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
-from elche_worker.rank.replica import Parts, Replica
+from elche_worker.rank.parts import Parts
+from elche_worker.rank.replica import Replica
 from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
 from elche_worker.rank.script import become_script
 from elche_worker.session.control import Control

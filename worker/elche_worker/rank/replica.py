@@ -10,21 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import torch
 
-from elche.extent import Extent
-from elche.header import header_digest
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
-from elche_worker.collectives.reduction import Average
-from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
+from elche_worker.data.lease_loader import Lease
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
 from elche_worker.device.streams import DeviceStreams
@@ -35,18 +32,19 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.mean import decay_of, mean_in_model, what_resumes
 from elche_worker.model.modes import Switches, evaluated_weights
 from elche_worker.model.norms import ParameterNorm
-from elche_worker.model.own_state import OwnState
 from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.state import save_weights
-from elche_worker.model.step import Built, TrainStep, merge_of
+from elche_worker.model.step import TrainStep, merge_of
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
+from elche_worker.rank.audited import Audited, start_of
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
 from elche_worker.rank.digest_times import DigestTimes
 from elche_worker.rank.generations import Generations
 from elche_worker.rank.handing import Handing
-from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
+from elche_worker.rank.parts import AppliedResult, EnteredRound, Parts, ResultExtent
+from elche_worker.rank.replica_group import MEMBER_SEED
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
 from elche_worker.rank.round_memory import RoundMemory
 from elche_worker.rank.view import View
@@ -54,7 +52,6 @@ from elche_worker.session.launch import Launch
 from elche_worker.session.stopped import claim
 from elche_worker.telemetry.audit import AuditLog
 from elche_worker.telemetry.meter import Meter, RoundWork
-from elche_worker.telemetry.timeline import Timeline
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
 from elche_worker.user.job import JobDefinition
@@ -64,68 +61,6 @@ ABORT_PATIENCE_S = 0.5
 """Seconds for which a rank that leaves waits for the abort of a collective."""
 STUCK_S = 10.0
 """Seconds after which an aborted collective is stuck; most return within some 10 ms."""
-
-if TYPE_CHECKING:
-    from elche_worker.rank.pieces import Pieces
-
-
-@dataclass(frozen=True, slots=True)
-class EnteredRound:
-    """The round that was entered last, and this process's contribution."""
-
-    round: int
-    local_step: int
-    """Batches that its snapshot contains."""
-    cut: int
-    """Samples that its snapshot contains, since the incarnation began."""
-    work: RoundWork
-    state: dict[str, Any] | None = None
-    """State captured with the snapshot, for a checkpoint of the result; None if there will be none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResultExtent:
-    """The training that the result in the flat buffers contains."""
-
-    local_step: int
-    """Batches of this rank."""
-    cut: int
-    """Samples of this rank since its incarnation began."""
-    samples: int
-    """Samples of all ranks since the job began, including those before its checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedResult:
-    """A round's result after it was brought into the model."""
-
-    averaged: Average
-    digest: int | None
-    """Digest of the values that must be equal on all ranks; None after rounds for which none is due."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts with which a rank trains, built from the user's file."""
-
-    built: Built
-    layout: Layout
-    dataset: Any
-    loader: LeaseLoader
-    extent: Extent
-    group: ReplicaGroup
-    pieces: "Pieces | None" = None
-    """Writes checkpoints of a model that is sharded over the group's processes."""
-    batch_size: int
-    """Samples in this rank's batches."""
-    backs_off: bool = False
-    """True if batches are split into more parts when memory runs out."""
-    eval_dataset: Any = None
-    own_state: OwnState = field(default_factory=OwnState)
-    loaded: Loaded | None = None
-    """The checkpoint to resume from."""
-    timeline: Timeline | None = None
-    """Records spans of the rank's work."""
 
 
 class Replica:
@@ -175,7 +110,6 @@ class Replica:
             outer=outer,
             decay=decay_of(job.ema, parts.extent.batch_size),
         )
-        self._averaging_options = options
         self.averaging = Averaging(
             parts.layout,
             options,
@@ -239,26 +173,16 @@ class Replica:
         )
         if parts.loaded is not None:
             self._resume(parts.loaded)
-        self.audit = self._new_audit() if job.audit and parts.group.is_leader else None
+        self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
 
     def _new_audit(self) -> AuditLog:
         """The file of what this rank trains, beside its other files."""
-        launch, extent, loaded = self._launch, self._parts.extent, self._parts.loaded
-        about = {
-            "job": launch.job_id,
-            "rank": launch.rank,
-            "incarnation": launch.incarnation,
-            "resume": "" if loaded is None else loaded.path,
-            "version": self.version,
-            "samples": self._result.samples,
-            "dataset_size": extent.dataset_size,
-            "batch_size": extent.batch_size,
-            "epochs": extent.epochs,
-            "drop_last": extent.drop_last,
-            "max_steps": extent.max_steps,
-        }
+        launch, loaded = self._launch, self._parts.loaded
+        resumed = "" if loaded is None else loaded.path
+        samples = self._result.samples
+        head = start_of(launch, self._parts.extent, resumed=resumed, version=self.version, samples=samples)
         folder = Path(launch.output_dir) / "audit" / launch.job_id
-        return AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", about)
+        return AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", head)
 
     def _resume(self, loaded: Loaded) -> None:
         training = loaded.manifest["training"]
@@ -382,7 +306,7 @@ class Replica:
         self._leased[batch.epoch] -= batch.size
         if data is None:
             self.meter.skip_batch(batch.epoch, batch.size)
-            self._note_batch(batch, is_skipped=True)
+            self.audit.batch(batch, step=self.local_step, is_skipped=True)
             return
         self.timer.start()
         started_s = time.perf_counter()
@@ -392,24 +316,13 @@ class Replica:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
-        self._note_batch(batch, is_skipped=False)
+        self.audit.batch(batch, step=self.local_step, is_skipped=False)
         self._norm.note_batch(self.local_step - self.entered.local_step)
         if self.local_step - self.meter.num_skipped == 1:  # the first step has made the optimizers' state
             check_state(self.optimizers)
         times_ms = self.timer.take()
         if self.replica_group.is_leader:  # the others report to nobody
             self.meter.add_times(times_ms)
-
-    def _note_batch(self, batch: Batch, *, is_skipped: bool) -> None:
-        if self.audit is not None:
-            self.audit.batch(
-                lease=batch.lease,
-                epoch=batch.epoch,
-                offset=batch.offset,
-                size=batch.size,
-                step=self.local_step,
-                is_skipped=is_skipped,
-            )
 
     def _begin_epoch(self, epoch: int) -> None:
         """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for epochs of which
@@ -453,8 +366,7 @@ class Replica:
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
-        if self.audit is not None:
-            self._note_entry(row)
+        self.audit.entered(row)
         group = self.generations.standing(row.generation)
         self.averaging.place = self._round_memory.place(group, self.local_step)
         self.averaging.start(
@@ -469,18 +381,6 @@ class Replica:
             row.round, self.local_step, self.meter.num_processed, self.meter.take_work(), at_entry
         )
         return self.entered
-
-    def _note_entry(self, row: Row) -> None:
-        assert self.audit is not None
-        self.audit.entered(
-            attempt=row.attempt,
-            generation=row.generation,
-            round_id=row.round,
-            version=row.version,
-            cut=row.cut,
-            step=row.local_step,
-            weight=row.weight,
-        )
 
     def _use_generation(self, generation: int) -> bool:
         """Uses a generation's group; returns True if it was not in use before."""
@@ -517,7 +417,7 @@ class Replica:
             averaged = self.averaging.complete(has_newer_steps=self.has_newer_steps)
         except (RoundAborted, CollectiveFailed):
             self.meter.put_back(self.entered.work)
-            if self.audit is not None and (group := self.generations.in_use) is not None:
+            if (group := self.generations.in_use) is not None:
                 self.audit.lost(generation=group.generation, round_id=self.entered.round)
             raise
         self.version = averaged.version
@@ -530,28 +430,11 @@ class Replica:
         self._left_out.check(row.frozen for row in averaged.rows)
         digest = self._digests.digest(self.entered.round, self._digest) if len(averaged.rows) > 1 else None
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
-        if self.audit is not None:
-            self._note_result(averaged, digest)
+        self.audit.received(averaged, round_id=self.entered.round, digest=digest)
         self._show_result(has_work=any(row.weight for row in averaged.rows))
         if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
-
-    def _note_result(self, averaged: Average, digest: int | None) -> None:
-        assert self.audit is not None
-        are_out = self._averaging_options.discarded(averaged.rows)
-        self.audit.received(
-            generation=averaged.rows[0].generation,
-            round_id=self.entered.round,
-            version=averaged.version,
-            samples=averaged.samples,
-            left_out=sum(row.weight for row, is_out in zip(averaged.rows, are_out, strict=True) if is_out),
-            num_rows=len(averaged.rows),
-            is_left_out=averaged.is_discarded,
-            is_finite=averaged.is_finite,
-            header=header_digest(averaged.rows),
-            digest=digest,
-        )
 
     def _show_result(self, *, has_work: bool) -> None:
         """Captures the result for a checkpoint, and calls the job's `after_round` if it contains work of any rank: the

@@ -1,0 +1,88 @@
+"""Translates what a replica does into records of its audit file, in jobs with `audit`."""
+
+from typing import Any
+
+from elche.extent import Extent
+from elche.header import header_digest
+from elche_worker.collectives.header import AveragingOptions, Row
+from elche_worker.collectives.reduction import Average
+from elche_worker.data.lease_loader import Batch
+from elche_worker.session.launch import Launch
+from elche_worker.telemetry.audit import AuditLog
+
+
+def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samples: int) -> dict[str, Any]:
+    """The head of the file: the process, the training, and the checkpoint that it resumes from ("": none)."""
+    return {
+        "job": launch.job_id,
+        "rank": launch.rank,
+        "incarnation": launch.incarnation,
+        "resume": resumed,
+        "version": version,
+        "samples": samples,
+        "dataset_size": extent.dataset_size,
+        "batch_size": extent.batch_size,
+        "epochs": extent.epochs,
+        "drop_last": extent.drop_last,
+        "max_steps": extent.max_steps,
+    }
+
+
+class Audited:
+    """What one rank trains. Without a `log`, in jobs without `audit`, nothing is written."""
+
+    def __init__(self, log: AuditLog | None, options: AveragingOptions) -> None:
+        self.log = log
+        self._options = options
+
+    def batch(self, batch: Batch, *, step: int, is_skipped: bool) -> None:
+        """Adds a batch, the rank's number `step`."""
+        if self.log is not None:
+            where = {"lease": batch.lease, "epoch": batch.epoch, "offset": batch.offset, "size": batch.size}
+            self.log.batch(**where, step=step, is_skipped=is_skipped)
+
+    def entered(self, row: Row) -> None:
+        """Adds a round that is entered, with this rank's row of its header."""
+        if self.log is not None:
+            self.log.entered(
+                attempt=row.attempt,
+                generation=row.generation,
+                round_id=row.round,
+                version=row.version,
+                cut=row.cut,
+                step=row.local_step,
+                weight=row.weight,
+            )
+
+    def received(self, averaged: Average, *, round_id: int, digest: int | None) -> None:
+        """Adds a round's result."""
+        if self.log is None:
+            return
+        rows = averaged.rows
+        self.log.received(
+            generation=rows[0].generation,
+            round_id=round_id,
+            version=averaged.version,
+            samples=averaged.samples,
+            left_out=sum(row.weight for row, is_out in zip(rows, self._options.discarded(rows), strict=True) if is_out),
+            num_rows=len(rows),
+            is_left_out=averaged.is_discarded,
+            is_finite=averaged.is_finite,
+            header=header_digest(rows),
+            digest=digest,
+        )
+
+    def lost(self, *, generation: int, round_id: int) -> None:
+        """Adds that a round has no result here."""
+        if self.log is not None:
+            self.log.lost(generation=generation, round_id=round_id)
+
+    def committed(self, *, round_id: int, version: int, global_step: int) -> None:
+        """Adds that a round is committed."""
+        if self.log is not None:
+            self.log.committed(round_id=round_id, version=version, global_step=global_step)
+
+    def end(self, step: int) -> None:
+        """Adds that the process ends in order, and closes the file."""
+        if self.log is not None:
+            self.log.end(step)
