@@ -11,7 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: $(VENV)/.installed
 
 # Only what is in the lock, with its hashes. pip installs uv, which is much quicker, and torch, of which it takes the CPU
-# build where it finds one.
+# build where it finds one. The other build needs the CUDA libraries, some 3 GB, which are not in the lock: torch itself
+# says which versions.
 LOCKED := install -q --disable-pip-version-check --no-deps --require-hashes -r
 
 $(VENV)/.installed: pyproject.toml requirements.lock
@@ -20,7 +21,8 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) docker/requirements.py --only torch > $(VENV)/torch.txt
 	sed -n 's/^# torch/torch/p' requirements.lock > $(VENV)/torch-cpu.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/uv.txt
-	$(BIN)/pip $(LOCKED) $(VENV)/torch-cpu.txt 2>/dev/null || $(BIN)/pip $(LOCKED) $(VENV)/torch.txt
+	$(BIN)/pip $(LOCKED) $(VENV)/torch-cpu.txt 2>/dev/null || { $(BIN)/pip $(LOCKED) $(VENV)/torch.txt && \
+	$(BIN)/pip install -q --disable-pip-version-check "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(VENV)/torch.txt)"; }
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes --compile-bytecode -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/uv pip check -q --python $(BIN)/python
