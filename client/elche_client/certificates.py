@@ -74,12 +74,14 @@ class Authority:
     ) -> Holder:
         try:
             authority, authority_key = self._own()
+            signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
             key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
             made = (
                 _builder(title, authority.subject, key, now + expires)
                 .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
                 .add_extension(x509.SubjectAlternativeName(names), critical=False)
                 .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+                .add_extension(signed_by, critical=False)
                 .sign(authority_key, hashes.SHA256())
             )
             place = self.folder / folder
@@ -114,6 +116,7 @@ class Authority:
             _builder(title, _name(title), key, datetime.now(UTC) + AUTHORITY_LIFE)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_SIGNS, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .sign(key, hashes.SHA256())
         )
         _write(self.folder / AUTHORITY_KEY, _key_text(key), mode=0o600)

@@ -21,7 +21,7 @@ from typing import Any
 from elche.errors import ElcheError, Forbidden
 from elche.network import BadAddress, join_address, split_address, split_addresses
 from elche.status import calling
-from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder
+from elche.tls import AUTHORITY, CERTIFICATE, KEY, Folder, client_context
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client import contexts
@@ -262,7 +262,7 @@ def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:
 
         own = read_certificate(held.path / CERTIFICATE)
         yield _validity("own certificate", own.not_valid_before_utc, own.not_valid_after_utc)
-    context = ssl.create_default_context(cafile=held.path / AUTHORITY)
+    context = client_context(held.path / AUTHORITY)
     context.set_alpn_protocols(["h2"])
     if held.held.certificate:
         context.load_cert_chain(held.path / CERTIFICATE, held.path / KEY)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import ssl
 import threading
 import urllib.request
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from elche.tls import client_context
 from elche_client.events import EpochReport, EvaluationReport, Event, JobResult, JobState, JobView
 
 URL = "KUBEFLOW_TRAINER_STATUS_URL"
@@ -92,5 +92,5 @@ class Reporter:
         if self._token_file:  # read each time: the kubelet renews the file
             headers["Authorization"] = f"Bearer {Path(self._token_file).read_text(encoding='utf-8').strip()}"
         request = urllib.request.Request(self._url, json.dumps({"trainerStatus": status}).encode(), headers)
-        context = ssl.create_default_context(cafile=self._ca) if self._url.startswith("https:") else None
+        context = client_context(self._ca) if self._url.startswith("https:") else None
         urllib.request.urlopen(request, timeout=LIMIT_S, context=context).close()

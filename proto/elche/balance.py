@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from elche.partition import check_shares, ranks_by_share, round_half_away
+from elche.sums import added
 
 MIN_SHARE_FRACTION = 0.05
 """Smallest share of a batch for any rank, so that a slow rank is still measured (row G2)."""
@@ -24,7 +25,7 @@ def rebalanced_ratios(throughput: Sequence[float], ratios: Sequence[float]) -> l
     check_shares("ratios", ratios)
     if len(throughput) != len(ratios):
         raise ValueError(f"throughput has {len(throughput)} ranks and ratios has {len(ratios)}; one each")
-    total = sum(throughput)
+    total = added(throughput)
     if total == 0:
         return list(ratios)
     return _normalised(_with_minimum([speed / total for speed in throughput]))
@@ -40,8 +41,8 @@ def shard_sizes(ratios: Sequence[float], batch_size: int, least: int = 1) -> lis
     check_shares("ratios", ratios)
     if batch_size < 0:
         raise ValueError(f"batch_size is {batch_size!r}; it must be at least 0")
-    if not math.isclose(sum(ratios), 1.0, rel_tol=0, abs_tol=_SUM_TOLERANCE):
-        raise ValueError(f"ratios add up to {sum(ratios)!r} ({list(ratios)!r}); they must add up to 1")
+    if not math.isclose(added(ratios), 1.0, rel_tol=0, abs_tol=_SUM_TOLERANCE):
+        raise ValueError(f"ratios add up to {added(ratios)!r} ({list(ratios)!r}); they must add up to 1")
     num_served = max(1, batch_size // least)
     if num_served >= len(ratios):
         return _rounded_shares(ratios, batch_size, least)
@@ -69,8 +70,8 @@ def hinted_ratios(world_size: int, slow_rank: int, ratio: float) -> list[float]:
 def _with_minimum(shares: Sequence[float]) -> list[float]:
     """The shares with small ones raised to the minimum, at the expense of those above it where these suffice."""
     raised = [max(share, MIN_SHARE_FRACTION) for share in shares]
-    deficit = sum(max(MIN_SHARE_FRACTION - share, 0.0) for share in shares)
-    spare = sum(share for share in raised if share > _AT_MINIMUM)
+    deficit = added(max(MIN_SHARE_FRACTION - share, 0.0) for share in shares)
+    spare = added(share for share in raised if share > _AT_MINIMUM)
     if deficit == 0 or spare <= MIN_SHARE_FRACTION * len(shares):
         return raised
     kept_fraction = 1 - deficit / spare
@@ -78,7 +79,7 @@ def _with_minimum(shares: Sequence[float]) -> list[float]:
 
 
 def _normalised(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
+    total = added(weights)
     return [weight / total for weight in weights]
 
 

@@ -27,6 +27,15 @@ def named_folder() -> str:
     return os.environ.get(VARIABLE, "")
 
 
+def client_context(authority: str | Path | None) -> ssl.SSLContext:
+    """Settings of a connection to a server with a certificate of this authority; None: of those that the system has."""
+    context = ssl.create_default_context(cafile=authority)
+    # Python 3.13 refuses authorities without key identifiers, which everybody else takes: those of many Kubernetes
+    # clusters, and those that `elche certs` made before it wrote them.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
+
+
 class BadCertificate(ElcheError):
     """A folder lacks a certificate or key, or has an unusable one."""
 

@@ -1,13 +1,17 @@
 """Certificates of one's own authority, and folders of them that are replaced while they are read."""
 
 import os
+import ssl
 import stat
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
 
-from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder, identity, identity_uri
+from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder, client_context, identity, identity_uri
 from elche_client.certificates import AUTHORITY_KEY, Authority
 
 DAY = timedelta(days=1)
@@ -27,6 +31,47 @@ def test_each_holder_has_a_folder_with_all_that_it_needs(tmp_path: Path) -> None
         Folder(holder.folder, needs=(AUTHORITY, CERTIFICATE, KEY))
     for key in (tmp_path / "certs" / AUTHORITY_KEY, server.folder / KEY, pool.folder / KEY):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def shake_hands(server: Path, client: ssl.SSLContext) -> None:
+    """Both sides of a handshake, in memory. Raises what the client has against the server's certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server / CERTIFICATE, server / KEY)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asks = client.wrap_bio(down, up, server_hostname="localhost")
+    answers = context.wrap_bio(up, down, server_side=True)
+    for _ in range(3):
+        for side in (asks, answers):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    assert asks.version() == "TLSv1.3"
+
+
+def test_the_strictest_check_takes_a_servers_certificate(tmp_path: Path) -> None:
+    """Python's own from 3.13 on, so that any client of the page's takes it."""
+    folder = Authority(tmp_path).server(["gpu1.lab"], expires=DAY).folder
+    strict = ssl.create_default_context(cafile=folder / AUTHORITY)
+    strict.verify_flags |= ssl.VERIFY_X509_STRICT
+    shake_hands(folder, strict)
+
+
+def test_an_authority_without_key_identifiers_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many Kubernetes clusters, and of what `elche certs` made before it wrote identifiers."""
+    sign = x509.CertificateBuilder.add_extension
+
+    def without(self: Any, extension: Any, critical: bool) -> Any:
+        kinds = x509.SubjectKeyIdentifier, x509.AuthorityKeyIdentifier
+        return self if isinstance(extension, kinds) else sign(self, extension, critical)
+
+    monkeypatch.setattr(x509.CertificateBuilder, "add_extension", without)
+    folder = Authority(tmp_path).server(["gpu1.lab"], expires=DAY).folder
+    context = client_context(folder / AUTHORITY)
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    shake_hands(folder, context)
+    strict = ssl.create_default_context(cafile=folder / AUTHORITY)
+    strict.verify_flags |= ssl.VERIFY_X509_STRICT
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(folder, strict)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "gpu1:7717", "-x", "a/b", "x" * 254, "ä.lab", "../up"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from elche import views
 from elche.settings import AgreedSettings
+from elche.sums import added
 from elche.views import JobState
 from elche_coordinator.core.jobs.notices import too_few_notice
 from elche_coordinator.core.jobs.training_job import TrainingJob
@@ -270,7 +271,7 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
         eta_s=(total - done) / loop.samples_per_s if total and loop.samples_per_s else None,
         progress_fraction=done / total if total else 0.0,
         averaging_s=progress.averaging_ms / 1000,
-        overhead_fraction=min(1.0, sum(rank.waited_s for rank in view.ranks) / busy_s) if busy_s else 0.0,
+        overhead_fraction=min(1.0, added(rank.waited_s for rank in view.ranks) / busy_s) if busy_s else 0.0,
     )
 
 
@@ -279,7 +280,7 @@ def _overhead(view: JobView, training: Training, now_s: float) -> float:
         return 0.0
     end_s = training.committed.at_s if training.is_complete and training.committed else now_s
     elapsed_s = (end_s - training.started.at_s) * len(view.ranks)
-    return min(1.0, sum(rank.waited_s for rank in view.ranks) / elapsed_s) if elapsed_s > 0 else 0.0
+    return min(1.0, added(rank.waited_s for rank in view.ranks) / elapsed_s) if elapsed_s > 0 else 0.0
 
 
 def _age(at_s: float | None, now_s: float) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from elche.errors import Misuse
+from elche.sums import added
 from elche_worker.collectives.world import World
 from elche_worker.trainer.capture import Capture, Caught
 
@@ -59,7 +60,7 @@ def _join(world: World, name: str, parts: list[Any]) -> torch.Tensor:
 def weighted_mean(world: World, numbers: Mapping[str, float], weight: float) -> dict[str, float]:
     """The mean over ranks of numbers that each has under the same names. Raises `Misuse` when all weights are 0."""
     own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
-    total, *sums = (sum(column) for column in zip(*world.gather_numbers(own), strict=True))
+    total, *sums = (added(column) for column in zip(*world.gather_numbers(own), strict=True))
     if not total:
         raise Misuse("mean() needs a weight above 0 on at least one rank")
     return {name: value / total for name, value in zip(numbers, sums, strict=True)}

@@ -11,6 +11,7 @@ from elche.balance import hinted_ratios, rebalanced_ratios, shard_sizes
 from elche.cadence import ElChe, clamped_counts
 from elche.errors import Misuse
 from elche.partition import ranks_by_share
+from elche.sums import added
 from elche_worker.trainer.config import MAX_ANCHOR, TrainerConfig
 
 CALIBRATION_STEPS = 10
@@ -261,7 +262,7 @@ class CadencePlan:
 
     def measure(self, step: Step, timed: Sequence[tuple[int, float]], sync_ms: float) -> list[float] | None:
         self._num_done = step.index + 1
-        return [sum(ms for size, ms in timed if size), sync_ms]
+        return [added(ms for size, ms in timed if size), sync_ms]
 
     def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
         # Ranks measure different times, as early ones wait for late ones; a common number keeps all plans equal.
@@ -324,7 +325,7 @@ def _fitting(counts: list[int], num_left: int) -> list[int]:
 
 def part_of(ratios: Sequence[float], kept: Sequence[int]) -> list[float]:
     """The ratios at the indices `kept`, scaled to sum 1."""
-    total = sum(ratios[at] for at in kept)
+    total = added(ratios[at] for at in kept)
     return [ratios[at] / total if total else 1 / len(kept) for at in kept]
 
 

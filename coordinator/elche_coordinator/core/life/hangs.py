@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from elche.sums import added
 from elche_coordinator.core.messages.ids import Rank
 
 ASK_AFTER_S = 0.5
@@ -104,7 +105,7 @@ class HangWatch:
         silent_s = {rank: now_s - self._heard_s.setdefault(rank, now_s) for rank in duties}
         hung = {rank: why for rank, duty in duties.items() if (why := self._why(rank, duty, silent_s[rank], now_s))}
         waiting_s = [silent_s[rank] for rank, duty in duties.items() if not duty.is_busy and rank not in hung]
-        waited_s = sum(waiting_s)  # idle time of all ranks together, to compare with the work that would be lost
+        waited_s = added(waiting_s)  # idle time of all ranks together, to compare with the work that would be lost
         to_ask, left_out = [], {}
         for rank, duty in duties.items():
             is_long = duty.hang_s is not None and silent_s[rank] >= duty.hang_s

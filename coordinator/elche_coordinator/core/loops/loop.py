@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from elche.sums import added
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.loops.regrouping import Regrouping
@@ -131,7 +132,7 @@ class Loop(Job):
     def loss(self) -> float | None:
         """Mean over ranks of their last reported losses."""
         losses = [one.loss for one in self.ranks.values() if one.loss is not None]
-        return sum(losses) / len(losses) if losses else None
+        return added(losses) / len(losses) if losses else None
 
     @property
     def duration_s(self) -> float:
@@ -151,7 +152,7 @@ class Loop(Job):
         if event.loss_count:
             record.loss = event.loss_sum / event.loss_count
         if event.local_step > record.local_step:
-            record.compute_ms += sum(event.batch_ms)
+            record.compute_ms += added(event.batch_ms)
             self._groups.on_batches()
         record.on_batches(event.local_step, event.batch_ms, now_s)
         record.base_step = max(record.base_step, event.local_step)

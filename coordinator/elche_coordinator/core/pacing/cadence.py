@@ -7,6 +7,7 @@ from typing import Any
 
 from elche.cadence import ElChe
 from elche.settings import AgreedSettings
+from elche.sums import added
 from elche_coordinator.core.messages.ids import Rank, by_rank
 from elche_coordinator.core.pacing.counts import (
     STRETCH,
@@ -97,7 +98,10 @@ class Cadence:
         floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
-            if sum(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces) <= work.free_batches:
+            if (
+                added(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces)
+                <= work.free_batches
+            ):
                 break
             horizon_ms *= SHORTER
             counts = within(counts_near(paces, horizon_ms), self._max_batch_diff)
@@ -106,8 +110,8 @@ class Cadence:
 
     def _left(self, paces: Sequence[Pace], work: Work, wall_ms: float) -> tuple[float, int]:
         """Returns the ms until the epoch is trained if nobody waits, and the number of rounds to divide them into."""
-        num_batches = work.free_batches + sum(pace.ratio * (pace.leased - pace.made) for pace in paces)
-        finish_ms = num_batches / sum(pace.ratio / (pace.ms_per_batch or 1) for pace in paces)
+        num_batches = work.free_batches + added(pace.ratio * (pace.leased - pace.made) for pace in paces)
+        finish_ms = num_batches / added(pace.ratio / (pace.ms_per_batch or 1) for pace in paces)
         return finish_ms, max(1, math.ceil(finish_ms / wall_ms - STRETCH))
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
@@ -183,7 +187,9 @@ class Cadence:
         lease = dealt_free(paces, counts, work.free_batches)
         with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
-        more = dealt_free(planned, with_spare, work.free_batches - sum(pace.ratio * lease[pace.rank] for pace in paces))
+        more = dealt_free(
+            planned, with_spare, work.free_batches - added(pace.ratio * lease[pace.rank] for pace in paces)
+        )
         later: dict[Rank, int] = {}
         free_later: float = work.free_later
         for pace in paces:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elche.partition import equal_sizes, ratio_sizes
+from elche.sums import added
 from elche_coordinator.core.messages.ids import Rank, by_rank
 from elche_coordinator.core.pacing.policy import Pace, Work
 
@@ -62,13 +63,13 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
     for _ in range(50):  # halvings, after which the interval is as small as floats distinguish
         middle = (low + high) / 2
-        dealt = sum(pace.ratio * max(0, _fitting(pace, middle) - pace.leased_total) for pace in paces)
+        dealt = added(pace.ratio * max(0, _fitting(pace, middle) - pace.leased_total) for pace in paces)
         low, high = (middle, high) if dealt <= num_batches else (low, middle)
     more = {pace.rank: max(0, _fitting(pace, low) - pace.leased_total) for pace in paces}
     pace_of = {pace.rank: pace for pace in paces}
     heap = [(finish_ms(pace, pace.leased_total + more[pace.rank] + 1), pace.rank) for pace in paces]
     heapq.heapify(heap)
-    left = num_batches - sum(pace.ratio * more[pace.rank] for pace in paces)
+    left = num_batches - added(pace.ratio * more[pace.rank] for pace in paces)
     while left > 1e-9:
         rank = heap[0][1]
         more[rank] += 1
@@ -122,14 +123,14 @@ def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
     ranks = [pace.rank for pace in paces]
     if all(pace.ratio == 1 for pace in paces):
         return by_rank(ranks, equal_sizes(len(paces), num_samples))
-    total = sum(pace.ratio for pace in paces)
+    total = added(pace.ratio for pace in paces)
     return by_rank(ranks, ratio_sizes([pace.ratio / total for pace in paces], num_samples))
 
 
 def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
     """Free batches for ranks that have leased fewer than `wanted`, each for whoever would run out of work first."""
     most = {pace.rank: max(0, wanted[pace.rank] - pace.leased_total) for pace in paces}
-    if sum(pace.ratio * most[pace.rank] for pace in paces) <= free:
+    if added(pace.ratio * most[pace.rank] for pace in paces) <= free:
         return most
     lease = _surely_dealt(paces, most, free)
     heap = [
@@ -139,7 +140,7 @@ def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> d
     ]
     heapq.heapify(heap)
     pace_of = {pace.rank: pace for pace in paces}
-    free -= sum(pace.ratio * lease[pace.rank] for pace in paces)
+    free -= added(pace.ratio * lease[pace.rank] for pace in paces)
     while heap and free > 1e-9:
         _, rank = heap[0]
         pace = pace_of[rank]
@@ -165,10 +166,10 @@ def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> 
     for _ in range(50):  # halvings, after which the interval is as small as floats distinguish
         middle = (low + high) / 2
         lease = needed(middle)
-        is_free = sum(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
+        is_free = added(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
         low, high = (middle, high) if is_free else (low, middle)
     lease = needed(low)
-    is_free = sum(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
+    is_free = added(pace.ratio * (1 + lease[pace.rank]) for pace in paces) <= free
     return lease if is_free else dict.fromkeys(most, 0)
 
 
@@ -183,8 +184,8 @@ def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[
 def _loss(paces: Sequence[Pace], counts: dict[Rank, int]) -> float:
     """Part of the ranks' capacity that is idle until the last one has made its count."""
     span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
-    idle = sum((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) for pace in paces)
-    return idle / sum(span_ms / (pace.ms_per_batch or 1.0) for pace in paces) if span_ms > 0 else 0.0
+    idle = added((span_ms - finish_ms(pace, counts[pace.rank])) / (pace.ms_per_batch or 1.0) for pace in paces)
+    return idle / added(span_ms / (pace.ms_per_batch or 1.0) for pace in paces) if span_ms > 0 else 0.0
 
 
 def finish_ms(pace: Pace, count: int) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from elche.sums import added
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
@@ -54,7 +55,7 @@ class FairShares:
             window = self._windows.setdefault(rank, new)
             window.num_epochs += 1
             window.num_batches += batches.get(rank, 0)
-            window.due_batches += sum(batches.values()) * speed / sum(speeds.values())
+            window.due_batches += sum(batches.values()) * speed / added(speeds.values())
             window.duration_s += report.duration_s
             is_long = window.due_batches >= LEAST_BATCHES and window.duration_s >= LEAST_S
             if window.num_epochs >= EPOCHS and is_long:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
+from elche.sums import added
 from elche_coordinator.core.messages.ids import Attempt, Rank
 from elche_coordinator.core.messages.reports import EpochReport
 from elche_coordinator.core.messages.spec import EpochWork
@@ -153,4 +154,4 @@ def mean_loss(work: Iterable[EpochWork]) -> float:
     """Mean over the batches whose losses are known; NaN without any."""
     known = [one for one in work if one.has_loss and one.num_batches]
     num_batches = sum(one.num_batches for one in known)
-    return sum(one.loss_sum for one in known) / num_batches if num_batches else nan
+    return added(one.loss_sum for one in known) / num_batches if num_batches else nan

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from math import inf
 
+from elche.sums import added
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
 from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
@@ -349,7 +350,7 @@ class RoundScheduler:
 
     def _first_evaluation_ms(self) -> float:
         """Assumed duration of a first evaluation in ms: an epoch at most, so that no epoch ends during it."""
-        speed = sum(1 / record.ms_per_batch for record in self._members.values() if record.ms_per_batch)
+        speed = added(1 / record.ms_per_batch for record in self._members.values() if record.ms_per_batch)
         epoch_batches = self._ledger.num_batches(self._ledger.extent.kept_size)
         return min(FIRST_EVALUATION_MS, epoch_batches / speed) if speed else FIRST_EVALUATION_MS
 
