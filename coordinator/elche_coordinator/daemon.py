@@ -22,7 +22,7 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import collector, tape
-from elche_coordinator.access import AccessInterceptor, Credentials, authenticated
+from elche_coordinator.access import AccessInterceptor, Credentials, rank_caller
 from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.artifacts import Artifacts
@@ -42,6 +42,7 @@ from elche_coordinator.job_service import JobServicer
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.leadership import Leadership
 from elche_coordinator.rank_service import RankServicer
+from elche_coordinator.releasing import ReleasingInterceptor
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.standby import lead, loading, open_store, start_over
@@ -96,7 +97,7 @@ async def _serve(
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
-    access = AccessInterceptor(credentials, audit, partial(authenticated, driver))
+    access = AccessInterceptor(credentials, audit, partial(rank_caller, driver))
     server, port = _new_server(config, access, encryption)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
@@ -181,7 +182,7 @@ def _new_server(
     config: Config, access: AccessInterceptor, encryption: Encryption | None
 ) -> tuple[grpc.aio.Server, int]:
     options = server_options(_open_files())
-    server = grpc.aio.server(interceptors=[access, ValidationInterceptor()], options=options)
+    server = grpc.aio.server(interceptors=[ReleasingInterceptor(), access, ValidationInterceptor()], options=options)
     try:
         if encryption is None:
             port = server.add_insecure_port(config.listen)
