@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, aclosing, suppress
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -15,12 +15,17 @@ from elche.token import BEARER, HOW, is_bearer
 from elche_coordinator.audit import Audit
 from elche_coordinator.budgets import (
     FILE_CALLS,
+    FOLDER_CALL,
     MAX_AGENT_CALLS,
     MAX_AGENT_CALLS_OF_CALLER,
     MAX_CALLS,
     MAX_CALLS_OF_CALLER,
+    MAX_CALLS_OF_RANK,
     MAX_FILE_CALLS,
     MAX_FILE_CALLS_OF_CALLER,
+    MAX_FOLDER_CALLS_OF_RANK,
+    MAX_RANK_CALLS,
+    MAX_RANK_CALLS_OF_USER,
     TAKE_S,
     Budget,
 )
@@ -43,6 +48,8 @@ MAX_DIGITS = 20
 """Digits of a number in metadata that are read: Python refuses to read thousands."""
 OWN_SERVICES = "/elche.v1."
 """Prefix of the methods of this project's services."""
+SESSION = "/elche.v1.RankService/Converse"
+"""The method of a rank's session, of which a newer one ends the one before it."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 FIELDS = ("job_id", "host", "id", "name")
@@ -83,6 +90,15 @@ class Credentials:
                 await grant.revoked.wait()
 
 
+class RankCaller(NamedTuple):
+    """Who makes a rank's call."""
+
+    rank: str
+    """The job and the rank."""
+    user: str
+    """The job's submitter."""
+
+
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents call what their version speaks and their token's role allows, and notes in the audit log
     what they change. Ranks present their own secrets instead; `authenticate` raises an `ElcheError` for a wrong one.
@@ -93,7 +109,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self,
         credentials: Credentials,
         audit: Audit,
-        authenticate: Callable[[Context], object],
+        authenticate: Callable[[Context], "RankCaller"],
         *,
         take_s: float = TAKE_S,
         processor: Processor | None = None,
@@ -106,6 +122,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
         self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
+        self._rank_calls = Budget("calls of a rank", MAX_CALLS_OF_RANK, MAX_RANK_CALLS)
+        self._user_calls = Budget("calls of your jobs' ranks", MAX_RANK_CALLS_OF_USER, MAX_RANK_CALLS)
+        self._folder_calls = Budget("fetches of a rank's folder", MAX_FOLDER_CALLS_OF_RANK, MAX_RANK_CALLS)
 
     async def intercept_service(
         self,
@@ -120,9 +139,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler is None:
             return None
         if method not in NEEDED:
-            # A stream's handler checks the secret before it reads a message; the health check is open to all.
-            is_ranks = method.startswith(OWN_SERVICES) and not handler.request_streaming
-            return self._of_rank(handler) if is_ranks else handler
+            # A session's handler checks the secret itself, and there is one of each rank; the health check is open.
+            is_ranks = method.startswith(OWN_SERVICES) and method != SESSION
+            return self._of_rank(handler, method) if is_ranks else handler
         return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
     async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
@@ -149,24 +168,38 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         CALLER.set(caller)
         return grant
 
-    def _of_rank(self, handler: Any) -> Any:
+    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> None:
+        """Ends the call if it presents no secret of a rank, or if the rank or its user has too many open; it counts as
+        open within `during`.
+        """
+        async with answering(context):
+            rank, user = self._authenticate(context)
+            during.enter_context(self._rank_calls.taking(rank))
+            during.enter_context(self._user_calls.taking(user))
+            if method.rpartition("/")[2] == FOLDER_CALL:
+                during.enter_context(self._folder_calls.taking(rank))
+
+    def _of_rank(self, handler: Any, method: str) -> Any:
         """Wraps the handler of a rank's call with the check of its secret."""
 
         async def respond(sent: Any, context: Context) -> Any:
-            async with answering(context):
-                self._authenticate(context)
-            return await handler.unary_unary(_parsed(handler, sent), context)
+            with ExitStack() as stack:
+                await self._let_rank_in(context, method, stack)
+                return await handler.unary_unary(_parsed(handler, sent), context)
 
-        async def stream(sent: Any, context: Context) -> AsyncIterator[Any]:
-            async with answering(context):
-                self._authenticate(context)
-            async with aclosing(handler.unary_stream(_parsed(handler, sent), context)) as responses:
-                async for response in responses:
-                    yield response
+        async def stream(sent: Any, context: Context) -> None:
+            with ExitStack() as stack:
+                await self._let_rank_in(context, method, stack)
+                inner = handler.stream_stream or handler.unary_stream
+                async with aclosing(inner(_parsed(handler, sent), context)) as responses:
+                    is_taken = await self._write_each(responses, context, "")
+                if not is_taken:
+                    await self._abort_unread(context)
 
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
+        make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
+        return make(stream, None, handler.response_serializer)
 
     def _single(self, handler: Any, method: str) -> Any:
         """Wraps a handler with one response."""
@@ -232,9 +265,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                     aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
                 ):
                     is_taken = await self._write_each(until_ended, context, payer)
-                if not is_taken:  # it waits for the caller, too, and the call counts as open so long
-                    why = f"nothing of the stream was taken for {self._take_s:g} s"
-                    await context.abort(grpc.StatusCode.CANCELLED, why)
+                if not is_taken:
+                    await self._abort_unread(context)
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return make(stream, None, handler.response_serializer)
@@ -250,6 +282,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                     return False
                 raise
         return True
+
+    async def _abort_unread(self, context: Context) -> None:
+        """Ends a call of which nothing is taken. Waits for the caller, too, and the call counts as open so long."""
+        await context.abort(grpc.StatusCode.CANCELLED, f"nothing of the stream was taken for {self._take_s:g} s")
 
     async def _each_until_ended(
         self, grant: Grant, responses: AsyncIterator[Any], context: Context
@@ -310,6 +346,13 @@ def authenticated(driver: Driver, context: Context) -> Address:
     if address is None or not driver.core.is_there(address) or (stream is not None and stream.is_over):
         raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
     return address
+
+
+def rank_caller(driver: Driver, context: Context) -> RankCaller:
+    """Who is charged for a rank's call. Raises as `authenticated` does."""
+    address = authenticated(driver, context)
+    spec = driver.core.spec(address["job_id"])
+    return RankCaller(f"{address['job_id']} {address['rank']}", spec.submitted_by if spec else "")
 
 
 def num_heard_of(context: Context) -> int | None:

@@ -41,6 +41,8 @@ class RelayedRank:
         """None marks the end."""
         self._answers: asyncio.Queue[bytes] = asyncio.Queue(QUEUE_PARTS)
         self._is_gone = False
+        self.replaced = asyncio.Event()
+        """Set when another stream of the rank has joined the round instead."""
 
     async def put_part(self, part: Part | None) -> None:
         """Adds a part from the stream; waits while the queue is full. None: the stream has ended."""
@@ -69,6 +71,8 @@ class RelayedRank:
     def leave(self) -> None:
         """Marks the stream as ended and wakes what waits for it."""
         self._is_gone = True
+        while self.replaced.is_set() and not self._parts.empty():
+            self._parts.get_nowait()
         while not self._answers.empty():
             self._answers.get_nowait()
         if not self._parts.full():
@@ -89,9 +93,13 @@ class RelayRound:
         self._running: asyncio.Task[None] | None = None
 
     def join(self, position: int) -> RelayedRank:
-        """Adds a member; the operations begin with the last. Raises `RoundAborted` when they have begun or ended."""
+        """Adds a member, instead of its stream before; the operations begin with the last. Raises `RelayAborted` when
+        they have begun or ended.
+        """
         if self._running is not None or self.ended.is_set():
             raise RelayAborted(self.reason or "this rank has joined the round before")
+        if (before := self._members[position]) is not None:
+            before.replaced.set()
         member = self._members[position] = RelayedRank()
         members = [one for one in self._members if one is not None]
         if len(members) == len(self._members):
@@ -127,7 +135,7 @@ class RelayRound:
             self._end(str(error))
 
     async def _take_parts(self, members: list[RelayedRank]) -> list[Part]:
-        """The next part of every member, in rank order. Raises `RoundAborted` when they differ in operation or size."""
+        """The next part of every member, in rank order. Raises `RelayAborted` when they differ in operation or size."""
         parts = []
         try:
             async with asyncio.timeout(self._stall_s):
@@ -234,22 +242,25 @@ class Averager:
 async def take_part(
     relay: RelayRound, position: int, requests: AsyncIterator[averaging_pb2.AverageRequest]
 ) -> AsyncIterator[bytes]:
-    """One member's stream: passes its parts to the relay and yields the answers. Raises `RoundAborted`."""
+    """One member's stream: passes its parts to the relay and yields the answers. Raises `RelayAborted`."""
     member = relay.join(position)
     reading = asyncio.ensure_future(_read(requests, relay, position, member))
     ended = asyncio.ensure_future(relay.ended.wait())
+    replaced = asyncio.ensure_future(member.replaced.wait())
     getting = asyncio.ensure_future(member.next_answer())
     try:
         while True:
-            await asyncio.wait({getting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({getting, ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
             if not getting.done() and not member.has_answer:
                 break
             yield await getting
             getting = asyncio.ensure_future(member.next_answer())
     finally:
-        for task in (reading, ended, getting):
+        for task in (reading, ended, replaced, getting):
             task.cancel()
         relay.leave(position, member)
+    if member.replaced.is_set():
+        raise RelayAborted("another call of this rank has joined the round")
     if not relay.is_complete:
         raise RelayAborted(relay.reason)
     yield b""

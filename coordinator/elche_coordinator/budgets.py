@@ -21,6 +21,14 @@ MAX_HOSTS_BYTES = 128 << 20
 MAX_HOSTS_BYTES_OF_CALLER = 32 << 20
 HELLO_S = 20.0
 """Seconds in which an agent must say who it is."""
+MAX_RANK_CALLS = 65_536
+"""gRPC calls of ranks that are open at once, without their sessions: each rank has one that waits for a key or two."""
+MAX_RANK_CALLS_OF_USER = 32_768
+MAX_CALLS_OF_RANK = 256
+"""Of these, those of one rank, whose processes are several in a replica group."""
+FOLDER_CALL = "FetchBundle"
+"""The call of ranks that holds a file open."""
+MAX_FOLDER_CALLS_OF_RANK = 8
 FILE_CALLS = frozenset({"FetchModel", "FetchTimeline", "FetchJournal", "UploadBundle"})
 """Calls that hold parts of files in memory."""
 MAX_FILE_CALLS = 64

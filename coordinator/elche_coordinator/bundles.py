@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_TOTAL_BYTES = 10 << 30
 """Most bytes of all bundles; beyond, the least recently used ones are removed."""
+MAX_BUNDLES = 5_000
+"""Most bundles, incomplete ones among them: each upload looks at all."""
 STALL_S = 30.0
 """Seconds in which an upload must send `CHUNK_BYTES`, or its rest: others wait for it and the room reserved for it."""
 WHOLE, PART = ".tar.gz", ".part"
@@ -149,25 +151,32 @@ class Bundles:
         """Removes unused bundles, abandoned uploads first, until there is room for all uploads. Raises `TooMuch`,
         without removing any.
         """
-        coming = dict(self._coming)
-        kept = [path for path in self._folder.iterdir() if _name(path) not in coming]
-        excess = sum(coming.values()) + sum(_size(path) or 0 for path in kept) - self._max_total_bytes
-        removed = []
-        in_use = {*self._in_use(), *coming} if excess > 0 else set()
-        for path in sorted(kept, key=_need):
-            if excess > 0 and _name(path) not in in_use:
-                removed.append(path)
-                excess -= _size(path) or 0
-        if excess > 0:
+        coming, kept = dict(self._coming), []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if _name(entry.name) not in coming:
+                    with suppress(FileNotFoundError):
+                        stat = entry.stat()
+                        kept.append((entry.name.endswith(WHOLE), stat.st_mtime, entry.name, stat.st_size))
+        excess = sum(coming.values()) + sum(size_bytes for *_, size_bytes in kept) - self._max_total_bytes
+        num_excess = len(coming) + len(kept) - MAX_BUNDLES
+        is_full, removed = excess > 0 or num_excess > 0, []
+        in_use = {*self._in_use(), *coming} if is_full else set()
+        for _, _, file_name, size_bytes in sorted(kept) if is_full else ():  # the least needed first
+            if (excess > 0 or num_excess > 0) and _name(file_name) not in in_use:
+                removed.append(file_name)
+                excess, num_excess = excess - size_bytes, num_excess - 1
+        if excess > 0 or num_excess > 0:
+            most = f"{self._max_total_bytes >> 20} MiB" if excess > 0 else f"{MAX_BUNDLES} folders"
             raise TooMuch(
-                f"the folders of the jobs that have not ended, and those that others send now, take all of the "
-                f"{self._max_total_bytes >> 20} MiB that the coordinator has for them: try again later"
+                f"the folders of the jobs that have not ended, and those that others send now, take all of the {most} "
+                "that the coordinator has room for: try again later"
             )
-        for path in removed:
-            if self._shared is not None and path.name.endswith(WHOLE):
-                self._shared.remove(_name(path))
-            path.unlink(missing_ok=True)
-            log.info("bundle=%s removed: there is no room for it any more", path.name[:12])
+        for file_name in removed:
+            if self._shared is not None and file_name.endswith(WHOLE):
+                self._shared.remove(_name(file_name))
+            (self._folder / file_name).unlink(missing_ok=True)
+            log.info("bundle=%s removed: there is no room for it any more", file_name[:12])
 
     async def chunks(self, name: str, offset: int) -> AsyncIterator[bytes]:
         """The bundle's bytes from a position on. Raises `InvalidJob` when it is not here."""
@@ -184,12 +193,5 @@ def _size(path: Path) -> int | None:
     return None
 
 
-def _name(path: Path) -> str:
-    return path.name.partition(".")[0]
-
-
-def _need(path: Path) -> tuple[bool, float]:
-    """Sort key: the least needed first."""
-    with suppress(FileNotFoundError):
-        return path.name.endswith(WHOLE), path.stat().st_mtime
-    return False, 0.0
+def _name(file_name: str) -> str:
+    return file_name.partition(".")[0]

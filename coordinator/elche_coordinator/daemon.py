@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +21,7 @@ from elche.v1 import (
     store_pb2_grpc,
 )
 from elche_coordinator import collector, tape
-from elche_coordinator.access import AccessInterceptor, Credentials, authenticated
+from elche_coordinator.access import AccessInterceptor, Credentials, rank_caller
 from elche_coordinator.access_service import AccessServicer
 from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.artifacts import Artifacts
@@ -41,7 +40,9 @@ from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.leadership import Leadership
+from elche_coordinator.open_files import max_connections, raise_limit
 from elche_coordinator.rank_service import RankServicer
+from elche_coordinator.releasing import ReleasingInterceptor
 from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.standby import lead, loading, open_store, start_over
@@ -59,10 +60,6 @@ from elche_coordinator.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
-MAX_FILES = 1 << 16
-"""Open files that the process asks for; each connection is one."""
-OTHER_FILES = 600
-"""Open files reserved for the page, the database and bundles; gRPC connections may use the others."""
 GRACE_S = 1.0
 """Seconds for which open calls may take to end at shutdown."""
 
@@ -96,7 +93,7 @@ async def _serve(
     credentials = Credentials(config.token, tokens, asks_certificates=config.asks_certificates)
     audit = Audit(config.data / "audit.jsonl")
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
-    access = AccessInterceptor(credentials, audit, partial(authenticated, driver))
+    access = AccessInterceptor(credentials, audit, partial(rank_caller, driver))
     server, port = _new_server(config, access, encryption)
     driver.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
@@ -180,8 +177,8 @@ async def _page(
 def _new_server(
     config: Config, access: AccessInterceptor, encryption: Encryption | None
 ) -> tuple[grpc.aio.Server, int]:
-    options = server_options(_open_files())
-    server = grpc.aio.server(interceptors=[access, ValidationInterceptor()], options=options)
+    options = server_options(raise_limit())
+    server = grpc.aio.server(interceptors=[ReleasingInterceptor(), access, ValidationInterceptor()], options=options)
     try:
         if encryption is None:
             port = server.add_insecure_port(config.listen)
@@ -199,21 +196,11 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
     return [
         *SERVER_KEEPALIVE,
         *SERVER_CONNECTIONS,
-        ("grpc.max_allowed_incoming_connections", max(1, num_files - OTHER_FILES)),
+        ("grpc.max_allowed_incoming_connections", max_connections(num_files)),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-
-
-def _open_files() -> int:
-    """Raises the limit of open files as far as allowed, and returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 async def _add_health(server: grpc.aio.Server) -> None:

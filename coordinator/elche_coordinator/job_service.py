@@ -282,9 +282,10 @@ def _page_start(token: str) -> int:
 
 
 def _view_message(view: JobView) -> job_pb2.JobView:
-    """The view as a message. A job whose figures do not fit the message is shown by its id alone."""
+    """The view as a message. A job whose figures do not fit the message is shown without any."""
     try:
         return codec.view_message(view)
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         log.warning("job=%s cannot be shown: %r", view.job_id, error)
-        return job_pb2.JobView(job_id=view.job_id, reason=f"cannot be shown: {error}")
+        why = f"its figures cannot be shown: {error}"
+        return job_pb2.JobView(job_id=view.job_id, name=view.name, state=codec.STATES[view.state], reason=why)

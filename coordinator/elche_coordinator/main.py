@@ -149,10 +149,12 @@ def main(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     from elche_coordinator.config import Config
     from elche_coordinator.daemon import serve
+    from elche_coordinator.open_files import raise_limit
 
     set_up(log_format)
     os.umask(0o077)  # records and timelines contain users' source code and output
     try:
+        raise_limit()
         config = Config(
             listen=listen,
             http=None if http == "off" else http,

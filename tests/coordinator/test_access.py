@@ -12,7 +12,7 @@ import pytest
 
 from elche.errors import InvalidJob, NotAllowed
 from elche.status import answering
-from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.access import AccessInterceptor, Credentials, RankCaller
 from elche_coordinator.audit import Audit
 from elche_coordinator.roles import CHANGES, NEEDED, Caller, Role
 
@@ -26,6 +26,7 @@ class Context:
         self._token = token
         self.answer: grpc.StatusCode | None = None
         self.said = ""
+        self.written: list[Any] = []
 
     def invocation_metadata(self) -> Any:
         return (("authorization", f"Bearer {self._token}"),)
@@ -40,14 +41,14 @@ class Context:
         return self.said
 
     async def write(self, message: Any) -> None:
-        pass
+        self.written.append(message)
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         self.answer, self.said = code, details
         raise grpc.aio.AbortError(details)
 
 
-def no_rank(context: Any) -> None:
+def no_rank(context: Any) -> RankCaller:
     raise NotAllowed("unknown rank")
 
 
@@ -125,9 +126,8 @@ def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, 
     read: list[bytes] = []
     secrets: list[str] = []
 
-    def authenticate(context: Any) -> None:
-        if not secrets:
-            no_rank(context)
+    def authenticate(context: Any) -> RankCaller:
+        return RankCaller("a job 0", "its user") if secrets else no_rank(context)
 
     async def answer(request: Any, context: Any) -> Any:
         return request
@@ -154,7 +154,8 @@ def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, 
 
         async def call(context: Any) -> Any:
             if is_stream:
-                return [one async for one in handler.unary_stream(b"1", context)]
+                await handler.unary_stream(b"1", context)
+                return context.written
             return await handler.unary_unary(b"1", context)
 
         stranger: Any = Context("a guess")

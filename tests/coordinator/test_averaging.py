@@ -218,3 +218,20 @@ def test_what_is_gathered_is_no_longer_than_a_part() -> None:
     assert [len(answer) for answer in answers[0]] == [MAX_PART_BYTES, 0]
     answers = meet(*([part(pb.OPERATION_GATHER, too_long), SILENCE] for _ in range(2)))
     assert answers == [f"rank 0 has sent a part of {len(too_long)} bytes, which is too long"] * 2
+
+
+def test_of_a_ranks_streams_the_newest_takes_part_and_the_others_hold_nothing() -> None:
+    """100 streams of one rank, while the other had not joined: 4 parts of 1 MiB of each, +638 MB."""
+
+    async def scenario() -> None:
+        averager = Averager()
+        relay = averager.relay(JOB, ROUND, 2)
+        sums = [part(pb.OPERATION_SUM_FLOAT32, bytes(4)), FINISH]
+        before = asyncio.ensure_future(heard(relay, 0, [part(pb.OPERATION_GATHER, b"x")] * 9 + [SILENCE]))
+        await asyncio.sleep(0)
+        newest = asyncio.ensure_future(heard(relay, 0, sums))
+        assert await before == "another call of this rank has joined the round"
+        assert await heard(relay, 1, sums) == await newest == [bytes(4), b""]
+        assert await averager.is_complete(JOB, ROUND)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

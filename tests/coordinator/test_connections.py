@@ -10,8 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elche.network import SERVER_CONNECTIONS
-from elche_coordinator.daemon import OTHER_FILES, server_options
+from elche_coordinator.daemon import server_options
 from elche_coordinator.health_service import Health
+from elche_coordinator.open_files import OTHER_FILES, max_connections
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """How a client begins, with settings that are empty."""
@@ -45,7 +46,7 @@ def await_end(one: socket.socket) -> None:
 
 
 async def crowd() -> None:
-    server = grpc.aio.server(options=server_options(OTHER_FILES + 3))
+    server = grpc.aio.server(options=server_options(6))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     with ExitStack() as stack:
@@ -60,6 +61,7 @@ async def crowd() -> None:
 
 def test_connections_leave_files_for_the_rest_of_the_coordinator() -> None:
     asyncio.run(crowd())
+    assert [max_connections(num_files) for num_files in (128, 1200, 65_536)] == [64, 600, 65_536 - OTHER_FILES]
 
 
 async def story() -> None:

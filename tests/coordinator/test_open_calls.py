@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from elche.protocol import call_metadata
-from elche.v1 import job_pb2, job_pb2_grpc
+from elche.v1 import bundle_pb2, bundle_pb2_grpc, job_pb2, job_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_coordinator import access as module
-from elche_coordinator.access import AccessInterceptor, Credentials
+from elche_coordinator.access import SECRET, AccessInterceptor, Credentials, RankCaller
 from elche_coordinator.audit import Audit
 from elche_coordinator.roles import Caller, Role
 
@@ -100,5 +100,106 @@ def test_who_reads_nothing_for_too_long_is_ended(tmp_path: Path) -> None:
             assert await files.ended.get() == "unread"
             with pytest.raises(grpc.aio.AioRpcError, match=r"nothing of the stream was taken for 0\.05 s"):
                 await rest_of(call)
+
+    run(story)
+
+
+class Folders(bundle_pb2_grpc.BundleServiceServicer):
+    """Folders without end."""
+
+    async def FetchBundle(  # noqa: N802
+        self, request: bundle_pb2.FetchBundleRequest, context: Any
+    ) -> AsyncIterator[bundle_pb2.FetchBundleResponse]:
+        while True:
+            yield bundle_pb2.FetchBundleResponse(data=bytes(1 << 16))
+
+
+class Keys(store_pb2_grpc.StoreServiceServicer):
+    """Keys that are never set."""
+
+    def __init__(self) -> None:
+        self.begun: asyncio.Queue[str] = asyncio.Queue()
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def Get(self, request: store_pb2.GetRequest, context: Any) -> store_pb2.GetResponse:  # noqa: N802
+        self.begun.put_nowait(request.key)
+        try:
+            await asyncio.Event().wait()
+            return store_pb2.GetResponse()
+        finally:
+            self.ended.put_nowait(request.key)
+
+
+@asynccontextmanager
+async def served_to_ranks(folder: Path) -> AsyncIterator[tuple[Keys, Any, Any]]:
+    """Services of ranks, whose secrets are RANK/USER: what keys are asked for, and stubs."""
+
+    def rank_of(context: Any) -> RankCaller:
+        return RankCaller(*dict(context.invocation_metadata())[SECRET].split("/"))
+
+    nobody: Any = SimpleNamespace()
+    access = AccessInterceptor(Credentials("the own one", nobody), Audit(folder / "audit.jsonl"), rank_of)
+    server, keys = grpc.aio.server(interceptors=[access]), Keys()  # type: ignore[abstract]  # the rest is not called
+    bundle_pb2_grpc.add_BundleServiceServicer_to_server(Folders(), server)
+    store_pb2_grpc.add_StoreServiceServicer_to_server(keys, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield keys, store_pb2_grpc.StoreServiceStub(channel), bundle_pb2_grpc.BundleServiceStub(channel)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("bound", "others", "why"),
+    [
+        ("MAX_CALLS_OF_RANK", ("job 1/ada", "another 0/bob"), "you have 4 calls of a rank at once, and 3"),
+        ("MAX_RANK_CALLS_OF_USER", ("another 0/bob",), "you have 4 calls of your jobs' ranks at once, and 3"),
+    ],
+)
+def test_a_rank_and_a_user_have_so_many_calls_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, others: tuple[str, ...], why: str
+) -> None:
+    """20,000 calls that wait for one key: +443 MB, and no end to it."""
+    monkeypatch.setattr(module, bound, MOST)
+
+    async def story() -> None:
+        async with served_to_ranks(tmp_path) as (keys, store, _):
+
+            def get(who: str, key: str) -> Any:
+                return store.Get(store_pb2.GetRequest(key=key), metadata=((SECRET, who),))
+
+            waiting = [get("job 0/ada", str(number)) for number in range(MOST)]
+            for _ in waiting:
+                await keys.begun.get()
+            with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
+                await get("job 0/ada", "one too many")
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for who in others:
+                waiting.append(get(who, who))
+                assert await keys.begun.get() == who
+            waiting[1].cancel()
+            assert await keys.ended.get() == "1"
+            waiting.append(get("job 0/ada", "again"))
+            assert await keys.begun.get() == "again"
+
+    run(story)
+
+
+def test_a_rank_fetches_its_folder_so_many_times_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,500 fetches that were not read: +630 MB, and 526 open files."""
+    monkeypatch.setattr(module, "MAX_FOLDER_CALLS_OF_RANK", MOST)
+
+    async def story() -> None:
+        async with served_to_ranks(tmp_path) as (_, _, bundles):
+
+            def fetch(who: str) -> Any:
+                return bundles.FetchBundle(bundle_pb2.FetchBundleRequest(), metadata=((SECRET, who),))
+
+            unread = [fetch("job 0/ada") for _ in range(MOST)]
+            for one in unread:
+                assert (await one.read()).data
+            with pytest.raises(grpc.aio.AioRpcError, match="you have 4 fetches of a rank's folder at once, and 3"):
+                await fetch("job 0/ada").read()
+            assert (await fetch("job 1/ada").read()).data
 
     run(story)

@@ -135,6 +135,27 @@ def test_what_a_rank_says_out_of_bounds_fails_its_own_job_alone(
         assert result_of(client, other.id).state is JobState.CANCELLED
 
 
+def test_a_job_whose_figures_fit_no_message_is_shown_with_its_state(
+    client: Client, channel: grpc.Channel, job_file: JobFile
+) -> None:
+    """A rank that had made 2**53 batches: its job had no state for whoever asked, also once it had ended."""
+    with fake_agent(channel) as host:
+        job = client.submit(job_file(), num_ranks=1)
+        start = host.started()
+        rank = FakeRank(channel, start.secret)
+        rank.say(ready=READY)
+        rank.say(group_ready=rank_pb2.GroupReady(generation=rank.heard("form_group").generation))
+        rank.say(batches_trained=rank_pb2.BatchesTrained(local_step=2**53, num_processed=1, batch_ms=[1.0]))
+        eventually(lambda: "its figures cannot be shown" in client.get(job.id).reason, "the batches have come")
+        assert client.get(job.id).state is JobState.TRAINING
+        job.cancel()
+        rank.leave()
+        host.exited(start)
+        assert result_of(client, job.id).state is JobState.CANCELLED
+        assert client.get(job.id).state is JobState.CANCELLED
+        assert {view.state for view in client.jobs() if view.job_id == job.id} == {JobState.CANCELLED}
+
+
 RESUMED: dict[str, Any] = {
     "attempt": 1, "version": 3, "global_step": 3, "dataset_size": 100, "epoch_size": 100, "seed": 0,
     "ledger": {"epoch": 0, "books": {}}, "policy": {}, "tallies": {},

@@ -2,6 +2,8 @@
 
 import socket
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -154,6 +156,19 @@ def test_quotas_that_are_none(quotas: list[str], why: str, mark: Mark, tmp_path:
     assert done.code == 2
     assert why in done.err
     assert not (tmp_path / ".elche").exists()
+
+
+@pytest.mark.parametrize("most", [16, 64])
+def test_a_coordinator_that_may_have_few_files_open_says_so(mark: Mark, tmp_path: Path, most: int) -> None:
+    """With 64 it took one connection, and `elche run` said that no coordinator answers; with 16 it had a traceback."""
+    began = (sys.executable, "-m", "elche_coordinator", "--data", "data", "--listen", "127.0.0.1:0", "--http", "off")
+    done = subprocess.run(
+        ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *began],
+        capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, env=mark.environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done
+    assert f"may have only {most} files open, and each connection is one: raise the limit to 128 or more" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_port_in_use(cluster: Cluster, mark: Mark, tmp_path: Path) -> None:

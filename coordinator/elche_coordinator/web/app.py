@@ -311,6 +311,14 @@ class Web:
         chunks = model_chunks(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
         return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
+    async def _link(self, download: Download) -> str:
+        """A link to the download, which is closed if there are too many. Raises `TooMuch`."""
+        try:
+            return self._downloads.link(download, CALLER.get().name)
+        except ElcheError:
+            await download.close()
+            raise
+
     # Changes from the page
 
     async def _change_job(self, request: Request) -> Response:
@@ -331,9 +339,9 @@ class Web:
                 )
                 return JSONResponse({"job": new_id, "checkpoint": path})
             case "model":
-                return JSONResponse({"link": self._downloads.link(await self._begin_download(view))})
+                return JSONResponse({"link": await self._link(await self._begin_download(view))})
             case "journal":
-                return JSONResponse({"link": self._downloads.link(await self._begin_journal(view))})
+                return JSONResponse({"link": await self._link(await self._begin_journal(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
         await self._driver.durable()

@@ -3,18 +3,20 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from urllib.parse import quote
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from elche.errors import ElcheError
+from elche_coordinator.budgets import Budget
 
 LINK_S = 30.0
 """Seconds for which a link is valid."""
-MAX_LINKS = 16
+MAX_LINKS = 64
 """Most links that are valid at once; a further one is refused."""
+MAX_LINKS_OF_CALLER = 8
+"""Of these, those of one caller."""
 
 
 class Download:
@@ -57,6 +59,10 @@ class Downloads:
 
     def __init__(self) -> None:
         self._waiting: dict[str, Download] = {}
+        """Downloads by the names of their links."""
+        self._links = Budget("downloads that have not been started", MAX_LINKS_OF_CALLER, MAX_LINKS)
+        self._counted: dict[str, ExitStack] = {}
+        """By name, what ends the counting of a link."""
 
     async def begin(self, chunks: AsyncGenerator[bytes], file_name: str) -> Download:
         """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver."""
@@ -64,20 +70,22 @@ class Downloads:
         # not by a broken file. A browser could also fetch with the token, but then holds the whole model in memory.
         return Download(file_name, chunks, await anext(chunks, b""))
 
-    def link(self, download: Download) -> str:
-        """A new link: a path that works once, for `LINK_S`. Raises `ElcheError` when too many links are open."""
-        if len(self._waiting) >= MAX_LINKS:
-            raise ElcheError("too many downloads have not been started; try again in a minute")
+    def link(self, download: Download, caller: str) -> str:
+        """A new link: a path that works once, for `LINK_S`. Raises `TooMuch` when too many links are open."""
+        counted = ExitStack()
+        counted.enter_context(self._links.taking(caller))
         name = secrets.token_urlsafe(32)
-        self._waiting[name] = download
+        self._waiting[name], self._counted[name] = download, counted
         asyncio.get_running_loop().call_later(LINK_S, self._expire, name)
         return f"/download/{name}"
 
     def take(self, name: str) -> Download | None:
         """The download of a link; None when it has been followed or has expired."""
+        if name in self._counted:
+            self._counted.pop(name).close()
         return self._waiting.pop(name, None)
 
     def _expire(self, name: str) -> None:
-        download = self._waiting.pop(name, None)
+        download = self.take(name)
         if download is not None:
             asyncio.get_running_loop().create_task(download.close())
