@@ -98,10 +98,8 @@ class Cadence:
         floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
-            if (
-                added(pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces)
-                <= work.free_batches
-            ):
+            missing = (pace.ratio * max(0, bounded[pace.rank] - pace.leased_total) for pace in paces)
+            if added(missing) <= work.free_batches:
                 break
             horizon_ms *= SHORTER
             counts = within(counts_near(paces, horizon_ms), self._max_batch_diff)
@@ -187,9 +185,8 @@ class Cadence:
         lease = dealt_free(paces, counts, work.free_batches)
         with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
         planned = [replace(pace, leased_total=pace.leased_total + lease[pace.rank]) for pace in paces]
-        more = dealt_free(
-            planned, with_spare, work.free_batches - added(pace.ratio * lease[pace.rank] for pace in paces)
-        )
+        left = work.free_batches - added(pace.ratio * lease[pace.rank] for pace in paces)
+        more = dealt_free(planned, with_spare, left)
         later: dict[Rank, int] = {}
         free_later: float = work.free_later
         for pace in paces:
