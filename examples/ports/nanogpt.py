@@ -43,7 +43,7 @@ def load_data() -> dict[str, Tensor]:
     """Bytes of some modules of Python's library; the last tenth is for validation."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join(
-        (folder / f"{name}.py").read_bytes() for name in ("argparse", "ast", "inspect", "pathlib", "typing")
+        (folder / f"{name}.py").read_bytes() for name in ("argparse", "ast", "inspect", "dataclasses", "typing")
     )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return {"train": data[: len(data) * 9 // 10], "val": data[len(data) * 9 // 10 :]}

@@ -64,6 +64,8 @@ def _give_devices(num_devices: int) -> None:
     for name, value in changes.items():
         replace(torch.cuda, name, value)
     replace(torch.version, "cuda", "12.8")
+    # As in torch's CPU build: optimizers ask it at each step, and the CUDA build would ask a driver.
+    replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     replace(simulated_cuda.Device, "run", _loading(simulated_cuda.Device.run, communicator.wait_until_idle))
     new_tensor = torch.tensor
 
