@@ -61,7 +61,8 @@ class RNNModel(nn.Module):
 
 def batchify(name: str, num_columns: int) -> Tensor:
     """The modules' bytes in columns, (T, N)."""
-    folder, names = Path(sysconfig.get_path("stdlib")), {"train": ("argparse", "ast", "inspect"), "val": ("dataclasses",)}
+    names = {"train": ("argparse", "ast", "inspect"), "val": ("dataclasses",)}
+    folder = Path(sysconfig.get_path("stdlib"))
     text = b"".join((folder / f"{module}.py").read_bytes() for module in names[name])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[: len(data) // num_columns * num_columns].view(num_columns, -1).T
