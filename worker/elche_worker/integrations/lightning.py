@@ -1,5 +1,6 @@
 """PyTorch Lightning on several devices: a callback averages gradients, while Lightning sees a single device."""
 
+import os
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -7,13 +8,30 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from elche.errors import Misuse
-from elche_worker.integrations.reporting import Reporting, check_begins_anew
+from elche_worker.integrations.reporting import Reporting, check_begins_anew, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
     import pytorch_lightning as pl
 else:
     import lightning.pytorch as pl  # the same, in another package
+if TYPE_CHECKING or pl.__name__ == "pytorch_lightning":
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.utilities import rank_zero_only
+else:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.utilities import rank_zero_only
+
+WRITTEN = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+)
+"""What a `ModelCheckpoint` knows of the checkpoints that it has written."""
 
 
 class ElcheCallback(pl.Callback):
@@ -21,13 +39,20 @@ class ElcheCallback(pl.Callback):
 
     Each process must have equally many batches of equally many samples, as a `DistributedSampler` gives them, and the
     model one optimizer. Reports each batch's loss, and after each validation the module's metrics, to a coordinator.
-    Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`.
+    Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`. Only rank 0 writes
+    checkpoints and logs; after `fit` all ranks know its `best_model_path`.
     """
 
     def __init__(self) -> None:
         self._elche: Trainer | None = None
         self._reporting: Reporting | None = None
         self._is_averaged = False
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Tells Lightning which process this is, so that one alone writes: it sees a single device."""
+        if trainer.world_size == 1:
+            _take_rank(trainer, self._rank)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Joins the processes; their models start as rank 0's."""
@@ -66,6 +91,8 @@ class ElcheCallback(pl.Callback):
         if self._elche is not None and self._is_averaged:
             self._is_averaged = False
             self._elche.finish_step()
+            self._rank = self._elche.rank  # changes when a lower one has died
+            _take_rank(trainer, self._rank)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reports the metrics that the module has logged."""
@@ -73,9 +100,19 @@ class ElcheCallback(pl.Callback):
             self._reporting.evaluated(trainer.callback_metrics)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Leaves the process group."""
+        """Reports the last epoch."""
         if self._reporting is not None:
             self._reporting.end()
+
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Takes over from rank 0 which checkpoints it has written, and leaves the process group."""
+        if self._elche is None:
+            return
+        kept = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        told = of_rank_0(self._elche, [{name: getattr(one, name) for name in WRITTEN} for one in kept])
+        for one, written in zip(kept, told, strict=False):
+            for name, value in written.items():
+                setattr(one, name, value)
         self._close(None)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
@@ -83,5 +120,19 @@ class ElcheCallback(pl.Callback):
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._elche is not None:
-            self._elche.close(error)
+        elche, self._elche, self._reporting, self._is_averaged = self._elche, None, None, False
+        if elche is not None:
+            elche.close(error)
+
+
+def _take_rank(trainer: "pl.Trainer", rank: int) -> None:
+    """Makes Lightning's `global_rank` and `is_global_zero` those of this process."""
+    if trainer.global_rank == rank and trainer.is_global_zero == (rank == 0):
+        return
+    strategy: Any = trainer.strategy
+    kind = type(strategy)
+    if not hasattr(kind, "is_one_of_several"):  # Lightning's own says that it is always the first
+        is_first = property(lambda self: self.global_rank == 0)
+        strategy.__class__ = type(kind.__name__, (kind,), {"is_global_zero": is_first, "is_one_of_several": True})
+    strategy.global_rank = rank
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010  # an attribute that it has without a type

@@ -20,6 +20,14 @@ def check_begins_anew(way: str) -> None:
         raise Misuse(f"{path} lacks the framework's own state, its step, schedule and data: go on with {way}")
 
 
+def of_rank_0(trainer: Trainer, own: Any) -> Any:
+    """Rank 0's value, of plain values and tensors, on every rank. Every rank calls it, at the end of training."""
+    world = trainer._world
+    if world.size == 1:
+        return own
+    return trainer._together.run(lambda: world.share_state(own, 0), "ends its training")
+
+
 class Reporting:
     """Reports a framework's epochs and metrics as those of a user-owned loop; does nothing without a coordinator."""
 

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from elche.errors import Misuse
-from elche_worker.integrations.reporting import Reporting, check_begins_anew
+from elche_worker.collectives.consistency import begin_as_rank_0
+from elche_worker.integrations.reporting import Reporting, check_begins_anew, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -21,21 +22,25 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 class ElcheCallback(TrainerCallback):
     """Averages gradients over the processes of torchrun or `elche run` before each step, and clips the average.
 
-    Make it before `TrainingArguments`, and train each process's `part` of the data. Only rank 0 logs and saves. Reports
-    its logs, every `logging_steps` and at least once per epoch, and evaluations' metrics to a coordinator.
+    Make it before `TrainingArguments`, and train each process's `part` of the data. Only rank 0 logs and saves, as
+    `Trainer.is_world_process_zero()` says, too. With `load_best_model_at_end` all ranks end with rank 0's model.
+    Reports its logs, every `logging_steps` and at least once per epoch, and evaluations' metrics to a coordinator.
     """
 
     def __init__(self) -> None:
         self._places = {name: os.environ.pop(name) for name in PLACES if name in os.environ}
         self.rank = int(self._places.get("RANK", "0"))
         self.world_size = int(self._places.get("WORLD_SIZE", "1"))
+        self._local_rank = int(self._places.get("LOCAL_RANK", "0"))
         if self._places:
-            self._see_own_gpu(int(self._places.get("LOCAL_RANK", "0")))
+            self._see_own_gpu(self._local_rank)
         self._elche: Trainer | None = None
         self._reporting: Reporting | None = None
         self._has_loss = False
         """True if Hugging Face has logged a loss in this epoch."""
         self._max_norm = 0.0
+        self._clipped: TrainingArguments | None = None
+        """The arguments whose `max_grad_norm` this callback has taken, until the training ends."""
 
     def _see_own_gpu(self, index: int) -> None:
         """Hides other GPUs, all of which Hugging Face would otherwise use."""
@@ -49,6 +54,18 @@ class ElcheCallback(TrainerCallback):
         count: int = len(dataset)  # type: ignore[arg-type]
         return Subset(dataset, range(self.rank, count - count % self.world_size, self.world_size))
 
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Tells Hugging Face which process this is, so that one alone writes: it sees a single process."""
+        self._take_rank(args, state)
+
+    def _take_rank(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Makes the `process_index` of arguments and state those of this process."""
+        if args.world_size == 1 and args.distributed_state is not None:
+            args.distributed_state.process_index = self.rank
+            args.distributed_state.local_process_index = self._local_rank
+            state.is_world_process_zero = args.process_index == 0
+            state.is_local_process_zero = args.local_process_index == 0
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
@@ -60,6 +77,9 @@ class ElcheCallback(TrainerCallback):
         check_begins_anew("trainer.train(resume_from_checkpoint=...) and a checkpoint of Hugging Face's")
         model: nn.Module = named["model"]
         optimizer: Optimizer = named["optimizer"]
+        self._leave()  # a training that was interrupted, in a notebook
+        self._take_rank(args, state)  # other arguments have reset it
+        self._clipped = args
         self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # this callback clips the average instead
         os.environ.update(self._places)
         # One step for each batch, as Hugging Face counts them: no El Che.
@@ -115,6 +135,9 @@ class ElcheCallback(TrainerCallback):
         """Clears gradients; only rank 0 logs and saves."""
         assert self._elche is not None
         self._elche.finish_step()
+        if self._elche.rank != self.rank:  # a lower one has died
+            self.rank = self._elche.rank
+            self._take_rank(args, state)
         self._be_quiet(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
@@ -130,12 +153,25 @@ class ElcheCallback(TrainerCallback):
             control.should_save = control.should_log = False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Leaves the process group."""
-        args.max_grad_norm = self._max_norm
+        """Takes over the best model from rank 0, and leaves the process group."""
         if self._elche is not None and self._reporting is not None:
             self._reporting.end()
-            self._elche.close()
-        self._reporting = None
+            if args.load_best_model_at_end:
+                self._take_best(self._elche, state)
+        self._leave()
+
+    def _take_best(self, elche: Trainer, state: TrainerState) -> None:
+        """Only rank 0 has saved checkpoints, and loads the best of them."""
+        state.best_model_checkpoint = of_rank_0(elche, state.best_model_checkpoint)
+        elche._together.run(lambda: begin_as_rank_0(elche.model, elche._world), "takes the best model", give=None)
+
+    def _leave(self) -> None:
+        """Ends elche's part of a training, and gives the arguments back as they were."""
+        elche, self._elche, self._reporting = self._elche, None, None
+        if self._clipped is not None:
+            self._clipped.max_grad_norm, self._clipped = self._max_norm, None
+        if elche is not None:
+            elche.close()
 
 
 def _is_of_model(name: str) -> bool:

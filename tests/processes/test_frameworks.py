@@ -1,0 +1,227 @@
+"""Trainings of Hugging Face's `Trainer` and of Lightning on two processes leave behind what they do on one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.real_processes import Mark
+
+pytestmark = pytest.mark.slow(reason="every test starts PyTorch and a framework in two processes")
+
+TWO_RANKS = Path(__file__).resolve().parents[1] / "support" / "two_ranks.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+LIMIT_S = 100.0
+
+HUGGING_FACE = """
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from elche_worker.integrations.transformers import ElcheCallback
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x, labels=None):
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+
+class Notes(TrainerCallback):
+    def on_log(self, args, state, control, **_):
+        wrote.append(state.is_world_process_zero)
+
+
+def metrics(worse):  # the first evaluation is the best one
+    counts["evaluations"] += 1
+    return {"good": -counts["evaluations"]}
+
+
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+samples = [{"x": one, "labels": (one[0] > 0).long()} for one in x]
+wrote, counts = [], {"evaluations": 0}
+elche = ElcheCallback()
+torch.manual_seed(0)
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=8, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch",
+    load_best_model_at_end=True, metric_for_best_model="good", report_to="none", disable_tqdm=True, use_cpu=True,
+    learning_rate=0.1, max_grad_norm=0.5,
+)
+trainer = Trainer(
+    Net(), arguments, train_dataset=elche.part(samples), eval_dataset=samples, compute_metrics=metrics,
+    callbacks=[elche, Notes()],
+)
+trainer.train()
+at_end = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
+trainer.save_model(f"final-{elche.rank}")
+told = {"wrote": sorted(set(wrote)), "best": trainer.state.best_model_checkpoint, "model": at_end,
+        "norm": arguments.max_grad_norm}
+Path(f"rank-{elche.rank}.json").write_text(json.dumps(told))
+"""
+
+LIGHTNING = """
+import json
+import os
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elche_worker.integrations.lightning import ElcheCallback
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, index):
+        self.log("loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+samples = TensorDataset(x, (x[:, 0] > 0).long())
+held_out = DataLoader(samples, batch_size=64)
+pl.seed_everything(0, verbose=False)
+kept = ModelCheckpoint(dirpath="kept", monitor="loss", save_last=True)
+trainer = pl.Trainer(
+    devices=1, accelerator="cpu", plugins=[LightningEnvironment()], callbacks=[ElcheCallback(), kept], max_epochs=2,
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
+)
+sampler = DistributedSampler(samples, num_replicas=WORLD_SIZE, rank=RANK, seed=0)
+model = Model()
+trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
+told = {"best": kept.best_model_path, "last": kept.last_model_path, "is_first": trainer.is_global_zero}
+told["validated"] = trainer.validate(model, held_out, verbose=False)[0]["loss"]
+told["tested"] = trainer.test(model, held_out, ckpt_path="best", verbose=False, weights_only=False)[0]["loss"]
+told["is_kept"] = os.path.isfile(kept.best_model_path)  # until the next fit finds a better one
+trainer.fit_loop.max_epochs = 3
+trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
+told["steps"] = trainer.global_step
+trainer.save_checkpoint(f"final-{RANK}.ckpt")
+Path(f"rank-{RANK}.json").write_text(json.dumps(told))
+"""
+
+INTERRUPTED = """
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from elche_worker.integrations.transformers import ElcheCallback
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x, labels=None):
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+
+class Impatient(TrainerCallback):
+    is_new = True
+
+    def on_step_end(self, args, state, control, **_):
+        is_new, Impatient.is_new = Impatient.is_new, False
+        if is_new:
+            raise KeyboardInterrupt
+
+
+samples = [{"x": one, "labels": torch.tensor(0)} for one in torch.randn(8, 4)]
+elche = ElcheCallback()
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=8, num_train_epochs=1, save_strategy="no", report_to="none", use_cpu=True,
+    disable_tqdm=True, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.001,
+)
+trainer = Trainer(Net(), arguments, train_dataset=elche.part(samples), callbacks=[elche, Impatient()])
+try:
+    trainer.train()
+except KeyboardInterrupt:
+    print("interrupted")
+before = torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+trainer.train()
+after = torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+print("moved", (after - before).norm().item() <= 0.0011, "norm", arguments.max_grad_norm)
+"""
+
+
+def told_by(script: str, folder: Path, mark: Mark, *, ranks: bool = True) -> str:
+    """Runs the script in the folder, on two ranks or alone; returns its output."""
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, *([str(TWO_RANKS)] if ranks else []), "train.py"],
+        cwd=folder,
+        env=mark.environment(ENVIRONMENT),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_of_hugging_face_only_rank_0_writes_and_all_ranks_end_with_its_best_model(mark: Mark, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    told_by(HUGGING_FACE, tmp_path, mark)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert (first["wrote"], second["wrote"]) == ([True], [False])
+    assert not (tmp_path / "final-1").exists()
+    best = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    for one in (first, second):
+        assert one["best"] == "out/checkpoint-4"
+        assert one["norm"] == 0.5
+        assert {name: torch.tensor(value) for name, value in one["model"].items()}.keys() == best.keys()
+        for name, value in best.items():
+            assert torch.equal(torch.tensor(one["model"][name]), value), name
+
+
+def test_a_training_of_hugging_face_that_was_interrupted_clips_gradients_when_it_is_begun_again(
+    mark: Mark, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    assert "moved True norm 0.001" in told_by(INTERRUPTED, tmp_path, mark, ranks=False)
+
+
+def test_of_lightning_only_rank_0_writes_and_all_ranks_validate_test_and_fit_afterwards(
+    mark: Mark, tmp_path: Path
+) -> None:
+    pytest.importorskip("pytorch_lightning")
+    told_by(LIGHTNING, tmp_path, mark)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert (first.pop("is_first"), second.pop("is_first")) == (True, False)
+    assert first == second
+    assert first["steps"] == 3 * 4
+    assert first["is_kept"]
+    assert first["validated"] >= first["tested"]
+    assert (tmp_path / "final-0.ckpt").is_file()
+    assert not (tmp_path / "final-1.ckpt").exists()
+    assert not list((tmp_path / "kept").glob("*-v1.ckpt"))
