@@ -122,3 +122,24 @@ def test_a_model_whose_frozen_parameters_were_not_saved_comes_back_whole(mark: M
     path = job_file("linear.py", ADAPTED)
     assert started(mark, path) == [["0.bias", "0.weight", "1.bias", "1.weight"], True]
     assert load_file(path.parent / "started" / "model.safetensors").keys() == {"1.bias", "1.weight"}
+
+
+DRAWING = """
+import dataclasses
+
+job = dataclasses.replace(
+    job,
+    model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)),
+    train_step=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    epochs=2,
+)
+
+if __name__ == "__main__":
+    import json
+    alone, started = job.run(), job.start(ranks=1).join()
+    print(json.dumps([torch.equal(value, started.params[name]) for name, value in alone.params.items()]))
+"""
+
+
+def test_a_rank_alone_has_bit_for_bit_the_dropout_that_run_has(mark: Mark, job_file: JobFile) -> None:
+    assert started(mark, job_file("linear.py", DRAWING)) == [True] * 4

@@ -21,6 +21,7 @@ from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
+from elche_worker.device.rng import seed_all
 from elche_worker.device.streams import DeviceStreams, new_streams, pin_accumulators
 from elche_worker.model.batch_size import is_auto, rank_batch_size
 from elche_worker.model.evaluation import evaluate, evaluate_part, metrics_of, rehearse
@@ -96,6 +97,7 @@ def _train(
     )
     accumulators = pin_accumulators(built.model)
     own_state = build_own_state(job, built.model, FILE)
+    seed_all(job.seed)  # as rank 0 of a job does
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
