@@ -17,7 +17,7 @@ TWO_RANKS = Path(__file__).resolve().parents[1] / "support" / "two_ranks.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 LIMIT_S = 100.0
 
-HUGGING_FACE = """
+NET = """
 import json
 from pathlib import Path
 
@@ -35,6 +35,11 @@ class Net(nn.Module):
 
     def forward(self, x, labels=None):
         return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+"""
+
+HUGGING_FACE = (
+    NET
+    + """
 
 
 class Notes(TrainerCallback):
@@ -68,6 +73,7 @@ told = {"wrote": sorted(set(wrote)), "best": trainer.state.best_model_checkpoint
         "norm": arguments.max_grad_norm}
 Path(f"rank-{elche.rank}.json").write_text(json.dumps(told))
 """
+)
 
 LIGHTNING = """
 import json
@@ -127,21 +133,9 @@ trainer.save_checkpoint(f"final-{RANK}.ckpt")
 Path(f"rank-{RANK}.json").write_text(json.dumps(told))
 """
 
-INTERRUPTED = """
-import torch
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from elche_worker.integrations.transformers import ElcheCallback
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 2)
-
-    def forward(self, x, labels=None):
-        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+INTERRUPTED = (
+    NET
+    + """
 
 
 class Impatient(TrainerCallback):
@@ -169,6 +163,7 @@ trainer.train()
 after = torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
 print("moved", (after - before).norm().item() <= 0.0011, "norm", arguments.max_grad_norm)
 """
+)
 
 
 def told_by(script: str, folder: Path, mark: Mark, *, ranks: bool = True) -> str:

@@ -28,6 +28,9 @@ SEEN = {}
 CALLS = 0
 FIRST, SECOND = 1, 2
 UNUSED = 1
+NAMES = {"first", "second"}
+WEIGHTS = [1.0]
+WEIGHTS.append(2.0)
 
 class Net(nn.Module):
     def __init__(self):
@@ -38,7 +41,7 @@ class Net(nn.Module):
         return self.layer(x)
 
 def rate():
-    return LR * FACTOR * FIRST
+    return LR * FACTOR * FIRST * len(NAMES) * sum(WEIGHTS)
 
 def dataset():
     SEEN["dataset"] = 1
@@ -110,7 +113,9 @@ def test_partial_functions_are_compared_by_what_they_hold(script: Any) -> None:
         check_is_of_file(script.job_with(1.0, 4.0))
 
 
-@pytest.mark.parametrize(("name", "value"), [("LR", 0.2), ("LR", None), ("CONFIG", {"hidden": 8})])
+@pytest.mark.parametrize(
+    ("name", "value"), [("LR", 0.2), ("LR", None), ("CONFIG", {"hidden": 8}), ("NAMES", {"first"})]
+)
 def test_a_job_whose_functions_read_what_the_program_has_changed_is_refused(
     script: Any, name: str, value: object
 ) -> None:

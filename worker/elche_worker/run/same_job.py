@@ -63,7 +63,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     match one:
-        case bool() | int() | float() | complex() | str() | bytes():
+        case bool() | int() | float() | complex() | str() | bytes() | set() | frozenset():
             return bool(one == other)
         case tuple() | list():
             return len(one) == len(other) and all(map(_are_alike, one, other))
@@ -138,9 +138,15 @@ def _has_changed(name: str, tree: ast.Module, module: ModuleType) -> bool:
         case ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(value=ast.expr() as value):
             with contextlib.suppress(ValueError):
                 literal = ast.literal_eval(value)
-                is_filled_later = literal in ([], {}, set())  # a cache, which says nothing of what is trained
-                return not is_filled_later and not _are_alike(literal, vars(module)[name])
+                # An empty container is a cache, and one that the top level uses may be filled there.
+                may_be_filled = isinstance(literal, list | dict | set) and (not literal or _is_read(name, tree))
+                return not may_be_filled and not _are_alike(literal, vars(module)[name])
     return any(name in _assigned(one) for one in tree.body if _is_main(one))
+
+
+def _is_read(name: str, tree: ast.Module) -> bool:
+    """True if the file's top level reads the variable, outside of functions and classes."""
+    return any(name in _names(one, ast.Load) for one in tree.body if not _is_main(one))
 
 
 def _is_main(statement: ast.stmt) -> bool:
@@ -151,11 +157,15 @@ def _is_main(statement: ast.stmt) -> bool:
 
 def _assigned(statement: ast.stmt) -> set[str]:
     """The names to which a statement assigns, or what it contains, outside of functions and classes."""
+    return _names(statement, ast.Store)
+
+
+def _names(statement: ast.stmt, use: type[ast.expr_context]) -> set[str]:
     found: set[str] = set()
     nodes: list[ast.AST] = [statement] if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, use):
             found.add(node.id)
         apart = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.comprehension
         nodes += [one for one in ast.iter_child_nodes(node) if not isinstance(one, apart)]

@@ -46,9 +46,9 @@ class SameBatches:
 def _advice(ranks: list[int]) -> str:
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
-        f"elche: ranks {named} had the same gradients in the first {STEPS} steps: they draw the same batches, so that "
-        "more devices train no more samples. Let elche divide the loader with trainer.set_data_loader(), or give it a "
-        "DistributedSampler, or seed each rank's data by trainer.rank"
+        f"elche: ranks {named} had the same gradients in the first {STEPS} steps: they seem to draw the same batches, "
+        "so that more devices train no more samples. Let elche divide the loader with trainer.set_data_loader(), or "
+        "give it a DistributedSampler, or seed each rank's data by trainer.rank"
     )
 
 
@@ -59,7 +59,8 @@ def _are_same(one: list[float], other: list[float]) -> bool:
 @torch.no_grad()
 def _figures(parameters: Iterable[nn.Parameter]) -> list[float]:
     """The sum of the absolute values of all gradients, and that of the values; equal on ranks with the same gradients,
-    bit for bit. Waits for the device."""
+    bit for bit. Waits for the device.
+    """
     gradients = [one.grad for one in parameters if one.grad is not None]
     sums = [torch.zeros(2, dtype=torch.float64)]
     for gradient in gradients:
