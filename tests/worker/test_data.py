@@ -329,9 +329,12 @@ def test_weights_may_be_a_tensor_that_has_a_gradient() -> None:
 
 
 def test_augmentation_differs_from_epoch_to_epoch_and_is_the_same_whoever_fetches_the_batch() -> None:
+    class Drawn:
+        def __getitem__(self, index: int) -> float:
+            return float(torch.rand(1))
+
     def drawn(epoch: int, first: int) -> float:
-        Fetch([0], None, "train.py", seed=3)._seed_worker(Indices([first, 9], epoch))
-        return float(torch.rand(1))
+        return float(Fetch(Drawn(), None, "train.py", seed=3).batch(Indices([first, 9], epoch))[0])
 
     assert drawn(0, 5) == drawn(0, 5)
     assert len({drawn(0, 5), drawn(1, 5), drawn(0, 6)}) == 3

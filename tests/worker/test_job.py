@@ -97,6 +97,27 @@ def test_training_alone_is_reproducible() -> None:
     assert torch.equal(first.params["weight"], second.params["weight"])
 
 
+class Augmented(TensorDataset):
+    """Samples with noise, drawn beside a model with dropout."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(inputs.shape), targets
+
+
+def test_training_on_what_is_drawn_is_reproducible_with_and_without_worker_processes() -> None:
+    samples = JOB.dataset()
+    job = replace(
+        JOB,
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        dataset=lambda: Augmented(*samples.tensors),
+    )
+    first, second, by_workers = (replace(job, num_workers=num).run(device="cpu") for num in (0, 0, 1))
+    for name, value in first.params.items():
+        assert torch.equal(value, second.params[name])
+        assert torch.equal(value, by_workers.params[name])
+
+
 def test_what_the_data_set_raises_reaches_the_caller() -> None:
     class Broken(TensorDataset):
         def __getitem__(self, index: int) -> Any:

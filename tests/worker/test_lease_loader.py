@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
+from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import to_device
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
@@ -48,6 +51,47 @@ def take(loader: LeaseLoader, wake: threading.Event) -> Any:
         assert wake.wait(100)
         wake.clear()
     return loader.take()
+
+
+class Drawn(Indices):
+    """Samples with what they draw of each generator of the host."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, float(torch.rand(1)), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def test_what_is_fetched_in_step_is_what_worker_processes_fetch() -> None:
+    """And the model's random numbers are as if nothing else were drawn."""
+    taken = []
+    for num_workers in (0, 1):
+        loader, wake = loader_of(Drawn(5000), num_workers)
+        if not num_workers:
+            loader.fetch_in_step()
+        assert not loader.is_ready
+        loader.add(Lease(id=1, epoch=0, offset=100, size=25))
+        loader.add(Lease(id=2, epoch=1, offset=0, size=0))
+        loader.add(Lease(id=3, epoch=1, offset=0, size=645))
+        seed_all(5)
+        taken.append([(take(loader, wake), float(torch.rand(1)), random.random()) for _ in range(68)])
+        assert not loader.is_ready
+        loader.stop()
+    in_step, by_workers = taken
+    for (one, *drawn), (other, *as_drawn) in zip(in_step, by_workers, strict=True):
+        assert (one.epoch, one.size, one.lease, one.offset) == (other.epoch, other.size, other.lease, other.offset)
+        assert torch.equal(one.data, other.data)
+        assert drawn == as_drawn
+
+
+def test_what_a_data_set_raises_in_step_is_raised_and_a_stopped_loader_has_nothing() -> None:
+    loader, _ = loader_of(Indices(10))
+    loader.fetch_in_step()
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.add(Lease(id=2, epoch=1, offset=0, size=10))
+    with pytest.raises(ValueError, match="is broken"):
+        loader.take()
+    assert loader.is_ready
+    loader.stop()
+    assert not loader.is_ready
 
 
 def test_batches_follow_the_leases_and_the_permutation() -> None:

@@ -1,6 +1,7 @@
 """Ranks without a coordinator: real models, loaders and gloo groups, and the test in their loops' place."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -467,6 +468,24 @@ def test_what_after_round_changes_stays_in_the_result_and_beside_newer_steps(wor
 
 
 # The audit
+
+
+def test_time_to_fetch_in_step_belongs_to_the_batch(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = world(1).ranks
+    loader = rank.replica.loader
+    loader.fetch_in_step()
+    fetch = loader._fetch_here.batch
+
+    def slow(indices: list[int]) -> Any:
+        time.sleep(0.05)
+        return fetch(indices)
+
+    monkeypatch.setattr(loader._fetch_here, "batch", slow)
+    rank.ready.release(2)  # nobody wakes the loop: it takes what it can fetch
+    rank.train(2)
+    report = rank.replica.meter.take_report()
+    assert report.data_wait_ms >= 100
+    assert all(ms >= 50 for ms in report.batch_ms)
 
 
 def test_a_replica_writes_what_its_loader_has_fetched(world: Make) -> None:

@@ -223,6 +223,39 @@ def test_data_that_are_dear_to_read_are_not_read_for_long_and_streams_not_at_all
     assert not look_at(Shards([5], lambda index: pytest.fail("opened")), 0).samples
 
 
+@pytest.mark.parametrize(
+    ("draw", "draws"),
+    [
+        (lambda: None, False),
+        (lambda: torch.rand(1), True),
+        (random.random, True),
+        (np.random.normal, True),
+        (lambda: np.random.default_rng(3).random(), False),
+        (lambda: torch.rand(1, generator=torch.Generator().manual_seed(3)), False),
+    ],
+)
+@pytest.mark.parametrize("where", ["data set", "collate_fn"])
+def test_what_draws_random_numbers_is_seen_though_samples_are_the_same(draw: Any, draws: bool, where: str) -> None:
+    class Same:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            if where == "data set":
+                draw()
+            return index
+
+    def collate(samples: list[Any]) -> Any:
+        if where == "collate_fn":
+            draw()
+        return torch.tensor(samples)
+
+    before = torch.get_rng_state()
+    looked = look_at(Same(), 0, collate_fn=collate, budget_s=100)
+    assert (looked.draws, looked.are_random) == (draws, False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_message_is_one_that_the_coordinator_takes() -> None:
     """However many values a sample has, and whatever they are."""
     odd = [torch.full((1,) * 70, float("inf")), *([float("nan")] * 200), 10**30, "x" * 10**5]

@@ -1,15 +1,13 @@
 """Fetches the samples of a batch, in this process or a worker process, and reports errors of user code."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from elche.errors import InvalidJob
+from elche_worker.device.rng import host_seeded, seed_host
 from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
@@ -87,7 +85,7 @@ class Fetch:
     def _samples_at(self, indices: list[int]) -> list[Any] | FetchError:
         index: int | None = None
         if indices and get_worker_info() is not None:
-            self._seed_worker(indices)
+            seed_host(self._seed_of(indices))
         try:
             if indices and self._tensors is not None:
                 return CollatedBatch([tensor[indices] for tensor in self._tensors])
@@ -100,13 +98,17 @@ class Fetch:
         except Exception as error:
             return self._broken(error, f"at sample {index} of the data set" if index is not None else "")
 
-    def _seed_worker(self, indices: list[int]) -> None:
-        """Seeds a worker process by the batch alone, so that random numbers do not depend on the worker or the rank."""
+    def batch(self, indices: list[int]) -> Any:
+        """The collated batch, or a `FetchError`, of samples that are fetched by this thread. What the user's code draws
+        is as in a worker process; other code goes on with its own random numbers.
+        """
+        with host_seeded(self._seed_of(indices)):
+            return self.collate(self.__getitems__(indices))
+
+    def _seed_of(self, indices: list[int]) -> int:
+        """The seed of a batch: of the batch alone, so that what is drawn does not depend on the worker or the rank."""
         # A tuple of whole numbers has the same hash in every process, whatever PYTHONHASHSEED is.
-        key = hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
-        torch.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key)
+        return hash((self._seed, getattr(indices, "epoch", 0), indices[0])) & 0xFFFFFFFF
 
     def collate(self, samples: list[Any] | FetchError) -> Any:
         """Collates samples into a batch, or returns a `FetchError`. None for no samples, and where the job's

@@ -177,6 +177,10 @@ class LeaseLoader:
         self._news = threading.Semaphore(0)
         """Counts leases that were added, so that the thread sleeps while nothing is leased and misses none."""
         self._is_stopped = False
+        self.is_in_step = False
+        """True if `take` itself fetches, see `fetch_in_step`."""
+        self._num_left = 0
+        """Batches that are leased and not taken, where `take` fetches."""
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
         self._fetch_here = fetch
@@ -201,12 +205,23 @@ class LeaseLoader:
             self._last_lease = lease.id
             self.num_leased += lease.size
             self._leases.append(lease)
-            self._news.release()
+            if self.is_in_step:
+                self._num_left += -(-lease.size // self._batch_size)
+            else:
+                self._news.release()
+
+    def fetch_in_step(self) -> None:
+        """Has `take` fetch each batch, on its caller's thread. Call it before the first lease, without `num_workers`.
+
+        For data sets that draw random numbers: fetched on another thread, they and the model would draw from the same
+        generators, and which of them gets which number would depend on time.
+        """
+        self.is_in_step = True
 
     @property
     def is_ready(self) -> bool:
-        """True if `take` has a batch."""
-        return bool(self._ready)
+        """True if `take` has a batch, or can fetch one."""
+        return bool(self._ready) or self._num_left > 0
 
     @property
     def num_ready(self) -> int:
@@ -215,6 +230,8 @@ class LeaseLoader:
 
     def take(self) -> Batch:
         """The next batch. Call it only when `is_ready`."""
+        if self.is_in_step and not self._ready:
+            return self._fetch_next()
         item = self._ready.popleft()
         if isinstance(item, Batch):
             with self._room:
@@ -223,6 +240,23 @@ class LeaseLoader:
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def _fetch_next(self) -> Batch:
+        self._num_left -= 1
+        self._next_indices()
+        wanted = self._wanted.popleft()
+        assert wanted is not None
+        started_s = time.perf_counter()
+        data = self._fetch_here.batch(wanted.indices)
+        if self._timeline is not None:
+            self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))
+        if isinstance(data, FetchError):
+            raise data.to_error()
+        if self._group_size > 1 and _lacks_parts(data, wanted):
+            raise InvalidJob(NONE_IN_GROUP)
+        with self.transfer.stream():
+            data, event = self.transfer.move(data)
+        return Batch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
 
     def fetch_any(self, num_samples: int) -> Batch:
         """A batch that is not trained, of the first samples of the first epoch, fetched on this thread."""
@@ -236,6 +270,7 @@ class LeaseLoader:
     def stop(self) -> None:
         """Stops fetching, ends worker processes and drops ready batches."""
         self._is_stopped = True
+        self._num_left = 0
         self._news.release()
         with self._room:
             self._ready.clear()
@@ -315,7 +350,7 @@ class LeaseLoader:
     def _next_indices(self) -> list[int]:
         """Called by the DataLoader, on this loader's thread."""
         wanted = next(self._blocks, None)
-        if wanted is None and self._leases:
+        while wanted is None and self._leases:  # a lease may be empty
             self._blocks = self._cut(self._leases.popleft())
             wanted = next(self._blocks, None)
         self._wanted.append(wanted)

@@ -14,8 +14,8 @@ import torch
 from elche.samples import MAX_VALUES, TOLERANCE, are_alike, positions_to_compare
 from elche.v1 import rank_pb2
 from elche_worker.data.dataset import Shards
-from elche_worker.data.fetching import Fetch, FetchError
-from elche_worker.device.rng import seeded
+from elche_worker.data.fetching import Collate, Fetch, FetchError
+from elche_worker.device.rng import host_state, seeded
 from elche_worker.device.transfer import tensors_in
 
 BUDGET_S = 0.2
@@ -40,41 +40,61 @@ class Looked:
     samples: tuple[rank_pb2.SampleRead, ...] = ()
     are_random: bool = False
     """True if a sample comes out different each time."""
+    draws: bool = False
+    """True if reading a sample draws random numbers."""
 
 
-def look_at(dataset: Any, seed: int, *, budget_s: float = BUDGET_S) -> Looked:
+def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budget_s: float = BUDGET_S) -> Looked:
     """Reads some samples, each several times with random generators seeded otherwise. Leaves out those that raise, and
-    those for which there is no time. Reads none of a stream, since it would be read from its beginning.
+    those for which there is no time. Reads none of a stream, since it would be read from its beginning. `collate_fn`
+    is called with one sample, to see if it draws random numbers.
     """
     if isinstance(dataset, Shards):
         return Looked()
-    fetch, until_s = Fetch(dataset, None, ""), time.monotonic() + budget_s
+    fetch, until_s = Fetch(dataset, collate_fn, ""), time.monotonic() + budget_s
     found: list[rank_pb2.SampleRead] = []
+    draws = False
     for index in positions_to_compare(len(dataset), seed):
-        reads = _read(fetch, index, seed, until_s)
+        reads, draws_now = _read(fetch, index, seed, until_s)
+        draws = draws or draws_now
+        if not found and collate_fn is not None and not draws:
+            draws = _collating_draws(fetch, index, seed)
         if not all(are_alike(reads[0], one) for one in reads[1:]):
-            return Looked(are_random=True)
+            return Looked(are_random=True, draws=draws)
         if len(reads) == NUM_READS:
             values = [rank_pb2.ValueFigures(figures=one) for one in reads[0]]
             found.append(rank_pb2.SampleRead(index=index, values=values))
         if time.monotonic() > until_s:
             break
-    return Looked(tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else ())
+    return Looked(tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else (), draws=draws)
 
 
-def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> list[list[list[float]]]:
-    """The sample's figures, of `NUM_READS` reads, or of fewer where it raises or there is no time."""
+def _collating_draws(fetch: Fetch, index: int, seed: int) -> bool:
+    with seeded(seed):
+        samples = fetch.__getitems__([index])
+        before = host_state()
+        fetch.collate(samples)
+        return host_state() != before
+
+
+def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> tuple[list[list[list[float]]], bool]:
+    """The sample's figures, of `NUM_READS` reads, or of fewer where it raises or there is no time; and whether random
+    numbers were drawn.
+    """
     reads: list[list[list[float]]] = []
+    draws = False
     for number in range(NUM_READS):
         if reads and time.monotonic() > until_s:
             break
         with seeded(seed + number):
+            before = host_state()
             samples = fetch.__getitems__([index])
+            draws = draws or host_state() != before
             figures = None if isinstance(samples, FetchError) else figures_or_none(samples)
         if figures is None:
             break
         reads.append(figures)
-    return reads
+    return reads, draws
 
 
 def figures_or_none(sample: Any) -> list[list[float]] | None:

@@ -38,6 +38,30 @@ def seeded(seed: int) -> Iterator[None]:
             device.manual_seed_all(torch.initial_seed())  # with which PyTorch would have begun to use it
 
 
+@contextmanager
+def host_seeded(seed: int) -> Iterator[None]:
+    """As `seeded`, for code that draws on the host alone: GPUs' generators are not touched, nor waited for."""
+    host = capture_rng_state(of_gpu=False)
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        restore_rng_state(host)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds the host's generators, as worker processes of a `DataLoader` have no others."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def host_state() -> tuple[Any, ...]:
+    """The state of the host's generators, to compare: it is another one once a random number was drawn."""
+    kind, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
 class _Mps:
     """The generator of Apple's GPU, by the names that the others have."""
 

@@ -266,9 +266,8 @@ def _prepare(
     ready.rank_batch_size = parts.batch_size
     ready.links_address = links_address
     ready.timeline = timeline is not None
-    looked = look_at(dataset, job.seed)  # worker processes of the loader run: they have no file open that is opened now
-    ready.samples.extend(looked.samples)
-    ready.are_samples_random = looked.are_random
+    ready.samples.extend(parts.looked.samples)
+    ready.are_samples_random = parts.looked.are_random
     ready.resumed = loaded.training if loaded else ""
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators
@@ -318,6 +317,10 @@ def _build(
         group_size=group.size,
         num_parts=job.accumulate,
     )
+    # Only now, when worker processes of the loader run: they have no file open that is opened here.
+    looked = look_at(dataset, job.seed, collate_fn=None if job.num_workers else job.collate_fn)
+    if looked.draws and not job.num_workers:
+        loader.fetch_in_step()
     extent = Extent(
         dataset_size=dataset_size,
         batch_size=nominal_batch_size(job, dataset_size),
@@ -326,6 +329,7 @@ def _build(
         max_steps=job.max_steps,
     )
     parts = Parts(
+        looked=looked,
         built=built,
         layout=layout,
         dataset=dataset,

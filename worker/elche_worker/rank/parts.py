@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from elche.extent import Extent
 from elche_worker.collectives.reduction import Average
 from elche_worker.data.lease_loader import LeaseLoader
+from elche_worker.data.sample_figures import Looked
 from elche_worker.model.checkpoint import Loaded
 from elche_worker.model.layout import Layout
 from elche_worker.model.own_state import OwnState
@@ -69,6 +70,8 @@ class Parts:
     """Samples in this rank's batches."""
     backs_off: bool = False
     """True if batches are split into more parts when memory runs out."""
+    looked: Looked = field(default_factory=Looked)
+    """What was seen of the data set."""
     eval_dataset: Any = None
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None

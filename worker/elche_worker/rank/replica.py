@@ -295,7 +295,10 @@ class Replica:
 
     def train(self, act: TrainBatch) -> None:
         """Trains the batch that is ready, or this process's part of it. One that is None is only counted."""
+        asked_s = time.perf_counter()
         batch = self.loader.take()
+        if self.loader.is_in_step:
+            self.meter.add_data_wait((time.perf_counter() - asked_s) * 1000)
         data = self.loader.transfer.receive(batch.data, batch.event)
         if not self.replica_group.is_leader:  # callbacks may have set the factor on the leader alone
             self.rates.factor = act.factor

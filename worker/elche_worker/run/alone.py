@@ -19,6 +19,7 @@ from elche_worker.data.build import build_dataset, build_eval_dataset, build_ord
 from elche_worker.data.dataset import Shards
 from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
 from elche_worker.data.prefetch import new_transfer
+from elche_worker.data.sample_figures import look_at
 from elche_worker.device.discovery import own_device
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
@@ -95,6 +96,8 @@ def _train(
         transfer=new_transfer(target, streams),
         num_parts=job.accumulate,
     )
+    if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).draws:
+        loader.fetch_in_step()
     accumulators = pin_accumulators(built.model)
     own_state = build_own_state(job, built.model, FILE)
     seed_all(job.seed)  # as rank 0 of a job does
@@ -279,8 +282,9 @@ class _Watch:
 def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
     """Yields batches as they become ready, up to `num_samples` samples."""
     while num_samples > 0:
-        wake.wait()
-        wake.clear()
+        if not loader.is_in_step:
+            wake.wait()
+            wake.clear()
         while loader.is_ready:
             batch = loader.take()
             num_samples -= batch.size
