@@ -1,8 +1,9 @@
-"""Kills ranks, agents and the coordinator at random while a model trains: 50 times in three minutes.
+"""Kills ranks, agents and the coordinator at random while a model trains: about 50 times in three minutes.
 
-Four ranks on two agents train `examples/digits.py`, with batches that sleep. What is killed, with SIGKILL, is started
-again after a second, as a service manager would do; ranks are started again by elche. An agent takes its ranks with it,
-so a job may go back to its newest checkpoint, of which it makes one each 20 s by default. Prints a JSON object.
+Four ranks on two agents train `examples/digits.py`, with batches that sleep, under `elche chaos`. Agents and
+coordinator are started again a second after they were killed, as a service manager would do; ranks are started again
+by elche. An agent takes its ranks with it, so a job may go back to its newest checkpoint, of which it makes one each
+20 s by default. Prints a JSON object, with the verdict of the audit.
 
     python benchmarks/fifty_kills.py                # about five minutes
     python benchmarks/fifty_kills.py --kills 0      # in peace: the accuracy to compare with
@@ -11,19 +12,18 @@ so a job may go back to its newest checkpoint, of which it makes one each 20 s b
 
 import argparse
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import elche_audit
 from elche_client import Client
-from elche_client.events import Event, JobResult, MembershipReport
+from elche_client.chaos import Chaos
+from elche_client.events import Fault
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
 JOB = """
@@ -39,7 +39,7 @@ BATCH_S = 0.06
 BATCHES_PER_EPOCH = 450
 RANKS = 4
 DOWN_S = 1.0
-KINDS = ("rank", "rank", "rank", "agent", "coordinator")
+KINDS = (Fault.RANK, Fault.RANK, Fault.RANK, Fault.AGENT, Fault.COORDINATOR)
 """What is killed, by how often."""
 
 
@@ -56,23 +56,14 @@ class Service:
                 [sys.executable, "-m", *self._arguments], stdout=subprocess.PIPE, stderr=log, text=True
             )
 
-    def restart(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        time.sleep(DOWN_S)
-        self.start()
 
-
-def rank_processes() -> list[int]:
-    """The processes of ranks, by their titles."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and (folder / "cmdline").read_bytes().startswith(b"elche rank"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
+def keep_running(services: Sequence[Service], is_over: threading.Event) -> None:
+    """Starts services again that have ended, until the benchmark is over."""
+    while not is_over.wait(0.05):
+        for service in services:
+            if service.process.poll() is not None:
+                time.sleep(DOWN_S)
+                service.start()
 
 
 def main() -> None:
@@ -86,62 +77,51 @@ def main() -> None:
     num_ranks = RANKS if options.group_size == 1 else 3
     devices = ",".join(["cpu"] * 2 * options.group_size)
     shared = {"group_size": options.group_size, "shard": "full_shard"} if options.group_size > 1 else {}
-    dice, counts = random.Random(options.seed), Counter[str]()
+    is_over = threading.Event()
     epochs = max(1, round(options.seconds / (BATCHES_PER_EPOCH * BATCH_S / num_ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "digits.py"
         path.write_text(EXAMPLE.read_text() + JOB)
-        data = ["--http", "127.0.0.1:0", "--data", str(folder / "data")]
+        data = ["--http", "127.0.0.1:0", "--data", str(folder / "data"), "--allow-chaos"]
         coordinator = Service("coordinator", folder, "elche_coordinator", "--listen", "127.0.0.1:0", *data)
         assert coordinator.process.stdout is not None
         address = coordinator.process.stdout.readline().split()[-1]
         coordinator._arguments = ("elche_coordinator", "--listen", address, *data)
         work = ["--coordinator", address, "--devices", devices, "--work-dir", str(folder / "work")]
         agents = [Service(f"agent-{index}", folder, "elche_worker.agent", *work) for index in range(2)]
+        keeping = threading.Thread(target=keep_running, args=([*agents, coordinator], is_over))
+        keeping.start()
         try:
             client = Client(address, reconnect_s=120)
             handle = client.submit(
-                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, output_dir=folder / "out",
+                path, num_ranks=num_ranks, min_ranks=1, epochs=epochs, output_dir=folder / "out", audit=True,
                 checkpoint_every_minutes=options.checkpoint_s / 60, **shared,
             )  # fmt: skip
-            events: list[Event] = []
-            watching = threading.Thread(target=lambda: events.extend(handle.watch()))
-            watching.start()
-            while len(rank_processes()) < num_ranks * options.group_size:
+            while sum(rank.num_batches > 0 for rank in client.get(handle.id).ranks) < num_ranks:
                 time.sleep(0.2)
             began_s = time.monotonic()
-            for number in range(options.kills):
-                time.sleep(
-                    max(0.0, began_s + options.seconds * (number + dice.random()) / options.kills - time.monotonic())
-                )
-                kind = dice.choice(KINDS)
-                counts[kind] += 1
-                if kind == "coordinator":
-                    coordinator.restart()
-                elif kind == "agent":
-                    dice.choice(agents).restart()
-                elif ranks := rank_processes():
-                    os.kill(dice.choice(ranks), signal.SIGKILL)
-            fire_s = time.monotonic() - began_s
-            watching.join()
-            result = events[-1]
-            assert isinstance(result, JobResult)
+            mtbf_s = options.seconds / options.kills if options.kills else 1e9
+            chaos = Chaos(client, handle.id, mtbf_s=mtbf_s, faults=KINDS, seed=options.seed)
+            if options.kills:
+                chaos.run(options.seconds)
+            result = handle.result()
         finally:
+            is_over.set()
+            keeping.join()
             for service in (*agents, coordinator):
                 service.process.kill()
                 service.process.wait()
-        lost = [event for event in events if isinstance(event, MembershipReport)]
-        size = result.dataset_size
+        verdict = elche_audit.judge(folder / "out")
         figures = {
+            **chaos.report(),
             "state": str(result.state),
             "error": result.error,
-            "kills": dict(counts),
-            "fire_s": round(fire_s, 1),
             "trained_s": round(time.monotonic() - began_s, 1),
             "epochs": len(result.committed_samples),
-            "samples_exact": set(result.committed_samples) == {size},
-            "went_back_to_a_checkpoint": sum("goes back to" in event.text for event in lost),
+            "samples_exact": set(result.committed_samples) == {result.dataset_size},
+            "audit": elche_audit.lines(verdict)[-1],
+            "went_back_to": sorted({part.reason for part in verdict.thrown if "went back" in part.reason}),
             "accuracy": result.metrics.get("accuracy"),
         }
     print(json.dumps(figures))

@@ -15,6 +15,7 @@ from elche_client.events import (
     EpochReport,
     EvaluationReport,
     Event,
+    Fault,
     HostView,
     JobResult,
     JobView,
@@ -114,6 +115,10 @@ class AsyncClient:
     async def drain(self, host: str, *, is_drained: bool = True) -> int:
         """Drains a host, or makes it available again; returns its number of ranks."""
         return await asyncio.to_thread(self._client.drain, host, is_drained=is_drained)
+
+    async def inject(self, job_id: str, fault: Fault | None, *, rank: int = 0, seconds: float = 5.0) -> str:
+        """Breaks a part of a running job on purpose; returns the name of the host on which that is."""
+        return await asyncio.to_thread(self._client.inject, job_id, fault, rank=rank, seconds=seconds)
 
     async def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job, or its best one, to a local file."""

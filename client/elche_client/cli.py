@@ -13,6 +13,7 @@ import click
 from elche.errors import ElcheError, JobFailed
 from elche.output import open_standard_streams, take_any_text, use_utf8
 from elche_client.cli_certs import certs
+from elche_client.cli_chaos import chaos
 from elche_client.cli_context import context
 from elche_client.cli_init import init
 from elche_client.cli_jobs import (
@@ -293,6 +294,7 @@ for command in (
     sweep,
     watch,
     cancel,
+    chaos,
     context,
     init,
     plan,

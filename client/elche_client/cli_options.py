@@ -23,7 +23,16 @@ UNITS = {"m": 60, "h": 3600, "d": 86_400}
 """Seconds of the units of a lifetime."""
 MAX_DAYS = 3650
 """Longest lifetime in days."""
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+"""Units of times, in seconds."""
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def quantity_of(text: str, units: dict[str, float]) -> float | None:
+    """The value of a text such as "25ms" in the base unit; None for another text, and for 0."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([A-Za-z/]+)", text.strip(), re.ASCII)
+    value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
+    return value or None
 
 
 class SlowFactor(click.ParamType[tuple[int, float]]):
@@ -146,7 +155,7 @@ class CommandGroup(click.Group):
             *("checkpoint", "checkpoints", "pause", "scale", "cancel"),
         ),
         "Cluster": ("hosts", "drain", "up", "agents", "down"),
-        "Debug": ("doctor", "timeline", "journal", "audit"),
+        "Debug": ("doctor", "timeline", "journal", "audit", "chaos"),
         "Access": ("context", "token", "certs"),
     }
 

@@ -9,22 +9,14 @@ import click
 
 from elche.plan import MAX_DEVICES, OPTIMIZERS
 from elche.settings import SETTINGS
-from elche_client.cli_options import address_option, json_option
+from elche_client.cli_options import SECONDS, address_option, json_option, quantity_of
 
 # Units that a user may write, each in the base unit.
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 BYTES_PER_S = {
     **{f"{prefix}bit/s": size / 8 for prefix, size in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
     **{f"{prefix}B/s": size for prefix, size in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
 }
-
-
-def quantity_of(text: str, units: dict[str, float]) -> float | None:
-    """The value of a text such as "25ms" in the base unit; None for another text, and for 0."""
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([A-Za-z/]+)", text.strip(), re.ASCII)
-    value = float(found[1]) * units.get(found[2], 0.0) if found else 0.0
-    return value or None
 
 
 class BatchTimes(click.ParamType["tuple[float, ...]"]):

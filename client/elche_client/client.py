@@ -24,13 +24,22 @@ from elche.status import calling
 from elche.v1 import job_pb2 as pb
 from elche.v1.job_pb2_grpc import JobServiceStub
 from elche_client.bundle import packed
-from elche_client.codec import decode_event, decode_link, decode_state, decode_view, encode_settings, encode_spec
+from elche_client.codec import (
+    FAULTS,
+    decode_event,
+    decode_link,
+    decode_state,
+    decode_view,
+    encode_settings,
+    encode_spec,
+)
 from elche_client.connection import connect
 from elche_client.events import (
     Checkpoint,
     EpochReport,
     EvaluationReport,
     Event,
+    Fault,
     HostView,
     JobResult,
     JobState,
@@ -339,6 +348,17 @@ class Client:
             request = pb.MeasureLinksRequest(hosts=hosts)
             for found in self._stub.MeasureLinks(request, metadata=self._metadata):
                 yield decode_link(found)
+
+    def inject(self, job_id: str, fault: Fault | None, *, rank: int = 0, seconds: float = 5.0) -> str:
+        """Breaks a part of a running job on purpose; returns the name of the host. None breaks nothing.
+
+        `rank` is the one that is hit, but for the coordinator; `seconds`, up to 600, for how long it is stopped. Needs
+        the role operator. Raises `Forbidden` unless the coordinator was started with --allow-chaos, and `InvalidJob`
+        when there is nothing to break.
+        """
+        request = pb.InjectFaultRequest(job_id=job_id, fault=FAULTS[fault], rank=rank, seconds=seconds)
+        with self._calling(job_id):
+            return self._stub.InjectFault(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).host
 
     def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.

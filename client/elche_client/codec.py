@@ -17,6 +17,7 @@ from elche_client.events import (
     EpochReport,
     EvaluationReport,
     Event,
+    Fault,
     JobResult,
     JobState,
     JobView,
@@ -39,6 +40,15 @@ STATES: dict[int, JobState] = {
     pb.JOB_STATE_SUCCEEDED: JobState.SUCCEEDED,
     pb.JOB_STATE_FAILED: JobState.FAILED,
     pb.JOB_STATE_CANCELLED: JobState.CANCELLED,
+}
+
+FAULTS: dict[Fault | None, pb.Fault.ValueType] = {
+    None: pb.FAULT_UNSPECIFIED,
+    Fault.RANK: pb.FAULT_KILL_RANK,
+    Fault.STOP: pb.FAULT_STOP_RANK,
+    Fault.NETWORK: pb.FAULT_CUT_CONNECTIONS,
+    Fault.AGENT: pb.FAULT_KILL_AGENT,
+    Fault.COORDINATOR: pb.FAULT_KILL_COORDINATOR,
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
 
 from elche import reports, views
 from elche.reports import (
@@ -21,6 +22,7 @@ __all__ = [
     "EpochReport",
     "EvaluationReport",
     "Event",
+    "Fault",
     "HostView",
     "JobResult",
     "JobState",
@@ -100,6 +102,21 @@ class LinkView:
     to_bytes_per_s: float = 0.0
     """Bandwidth from `host` to `other`."""
     from_bytes_per_s: float = 0.0
+
+
+class Fault(StrEnum):
+    """A fault that is made on purpose."""
+
+    RANK = "rank"
+    """SIGKILL to the processes of a rank."""
+    STOP = "stop"
+    """SIGSTOP to them, and SIGCONT some seconds later: a host that swaps, or was suspended."""
+    NETWORK = "network"
+    """The coordinator's connections with a rank and its worker are cut."""
+    AGENT = "agent"
+    """SIGKILL to the worker of a rank, with all ranks on it. Something must start it again."""
+    COORDINATOR = "coordinator"
+    """SIGKILL to the coordinator. Something must start it again, or stand by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ class Agents:
         """Agents that can measure links: older ones cannot."""
         self.storing: set[AgentId] = set()
         """Agents that can store artifacts: older ones cannot."""
+        self.injecting: set[AgentId] = set()
+        """Agents that can break ranks on purpose: older ones cannot."""
         what = "descriptions of hosts"
         self._held = Held(what, MAX_HOSTS_BYTES_OF_CALLER, MAX_HOSTS_BYTES, "workers")
         self._sizes: dict[AgentId, tuple[str, int]] = {}

@@ -37,6 +37,8 @@ class Config:
     """True if clients and agents must present certificates of the authority in that folder."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Most slots per project; "*": of each project that is not named."""
+    allows_chaos: bool = False
+    """True if operators may break ranks, agents and this process on purpose."""
     grace_s: float = 0.0
     """Seconds for which jobs may write checkpoints before the coordinator stops."""
     exit_with_stdin: bool = False

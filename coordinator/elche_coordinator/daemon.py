@@ -35,6 +35,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import Encryption
+from elche_coordinator.faults import Faults
 from elche_coordinator.health_service import Health
 from elche_coordinator.history import History
 from elche_coordinator.job_service import JobServicer
@@ -99,7 +100,8 @@ async def _serve(
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
     bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
-    job_servicer = JobServicer(driver, catalogue, transfers, artifacts, timelines, journals, bundles)
+    faults = Faults(driver, are_allowed=config.allows_chaos)
+    job_servicer = JobServicer(driver, catalogue, transfers, artifacts, timelines, journals, bundles, faults)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)
     job_pb2_grpc.add_JobServiceServicer_to_server(job_servicer, server)
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(BundleServicer(driver, bundles), server)

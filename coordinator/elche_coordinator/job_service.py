@@ -28,6 +28,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
+from elche_coordinator.faults import Faults
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.link_trials import LinkTrials
@@ -72,7 +73,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         timelines: Timelines,
         journals: JournalFiles,
         bundles: Bundles,
+        faults: Faults,
     ) -> None:
+        self._faults = faults
         self._bundles = bundles
         self._timelines = timelines
         self._journals = journals
@@ -182,6 +185,13 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context), aclosing(self._links.measure(request.hosts)) as found:
             async for one in found:
                 yield one
+
+    async def InjectFault(  # noqa: N802
+        self, request: job_pb2.InjectFaultRequest, context: Context
+    ) -> job_pb2.InjectFaultResponse:
+        async with answering(context):
+            host = self._faults.inject(own_view(self._catalogue, request.job_id), request)
+        return job_pb2.InjectFaultResponse(host=host)
 
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context

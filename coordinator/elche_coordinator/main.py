@@ -119,6 +119,14 @@ def read_quotas(context: click.Context, option: click.Parameter, given: Sequence
     type=click.Choice(FORMATS),
     help="Lines of the log on standard error: text, or JSON objects with level, UTC time, job and rank as fields.",
 )
+@click.option(
+    "--allow-chaos",
+    "allows_chaos",
+    is_flag=True,
+    envvar="ELCHE_ALLOW_CHAOS",
+    show_envvar=True,
+    help="Let `elche chaos` break ranks, workers and this coordinator on purpose. For trials, not for production.",
+)
 @click.option("--exit-with-stdin", is_flag=True, help="Exit when standard input closes.")
 @click.pass_context
 def main(
@@ -134,6 +142,7 @@ def main(
     artifacts: str,
     grace: float,
     log_format: str,
+    allows_chaos: bool,
     exit_with_stdin: bool,
 ) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
@@ -167,6 +176,7 @@ def main(
             keep_jobs=keep_jobs,
             artifacts=artifacts,
             grace_s=grace,
+            allows_chaos=allows_chaos,
             exit_with_stdin=exit_with_stdin,
         )
         asyncio.run(serve(config))

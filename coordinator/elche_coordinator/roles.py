@@ -44,6 +44,7 @@ NEEDED = {
     **{f"/elche.v1.JobService/{name}": Role.USER for name in _OF_JOBS},
     "/elche.v1.JobService/DrainHost": Role.OPERATOR,
     "/elche.v1.JobService/MeasureLinks": Role.OPERATOR,
+    "/elche.v1.JobService/InjectFault": Role.OPERATOR,
     "/elche.v1.BundleService/FindBundle": Role.USER,
     "/elche.v1.BundleService/UploadBundle": Role.USER,
     "/elche.v1.RankService/Attach": Role.USER,
@@ -57,7 +58,7 @@ NEEDED = {
 CHANGES = frozenset(
     {
         *("SubmitJob", "CancelJob", "ResumeJob", "CheckpointJob", "PauseJob", "ScaleJob", "DrainHost", "Attach"),
-        *("MakeToken", "RevokeToken", "MeasureLinks", "UploadBundle"),
+        *("MakeToken", "RevokeToken", "MeasureLinks", "InjectFault", "UploadBundle"),
     }
 )
 """Calls that the audit log shows."""

@@ -45,6 +45,8 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
         driver.agents.measuring.add(agent_id)
     if hello.stores_artifacts:
         driver.agents.storing.add(agent_id)
+    if hello.injects_faults:
+        driver.agents.injecting.add(agent_id)
     queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
     welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new)
     queue.put(agent_pb2.AttendResponse(welcome=welcome))

@@ -24,7 +24,7 @@ async def listed() -> list[str]:
     driver: Any = SimpleNamespace(agents=SimpleNamespace(hosts=lambda: views))
     nothing: Any = None
     server = grpc.aio.server()
-    servicer = JobServicer(driver, nothing, nothing, nothing, nothing, nothing, nothing)
+    servicer = JobServicer(driver, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     job_pb2_grpc.add_JobServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -46,7 +46,7 @@ def test_jobs_are_of_the_tokens_name() -> None:
 
 
 OF_VIEWERS = {"ListJobs", "WatchJob", "ListHosts", "FetchTimeline", "StreamLogs"}
-OF_OPERATORS = {"DrainHost", "MeasureLinks", "MakeToken", "ListTokens", "RevokeToken"}
+OF_OPERATORS = {"DrainHost", "MeasureLinks", "InjectFault", "MakeToken", "ListTokens", "RevokeToken"}
 OF_AGENTS = {"Attend", "Deliver"}
 READ_ONLY = OF_VIEWERS | {"FetchModel", "FetchJournal", "FindBundle", "ListTokens"}
 """Of clients. All others leave a line in the audit log."""

@@ -85,7 +85,7 @@ def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(tmp_pat
         catalogue, made = JobCatalogue(driver, History(store)), list[str]()
         make = catalogue.known_view
         catalogue.known_view = lambda job_id: made.append(job_id) or make(job_id)  # type: ignore[func-returns-value,method-assign]
-        servicer = JobServicer(driver, catalogue, nobody, nobody, nobody, nobody, nobody)
+        servicer = JobServicer(driver, catalogue, nobody, nobody, nobody, nobody, nobody, nobody)
         servicer._views = SharedViews(servicer._views._make, servicer._views._num_events, lambda: 100.0)
         spec = JobSpec(name="j", source_hash=driver.sources.add("job = 1"), file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("j"), spec=spec, submitted_at=1.0))

@@ -135,7 +135,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (folder / "lab.token").write_text(OWN)
     (folder / "lab.token").chmod(0o600)
     with ExitStack() as stack:
-        one = stack.enter_context(coordinator(mark, folder, env={"ELCHE_TOKEN": OWN}))
+        one = stack.enter_context(coordinator(mark, folder, env={"ELCHE_TOKEN": OWN, "ELCHE_ALLOW_CHAOS": "1"}))
         stack.enter_context(agent(mark, folder, one.address, devices="cpu,cpu,cpu", env={"ELCHE_TOKEN": OWN}))
         lab = Lab(one, stack.enter_context(Client(one.address, token=OWN)), folder, mark)
         for words in LOCALLY:
@@ -169,7 +169,19 @@ def steady(lab: Lab) -> Iterator[str]:
 
 def test_a_command_is_run_here_or_at_a_coordinator() -> None:
     verbs = {words.split()[1] for words in AT_A_COORDINATOR}
-    assert verbs == {*ABOUT_JOBS, "submit", "sweep", "jobs", "top", "hosts", "doctor", "drain", "token", "context"}
+    assert verbs == {
+        *ABOUT_JOBS,
+        "submit",
+        "sweep",
+        "jobs",
+        "top",
+        "hosts",
+        "doctor",
+        "drain",
+        "token",
+        "context",
+        "chaos",
+    }
     every = {words for _, words in commands()}
     assert len(OF_BACKUPS) + len(OF_DAEMONS) + len(AT_A_COORDINATOR) + len(LOCALLY) + len(BY_AN_ENGINE) == len(every)
 
@@ -196,7 +208,7 @@ def test_what_is_said_of_a_job_that_trains(lab: Lab, steady: str) -> None:
 
 def test_a_job_is_followed_to_its_end(lab: Lab) -> None:
     job = lab.client.submit(lab.folder / SHORT, num_ranks=1, monitor="mse", mode="min").id
-    following = [lab.started(words, JOB=job) for words in of("watch", "logs")]
+    following = [lab.started(words, JOB=job) for words in of("watch", "logs", "chaos")]
     for one in following:
         said, _ = one.communicate(timeout=100)
         assert one.returncode == 0, said

@@ -341,6 +341,7 @@ class AgentHello(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     STORES_ARTIFACTS_FIELD_NUMBER: _builtins.int
     STARTS_LOOPS_FIELD_NUMBER: _builtins.int
+    INJECTS_FAULTS_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """The host's name, for people."""
     identity: _builtins.str
@@ -359,6 +360,8 @@ class AgentHello(_message.Message):
     """True if it knows `StoreArtifacts`."""
     starts_loops: _builtins.bool
     """True if it starts scripts with their own loop (`JobSpec.is_loop`); an older one would take them for files of jobs."""
+    injects_faults: _builtins.bool
+    """True if it knows `InjectFault`."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""
@@ -391,10 +394,11 @@ class AgentHello(_message.Message):
         jobs: _abc.Iterable[_builtins.str] | None = ...,
         stores_artifacts: _builtins.bool = ...,
         starts_loops: _builtins.bool = ...,
+        injects_faults: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "starts_loops", b"starts_loops", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "injects_faults", b"injects_faults", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "starts_loops", b"starts_loops", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -788,6 +792,40 @@ class AgentTaken(_message.Message):
 Global___AgentTaken: _TypeAlias = AgentTaken  # noqa: Y015
 
 @_typing.final
+class InjectFault(_message.Message):
+    """From the coordinator, for somebody who tries what the cluster survives: break a rank, or the agent itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAULT_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    fault: _job_pb2.Fault.ValueType
+    """What to do."""
+    job_id: _builtins.str
+    """The job's id."""
+    rank: _builtins.int
+    """The rank."""
+    seconds: _builtins.float
+    """How long the fault lasts, in seconds, where it ends by itself."""
+    def __init__(
+        self,
+        *,
+        fault: _job_pb2.Fault.ValueType = ...,
+        job_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "job_id", b"job_id", "rank", b"rank", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InjectFault: _TypeAlias = InjectFault  # noqa: Y015
+
+@_typing.final
 class AttendResponse(_message.Message):
     """From the coordinator to the agent."""
 
@@ -803,6 +841,7 @@ class AttendResponse(_message.Message):
     OPEN_LINK_FIELD_NUMBER: _builtins.int
     TRY_LINK_FIELD_NUMBER: _builtins.int
     STORE_ARTIFACTS_FIELD_NUMBER: _builtins.int
+    INJECT_FAULT_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The order's number, from 1: it is kept until the agent has heard it, and sent again on another stream; 0: not."""
@@ -846,6 +885,10 @@ class AttendResponse(_message.Message):
     def store_artifacts(self) -> Global___StoreArtifacts:
         """Has it put a job's artifacts into the store."""
 
+    @_builtins.property
+    def inject_fault(self) -> Global___InjectFault:
+        """Has it break something on purpose."""
+
     def __init__(
         self,
         *,
@@ -859,13 +902,14 @@ class AttendResponse(_message.Message):
         open_link: Global___OpenLink | None = ...,
         try_link: Global___TryLink | None = ...,
         store_artifacts: Global___StoreArtifacts | None = ...,
+        inject_fault: Global___InjectFault | None = ...,
         seq: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inject_fault", b"inject_fault", "message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inject_fault", b"inject_fault", "message", b"message", "open_link", b"open_link", "send_log", b"send_log", "send_model", b"send_model", "send_stacks", b"send_stacks", "seq", b"seq", "start_rank", b"start_rank", "stop_rank", b"stop_rank", "store_artifacts", b"store_artifacts", "taken", b"taken", "try_link", b"try_link", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken", "open_link", "try_link", "store_artifacts"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_rank", "stop_rank", "send_model", "send_log", "send_stacks", "taken", "open_link", "try_link", "store_artifacts", "inject_fault"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

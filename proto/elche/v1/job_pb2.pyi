@@ -20,6 +20,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Fault:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_UNSPECIFIED: _Fault.ValueType  # 0
+    """None: the request only finds out if faults are allowed."""
+    FAULT_KILL_RANK: _Fault.ValueType  # 1
+    """SIGKILL to the processes of a rank."""
+    FAULT_STOP_RANK: _Fault.ValueType  # 2
+    """SIGSTOP to the processes of a rank, and SIGCONT some seconds later."""
+    FAULT_CUT_CONNECTIONS: _Fault.ValueType  # 3
+    """The coordinator ends its connections with a rank and with the agent that has started it. Both connect again."""
+    FAULT_KILL_AGENT: _Fault.ValueType  # 4
+    """SIGKILL to the agent of a rank: the ranks on it end, too."""
+    FAULT_KILL_COORDINATOR: _Fault.ValueType  # 5
+    """SIGKILL to the coordinator."""
+
+class Fault(_Fault, metaclass=_FaultEnumTypeWrapper):
+    """A fault that is made on purpose, to see what a cluster survives."""
+
+FAULT_UNSPECIFIED: Fault.ValueType  # 0
+"""None: the request only finds out if faults are allowed."""
+FAULT_KILL_RANK: Fault.ValueType  # 1
+"""SIGKILL to the processes of a rank."""
+FAULT_STOP_RANK: Fault.ValueType  # 2
+"""SIGSTOP to the processes of a rank, and SIGCONT some seconds later."""
+FAULT_CUT_CONNECTIONS: Fault.ValueType  # 3
+"""The coordinator ends its connections with a rank and with the agent that has started it. Both connect again."""
+FAULT_KILL_AGENT: Fault.ValueType  # 4
+"""SIGKILL to the agent of a rank: the ranks on it end, too."""
+FAULT_KILL_COORDINATOR: Fault.ValueType  # 5
+"""SIGKILL to the coordinator."""
+Global___Fault: _TypeAlias = Fault  # noqa: Y015
+
 class _JobState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -133,6 +169,62 @@ class ListHostsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListHostsResponse: _TypeAlias = ListHostsResponse  # noqa: Y015
+
+@_typing.final
+class InjectFaultRequest(_message.Message):
+    """Asks for a fault."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The job's id."""
+    fault: Global___Fault.ValueType
+    """What to break."""
+    rank: _builtins.int
+    """The rank, where the fault has one."""
+    seconds: _builtins.float
+    """How long the fault lasts, in seconds, where it ends by itself."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        fault: Global___Fault.ValueType = ...,
+        rank: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "job_id", b"job_id", "rank", b"rank", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InjectFaultRequest: _TypeAlias = InjectFaultRequest  # noqa: Y015
+
+@_typing.final
+class InjectFaultResponse(_message.Message):
+    """The fault was sent to where it happens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The name of that host."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InjectFaultResponse: _TypeAlias = InjectFaultResponse  # noqa: Y015
 
 @_typing.final
 class MeasureLinksRequest(_message.Message):

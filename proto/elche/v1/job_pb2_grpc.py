@@ -90,6 +90,11 @@ class JobServiceStub:
                 request_serializer=elche_dot_v1_dot_job__pb2.MeasureLinksRequest.SerializeToString,
                 response_deserializer=elche_dot_v1_dot_job__pb2.MeasureLinksResponse.FromString,
                 _registered_method=True)
+        self.InjectFault = channel.unary_unary(
+                '/elche.v1.JobService/InjectFault',
+                request_serializer=elche_dot_v1_dot_job__pb2.InjectFaultRequest.SerializeToString,
+                response_deserializer=elche_dot_v1_dot_job__pb2.InjectFaultResponse.FromString,
+                _registered_method=True)
         self.FetchTimeline = channel.unary_stream(
                 '/elche.v1.JobService/FetchTimeline',
                 request_serializer=elche_dot_v1_dot_job__pb2.FetchTimelineRequest.SerializeToString,
@@ -193,6 +198,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InjectFault(self, request, context):
+        """Breaks a part of a job on purpose, if the coordinator was started with --allow-chaos.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchTimeline(self, request, context):
         """Streams the timeline of a job so far, as JSON lines.
         """
@@ -279,6 +291,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.MeasureLinks,
                     request_deserializer=elche_dot_v1_dot_job__pb2.MeasureLinksRequest.FromString,
                     response_serializer=elche_dot_v1_dot_job__pb2.MeasureLinksResponse.SerializeToString,
+            ),
+            'InjectFault': grpc.unary_unary_rpc_method_handler(
+                    servicer.InjectFault,
+                    request_deserializer=elche_dot_v1_dot_job__pb2.InjectFaultRequest.FromString,
+                    response_serializer=elche_dot_v1_dot_job__pb2.InjectFaultResponse.SerializeToString,
             ),
             'FetchTimeline': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTimeline,
@@ -599,6 +616,33 @@ class JobService:
             '/elche.v1.JobService/MeasureLinks',
             elche_dot_v1_dot_job__pb2.MeasureLinksRequest.SerializeToString,
             elche_dot_v1_dot_job__pb2.MeasureLinksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InjectFault(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elche.v1.JobService/InjectFault',
+            elche_dot_v1_dot_job__pb2.InjectFaultRequest.SerializeToString,
+            elche_dot_v1_dot_job__pb2.InjectFaultResponse.FromString,
             options,
             channel_credentials,
             insecure,

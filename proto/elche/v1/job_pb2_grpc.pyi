@@ -55,6 +55,8 @@ class JobServiceStub:
     """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
     MeasureLinks: _grpc.UnaryStreamMultiCallable[_job_pb2.MeasureLinksRequest, _job_pb2.MeasureLinksResponse]
     """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
+    InjectFault: _grpc.UnaryUnaryMultiCallable[_job_pb2.InjectFaultRequest, _job_pb2.InjectFaultResponse]
+    """Breaks a part of a job on purpose, if the coordinator was started with --allow-chaos."""
     FetchTimeline: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _grpc.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]
@@ -93,6 +95,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """Lists the connected hosts, in the order in which they joined, and what runs on their devices."""
     MeasureLinks: _aio.UnaryStreamMultiCallable[_job_pb2.MeasureLinksRequest, _job_pb2.MeasureLinksResponse]  # type: ignore[assignment]
     """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
+    InjectFault: _aio.UnaryUnaryMultiCallable[_job_pb2.InjectFaultRequest, _job_pb2.InjectFaultResponse]  # type: ignore[assignment]
+    """Breaks a part of a job on purpose, if the coordinator was started with --allow-chaos."""
     FetchTimeline: _aio.UnaryStreamMultiCallable[_job_pb2.FetchTimelineRequest, _job_pb2.FetchTimelineResponse]  # type: ignore[assignment]
     """Streams the timeline of a job so far, as JSON lines."""
     FetchModel: _aio.UnaryStreamMultiCallable[_job_pb2.FetchModelRequest, _job_pb2.FetchModelResponse]  # type: ignore[assignment]
@@ -194,6 +198,14 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_pb2.MeasureLinksResponse], _abc.AsyncIterator[_job_pb2.MeasureLinksResponse]]:
         """Measures the link between each two of the connected hosts, one after the other, and streams what it finds."""
+
+    @_abc_1.abstractmethod
+    def InjectFault(
+        self,
+        request: _job_pb2.InjectFaultRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.InjectFaultResponse, _abc.Awaitable[_job_pb2.InjectFaultResponse]]:
+        """Breaks a part of a job on purpose, if the coordinator was started with --allow-chaos."""
 
     @_abc_1.abstractmethod
     def FetchTimeline(

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from elche.status import hint
 from elche.tls import BadCertificate
 from elche.torchrun import environment_of_rank, free_port
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche.v1.job_pb2 import Fault
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
 from elche_worker.agent.hand_in import hand_in
@@ -228,6 +230,7 @@ class Agent:
             measures_links=True,
             stores_artifacts=True,
             starts_loops=True,
+            injects_faults=True,
             folder=self._folders.id,
             jobs=self._folders.newest(),
         )
@@ -283,6 +286,8 @@ class Agent:
                 threading.Thread(target=self._open_link, args=(response.open_link,), daemon=True).start()
             case "try_link":
                 threading.Thread(target=self._try_link, args=(response.try_link,), daemon=True).start()
+            case "inject_fault":
+                self._inject_fault(response.inject_fault)
             case "stop_rank":
                 stop = response.stop_rank
                 key = (stop.job_id, stop.rank, stop.incarnation)
@@ -299,6 +304,19 @@ class Agent:
         text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
         self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
+
+    def _inject_fault(self, order: agent_pb2.InjectFault) -> None:
+        """Breaks a rank, or this process, for somebody who tries what the cluster survives."""
+        log.warning("job=%s rank=%d a fault on purpose: %s", order.job_id, order.rank, Fault.Name(order.fault))
+        match order.fault:
+            case Fault.FAULT_KILL_RANK:
+                self._processes.signal(order.job_id, order.rank, signal.SIGKILL)
+            case Fault.FAULT_STOP_RANK:
+                self._processes.signal(order.job_id, order.rank, signal.SIGSTOP)
+                going_on = (order.job_id, order.rank, signal.SIGCONT)
+                threading.Timer(order.seconds, self._processes.signal, going_on).start()
+            case Fault.FAULT_KILL_AGENT:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _open_link(self, order: agent_pb2.OpenLink) -> None:
         """Listens on the network on which ranks here listen, and delivers the address."""

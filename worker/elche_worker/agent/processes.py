@@ -213,6 +213,13 @@ class Processes:
             return "the process has ended"
         return ask(pid, running.logs[0], lambda number: self._signal_leader(key, number), self.files)
 
+    def signal(self, job_id: str, rank: int, number: int) -> None:
+        """Sends a signal to all processes of a rank, if it runs here."""
+        with self._changed:
+            for running in (one for key, one in self._running.items() if key[:2] == (job_id, rank)):
+                for process in running.living:
+                    running.spawner.signal(process, number)
+
     def ask_all(self) -> None:
         """Asks each rank's leader to leave, or to stop by itself where no coordinator answers; scripts with a loop of
         their own go on.

@@ -1,0 +1,94 @@
+"""The command `elche chaos`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from elche_client.cli_options import SECONDS, address_option, json_option, quantity_of
+from elche_client.events import Fault
+
+USUAL = (Fault.RANK, Fault.STOP, Fault.NETWORK)
+"""Faults after which nobody has to start anything again."""
+
+
+class Time(click.ParamType[float]):
+    """A time such as 30s or 5min, in seconds."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Returns the seconds. Raises click's `BadParameter` for another text."""
+        seconds = value if isinstance(value, float) else quantity_of(str(value), SECONDS)
+        if seconds is None:
+            self.fail(f"{value!r} is no time: write it such as 30s, 5min or 2h", param, ctx)
+        return seconds
+
+
+class Faults(click.ParamType["tuple[Fault, ...]"]):
+    """Kinds of faults, separated by commas."""
+
+    name = "FAULTS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Fault, ...]:
+        """Returns them, one more often that is named more often. Raises click's `BadParameter` for other text."""
+        names = [name.strip() for name in str(value).split(",")]
+        unknown = [name for name in names if name not in list(Fault)]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is no fault; there are {', '.join(Fault)}", param, ctx)
+        return tuple(map(Fault, names))
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--mtbf", type=Time(), default="30s", show_default=True, help="Mean time between two faults, such as 10s or 5min."
+)
+@click.option(
+    "--what",
+    type=Faults(),
+    default=",".join(USUAL),
+    show_default=True,
+    help="What is broken: rank (killed), stop (stopped for 1 to 15 s), network (connections with the coordinator are "
+    "cut), agent (a worker is killed), coordinator (killed). The last two must be started again by something. One "
+    "that is named twice comes twice as often.",
+)
+@click.option("--seed", type=int, metavar="N", help="Repeats the order of faults of an earlier run.")
+@click.option("--for", "limit", type=Time(), metavar="TIME", help="Stop after this time; default: when JOB ends.")
+@address_option
+@json_option
+def chaos(
+    job: str,
+    mtbf: float,
+    what: tuple[Fault, ...],
+    seed: int | None,
+    limit: float | None,
+    address: str,
+    as_json: bool,
+) -> int:
+    """Break parts of JOB at random moments while it trains, and report what that cost.
+
+    The coordinator must have been started with --allow-chaos. With JOB's --audit true, and its folder on this machine,
+    the report ends with the audit's verdict.
+
+    \b
+    Examples:
+      elche chaos JOB
+      elche chaos JOB --mtbf 10s --what rank,rank,stop --for 5min
+      elche chaos JOB --what rank,agent,coordinator --seed 7
+    """
+    import math
+    import secrets
+
+    from elche_client import chaos
+
+    return chaos.run(
+        job,
+        address,
+        mtbf_s=mtbf,
+        faults=what,
+        seed=secrets.randbelow(10_000) if seed is None else seed,
+        limit_s=limit or math.inf,
+        as_json=as_json,
+    )

@@ -1,0 +1,75 @@
+"""What `elche chaos` makes of a job's events."""
+
+import pytest
+
+from elche_client.chaos import Course, lines_of
+from elche_client.events import JobView, MembershipReport, RankView, RoundReport
+
+
+def test_rounds_are_counted_once_also_by_views_that_overtake_their_reports() -> None:
+    course = Course()
+    events: tuple[RoundReport | JobView, ...] = (
+        RoundReport(round=1),
+        JobView(job_id="j", num_rounds=2),
+        RoundReport(round=2),
+        JobView(job_id="j", num_rounds=2),
+        JobView(job_id="j", num_rounds=9),
+    )
+    for at_s, event in enumerate(events):
+        course.add(event, float(at_s))
+    assert course.commits_s == [0.0, 1.0, 4.0]
+
+
+def test_a_rank_that_is_lost_is_no_victim_until_it_is_back() -> None:
+    course = Course()
+    ranks = (RankView(rank=0, state="training"), RankView(rank=1, state="training"), RankView(rank=2, state="exited"))
+    course.add(JobView(job_id="j", ranks=ranks), 0.0)
+    course.add(MembershipReport(rank=1), 1.0)
+    assert [one.rank for one in course.victims] == [0]
+    course.add(MembershipReport(rank=1, is_back=True), 3.5)
+    assert [one.rank for one in course.victims] == [0, 1]
+    assert (course.num_lost, course.back_after_s) == (1, [2.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["job j: succeeded", "faults: none", "rounds: 0", "ranks: lost 0 times, back 0 times"]),
+        (
+            {
+                "faults": {"rank": 2, "stop": 1},
+                "missed": 1,
+                "rounds": 9,
+                "between_rounds_s": {"median": 0.5, "longest": 3.25},
+                "ranks_lost": 2,
+                "ranks_back": 1,
+                "back_after_s": {"median": 1.5, "longest": 1.5},
+                "committed_samples": [500, 500, 480],
+                "dataset_size": 500,
+            },
+            [
+                "job j: succeeded",
+                "faults: 2 rank, 1 stop; 1 more hit nothing",
+                "rounds: 9, between two of them 500 ms (median), 3.2 s (longest)",
+                "ranks: lost 2 times, back 1 times, after 1.5 s (median), 1.5 s (longest)",
+                "samples: 2 x 500, 1 x 480 committed (epochs x samples), of 500; 0 left out",
+            ],
+        ),
+    ],
+)
+def test_the_report_for_people(changes: dict[str, object], expected: list[str]) -> None:
+    nothing = {
+        "job_id": "j",
+        "state": "succeeded",
+        "faults": {},
+        "missed": 0,
+        "rounds": 0,
+        "between_rounds_s": None,
+        "ranks_lost": 0,
+        "ranks_back": 0,
+        "back_after_s": None,
+        "committed_samples": [],
+        "dataset_size": 0,
+        "discarded_samples": 0,
+    }
+    assert lines_of({**nothing, **changes}) == expected
