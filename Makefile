@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled modules are kept: each worker of the tests, and each program that they execute, compiled all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench-gpu simulate exhaust fuzz mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench bench-gpu simulate exhaust fuzz mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -119,6 +119,10 @@ $(GPU_PACKAGES)/.unpacked: $(wildcard $(GPU_WHEELS)/*.whl)
 
 test-gpu: $(UNPACKED)
 	TEST_EXECUTES=1 $(ON_GPU) -m pytest -m gpu $$($(ON_GPU) -c 'import xdist; print("-n 4")' 2>/dev/null) tests/gpu
+
+# Every figure of docs/benchmarks.md: hours, on a machine that does nothing else. BENCH="--only own_loop" runs some of it.
+bench: setup
+	$(BIN)/python tools/bench.py $(BENCH)
 
 bench-gpu: $(UNPACKED)
 	$(ON_GPU) benchmarks/gpu.py $(BENCH)

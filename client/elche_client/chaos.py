@@ -65,17 +65,23 @@ class Course:
                 self.view = event
                 if event.num_rounds > self.num_rounds:  # a view may come before its round's report, or after an absence
                     self._commit(event.num_rounds, at_s)
+                for rank in event.ranks:
+                    if rank.state == "training":  # its return may have been told while the watch was away
+                        self._return(rank.rank, at_s)
             case RoundReport():
                 if event.round > self.num_rounds:
                     self._commit(event.round, at_s)
             case MembershipReport(is_back=True):
-                if (lost_s := self.lost_s.pop(event.rank, None)) is not None:
-                    self.back_after_s.append(at_s - lost_s)
+                self._return(event.rank, at_s)
             case MembershipReport():
                 self.num_lost += 1
                 self.lost_s[event.rank] = at_s
             case JobResult():
                 self.result = event
+
+    def _return(self, rank: int, at_s: float) -> None:
+        if (lost_s := self.lost_s.pop(rank, None)) is not None:
+            self.back_after_s.append(at_s - lost_s)
 
     def _commit(self, number: int, at_s: float) -> None:
         self.num_rounds = number
@@ -84,8 +90,7 @@ class Course:
     @property
     def victims(self) -> list[RankView]:
         """The ranks that a fault may hit."""
-        ranks = self.view.ranks if self.view else ()
-        return [rank for rank in ranks if rank.state != "exited" and rank.rank not in self.lost_s]
+        return [rank for rank in self.view.ranks if rank.state != "exited"] if self.view else []
 
     @property
     def folders(self) -> list[Path]:

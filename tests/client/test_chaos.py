@@ -20,15 +20,26 @@ def test_rounds_are_counted_once_also_by_views_that_overtake_their_reports() -> 
     assert course.commits_s == [0.0, 1.0, 4.0]
 
 
-def test_a_rank_that_is_lost_is_no_victim_until_it_is_back() -> None:
+def view(*states: str) -> JobView:
+    return JobView(job_id="j", ranks=tuple(RankView(rank=rank, state=state) for rank, state in enumerate(states)))
+
+
+def test_ranks_without_a_process_are_no_victims() -> None:
     course = Course()
-    ranks = (RankView(rank=0, state="training"), RankView(rank=1, state="training"), RankView(rank=2, state="exited"))
-    course.add(JobView(job_id="j", ranks=ranks), 0.0)
+    assert course.victims == []
+    course.add(view("training", "exited", "stalled"), 0.0)
+    assert [one.rank for one in course.victims] == [0, 2]
+
+
+def test_a_rank_is_back_when_that_is_told_or_seen_after_an_absence_of_the_watch() -> None:
+    course = Course()
+    course.add(MembershipReport(rank=0), 0.5)
     course.add(MembershipReport(rank=1), 1.0)
-    assert [one.rank for one in course.victims] == [0]
+    course.add(view("exited", "starting"), 1.5)
     course.add(MembershipReport(rank=1, is_back=True), 3.5)
-    assert [one.rank for one in course.victims] == [0, 1]
-    assert (course.num_lost, course.back_after_s) == (1, [2.5])
+    course.add(view("training", "training"), 4.0)
+    course.add(MembershipReport(rank=0, is_back=True), 4.5)
+    assert (course.num_lost, course.back_after_s) == (2, [2.5, 3.5])
 
 
 @pytest.mark.parametrize(
