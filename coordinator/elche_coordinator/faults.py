@@ -75,7 +75,12 @@ class Faults:
             fault=request.fault, job_id=request.job_id, rank=request.rank, seconds=request.seconds
         )
         agents = self._driver.agents
-        can = agent_id in agents.injecting
-        if not can or not agents.ask(agent_id, agent_pb2.AttendResponse(inject_fault=order)):
-            why = "its worker is not connected" if can or not agent_id else "its worker is of an older version"
-            raise InvalidJob(f"rank {request.rank} of job {request.job_id} cannot be reached: {why}")
+        if not agent_id:
+            why = "no worker has started it"
+        elif agent_id not in agents.injecting:
+            why = "its worker is of an older version"
+        elif not agents.ask(agent_id, agent_pb2.AttendResponse(inject_fault=order)):
+            why = "its worker is not connected"
+        else:
+            return
+        raise InvalidJob(f"rank {request.rank} of job {request.job_id} cannot be reached: {why}")
