@@ -1,5 +1,6 @@
 """What all tests share: assertions of `support` that say why, slow files first, and a mark for a test's processes."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,8 +17,13 @@ fork_server.install()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected, and none of that is garbage: to look through it takes seconds
     if config.getoption("numprocesses", None):
         fork_server.start()  # for all workers, while they collect
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

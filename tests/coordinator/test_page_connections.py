@@ -74,7 +74,7 @@ async def of_connections(*paths: str) -> Counter[str]:
     web.start(page)
     open_ones = [await ask(web.port, path) for path in paths]
     _, newest = await ask(web.port, "/healthz")
-    ended = Counter([await asyncio.wait_for(page.ended.get(), 30)])
+    ended = Counter([await asyncio.wait_for(page.ended.get(), 100)])
     for _, writer in (*open_ones, (None, newest)):
         writer.close()
     await web.stop()
@@ -102,7 +102,7 @@ def test_who_takes_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch
         page, web = Page(), WebServer("127.0.0.1", 0)
         web.start(page)
         _, writer = await ask(web.port, "/api/all")
-        assert await asyncio.wait_for(page.ended.get(), 30) == "/api/all"
+        assert await asyncio.wait_for(page.ended.get(), 100) == "/api/all"
         writer.close()
         await web.stop()
 
@@ -119,7 +119,7 @@ def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: 
         web.start(page, (folder / "tls.crt", folder / "tls.key"))
         silent = [await connected(web.port) for _ in range(3 * MOST)]
         ended = [asyncio.ensure_future(reader.read()) for reader, _ in silent]
-        await asyncio.wait(ended[: 2 * MOST], timeout=30)
+        await asyncio.wait(ended[: 2 * MOST], timeout=100)
         assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
         trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         told = [await ask(web.port, "/healthz", ssl=trust) for _ in range(MOST - 1)]

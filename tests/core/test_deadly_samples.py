@@ -16,7 +16,7 @@ from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.work.ledger import Ledger
 from support.disasters import deaths
 from support.stories import in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 DEADLY = 1234
 """A position of the second epoch's order."""
@@ -59,7 +59,7 @@ def test_it_is_found_too_where_everybody_dies_and_the_job_goes_back(simulate):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_deaths_at_random_blame_no_samples(simulate, seed):
-    simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=20_000, seed=seed, build_ms=20.0)
+    simulation = simulate(ranks(25.0, 30.0, 57.5), dataset_size=20_000, seed=seed, build_ms=20.0, **AT_RANDOM)
     in_mid_training(simulation)
     deaths(simulation, seed, every_s=2.0)
     succeeds(simulation)

@@ -15,7 +15,7 @@ from elche_coordinator.simulator.collective import Fate
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from support.disasters import deaths, random_run
 from support.rounds import every_way
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 THREE = (25.0, 30.0, 57.5)
 
@@ -126,7 +126,7 @@ def test_rows_that_nobody_waits_for_change_nothing(simulate, short) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_die_at_random(simulate, short, seed) -> None:
     simulation = simulate(
-        ranks(25.0, 30.0, 57.5, 40.0), build_ms=15.0, sync_ms=10.0, seed=seed, dataset_size=3000, epochs=2
+        ranks(25.0, 30.0, 57.5, 40.0), build_ms=15.0, sync_ms=10.0, seed=seed, dataset_size=3000, epochs=2, **AT_RANDOM
     )
     simulation.start()
     deaths(simulation, seed, every_s=0.7)

@@ -15,7 +15,7 @@ from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB, RankModel
 from support.disasters import deaths
 from support.stories import at_phase, in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 
 def lost(simulation: WatchedSimulation) -> list[MembershipReport]:
@@ -293,6 +293,7 @@ def test_ranks_that_die_and_stop_at_random(simulate, policy, averaging, seed):
     simulation = simulate(
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
         dataset_size=8000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
+        **AT_RANDOM,
     )  # fmt: skip
     simulation.start()
     deaths(simulation, seed, every_s=3.0)

@@ -13,7 +13,7 @@ from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from support.disasters import deaths
 from support.stories import at_phase, in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 
 def on_two_hosts(simulation: WatchedSimulation) -> WatchedSimulation:
@@ -155,6 +155,7 @@ def test_hosts_that_are_drained_while_ranks_die(simulate, policy, averaging, see
     simulation = simulate(
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
         dataset_size=5000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40, wants_metrics=True,
+        **AT_RANDOM,
     )  # fmt: skip
     for name in "bcd":
         simulation.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),) * 2))

@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import MembershipReport
 from support.disasters import deaths
 from support.stories import in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 FOUR = (25.0, 30.0, 57.5, 40.0)
 
@@ -83,7 +83,9 @@ def test_an_averaging_that_takes_its_time_leaves_nobody_out(simulate):
 @by_policy
 @pytest.mark.parametrize("seed", range(3))
 def test_deaths_and_broken_links_at_random(simulate, policy, averaging, seed):
-    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0)
+    simulation = simulate(
+        ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0, **AT_RANDOM
+    )
     in_mid_training(simulation)
     deaths(simulation, seed, every_s=3.0)
     for at_s in (1.0, 9.0, 70.0):

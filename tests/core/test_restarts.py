@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.simulator.simulation import JOB
 from support.disasters import crashes, deaths
 from support.stories import UNEQUAL, in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 by_policy = pytest.mark.parametrize(
     ("policy", "averaging"),
@@ -48,7 +48,7 @@ def test_crashes_and_deaths_at_random(simulate, policy, averaging, seed, ride_ou
     simulation = simulate(
         ranks(25.0, 30.0, 57.5, 40.0), policy=policy, averaging=averaging, build_ms=15.0, sync_ms=10.0, seed=seed,
         crashes=True, dataset_size=6000, epochs=2, checkpoint_every_epochs=1, has_evaluation=True, eval_size=40,
-        ride_out_s=ride_out_s,
+        ride_out_s=ride_out_s, **AT_RANDOM,
     )  # fmt: skip
     simulation.start()
     deaths(simulation, seed, every_s=0.7)

@@ -14,7 +14,7 @@ from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
 from support.disasters import deaths
 from support.stories import in_mid_training
-from support.watched import WatchedSimulation, ranks
+from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
 LONG_S = 500.0
 
@@ -111,7 +111,9 @@ def succeeds_anew(simulation: WatchedSimulation) -> None:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long(reason="another seed")) for seed in (1, 2))]
 )
 def test_deaths_at_random_below_and_above(simulate, policy, averaging, seed):
-    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0)
+    simulation = simulate(
+        ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=8000, seed=seed, build_ms=15.0, **AT_RANDOM
+    )
     submit(simulation, num_ranks=4, min_ranks=3, num_slots=4)
     deaths(simulation, seed, every_s=0.8)
     succeeds_anew(simulation)

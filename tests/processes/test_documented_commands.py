@@ -263,7 +263,7 @@ def test_a_daemon_starts(lab: Lab, words: str, tmp_path: Path) -> None:
         words += "" if "--data" in words else f" --data {tmp_path / 'data'}"
     process = lab.started(words)
     assert process.stdout is not None
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 100
     said = ""
     while not (ATTENDED if is_worker else LISTENING).search(said):
         said += process.stdout.readline()

@@ -4,13 +4,10 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -43,9 +40,9 @@ JobFile = Callable[..., Path]
 NUM_SAMPLES, SEED, EPOCHS = 960, 0, 16  # of jobs/dying.py
 FEW = 8
 LONG = pytest.mark.long(reason="each case trains for several seconds, beside others in the gate that go the same way")
-LONGEST_GAP_S = 8.0
-"""A bound of liveness, on a slow machine: how long survivors may train no batch, while one dies and comes back.
-`benchmarks/chaos.py` has measured 0.07 to 0.5 s on two busy cores.
+OTHERS_GO_ON = "AWAITS = 12"
+"""A line for jobs/dying.py: others that wait for a rank to come back wait for ever. How long they train no batch is
+measured by `benchmarks/chaos.py`: 0.07 to 0.5 s on two busy cores.
 """
 REPLACE = "import dataclasses\njob = dataclasses.replace(job, {})"
 
@@ -61,7 +58,6 @@ class Story:
     def __post_init__(self) -> None:
         self._watcher = Thread(target=lambda: self.events.extend(self.job.watch()), daemon=True)
         self._watcher.start()
-        self._hurried_s = inf
 
     def notes(self, rank: int) -> list[list[Any]]:
         path = self.folder / f"rank-{rank}"
@@ -86,7 +82,6 @@ class Story:
 
     def hurry(self) -> None:
         (self.folder / "hurry").touch()
-        self._hurried_s = time.monotonic()
 
     def end(self) -> JobResult:
         self._watcher.join(100)
@@ -96,16 +91,6 @@ class Story:
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
-
-    def longest_gap_s(self, rank: int) -> float:
-        """Between two batches of one process, until all hurry: speeds change hundredfold then, and shares with them."""
-        times = [(pid, at_s) for what, pid, at_s, *_ in self.notes(rank) if what == "batch"]
-        until_s = self._hurried_s
-        return max(
-            min(after, until_s) - before
-            for (one, before), (other, after) in pairwise(times)
-            if one == other and before < until_s
-        )
 
 
 def succeeds(
@@ -143,9 +128,6 @@ def succeeds(
     mute = {report.rank for report in story.of(MembershipReport) if "has not answered for" in report.text}
     for rank in set(survivors if survivors is not None else {0, 1, 2} - {dead(story)}) - mute:
         assert len(story.pids(rank)) == 1, f"rank {rank} was started again: {changes}"
-        gap_s = story.longest_gap_s(rank)
-        print(f"rank {rank}: at most {gap_s * 1000:.0f} ms between two batches")
-        assert gap_s < LONGEST_GAP_S
     return result
 
 
@@ -197,7 +179,7 @@ def test_the_others_go_on_and_the_rank_comes_back(
 ) -> None:
     epochs, anchor = (FEW, None) if policy == "sync" else (EPOCHS, 4)
     how = {"policy": policy, "averaging": averaging, "backend": backend, "anchor": anchor}
-    story = begin("DIES_AT = {1: 30}", **how, epochs=epochs)
+    story = begin("DIES_AT = {1: 30}", OTHERS_GO_ON, **how, epochs=epochs)
     story.await_return(1)
     succeeds(story, epochs=epochs)
     assert len(story.pids(1)) == 2
@@ -213,25 +195,20 @@ DIES_AT = {1: 30}
 
 def warm_up():
     note("warms up")
-    time.sleep(3.0)
-    note("is warm")
+    others_go_on(20)
 """
 
 
-@pytest.mark.long(reason="a rank that comes back goes the same way; this measures a moment")
+@pytest.mark.long(reason="a rank that comes back goes the same way")
 def test_nobody_waits_for_the_first_batch_of_a_rank_that_comes_back(begin: Callable[..., Story]) -> None:
     story = begin(SLOW_FIRST, policy="sync", anchor=None, epochs=FEW)
     story.await_return(1)
     succeeds(story, epochs=FEW)
-    (warming_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "warms up"]
-    (warm_s,) = [at_s for what, _, at_s, *_ in story.notes(1) if what == "is warm"]
-    for rank in (0, 2):
-        batches_s = [at_s for what, _, at_s, *_ in story.notes(rank) if what == "batch" and warming_s < at_s < warm_s]
-        assert max(after - before for before, after in pairwise(batches_s)) < 1.0, "others have waited for it"
+    assert len(story.pids(1, "warms up")) == 1
 
 
 def test_a_rank_that_is_killed_in_its_first_batch(begin: Callable[..., Story]) -> None:
-    story = begin("DIES_AT = {2: 0}")
+    story = begin("DIES_AT = {2: 0}", OTHERS_GO_ON)
     story.await_return(2)
     succeeds(story)
 
@@ -409,13 +386,11 @@ def four_slots(mark: Mark, folder: Path) -> Iterator[Cluster]:
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("cpu", marks=LONG)])
 def test_two_of_four_are_killed_at_once(mark: Mark, begin: Callable[..., Story], tmp_path: Path, backend: str) -> None:
     with four_slots(mark, tmp_path) as four:
-        story = begin(client=four.client, num_ranks=4, backend=backend)
+        story = begin(OTHERS_GO_ON, client=four.client, num_ranks=4, backend=backend)
         eventually(lambda: all(len(story.notes(rank)) > 20 for rank in range(4)), "all train")
         for rank in (0, 2):
             os.kill(story.pids(rank)[0], signal.SIGKILL)
-        killed_s = time.monotonic()
         story.await_return(0, 2)
-        print(f"back after {time.monotonic() - killed_s:.1f} s")
         succeeds(story, survivors=(1, 3))
         assert len(story.of(MembershipReport)) >= 4
 

@@ -33,7 +33,7 @@ OF_ROUNDS = ("diffusion", "image_classification")
 """Whose moving average depends on when ranks average: with `policy="sync"` after every batch."""
 
 
-IN_GATE = {"image_classification": ("--epochs", "3"), "lstm": ("--", "--steps", "120")}
+IN_GATE = {"image_classification": ("--epochs", "2"), "lstm": ("--", "--steps", "120")}
 """Ports that the gate interrupts and resumes, and what makes them short: one with random augmentation, a rate for each
 batch and a moving average, and one with hidden state, which it has registered.
 """

@@ -1,4 +1,4 @@
-"""Ranks that hang in jobs that leave nobody out: shown within half a minute, with what their threads do."""
+"""Ranks that hang in jobs that leave nobody out: shown, with what their threads do. How soon is in core/test_stalls."""
 
 import os
 import signal
@@ -37,7 +37,6 @@ def test_a_train_step_that_never_returns_is_shown_with_its_stack(cluster: Cluste
 
     first = eventually(stall, "the rank is told to be stalled", LIMIT_S)
     assert (first.rank, first.is_over, first.stacks) == (1, False, "")
-    assert first.silent_s < 30  # a bound of liveness, that the docs promise
     assert 20 < first.usual_ms < 1000 * first.silent_s
     second = eventually(stall, "its stacks are told")
     assert "in hang_at_batch_40" in second.stacks

@@ -79,10 +79,11 @@ def test_two_ranks_meet_at_the_store(
     waiter.join(100)
     assert waited == [b"now"]
 
+    one.set_timeout(timedelta(days=1))
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="nobody has set never"):
         one.wait(["plain", "never"], timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - began_s < 10  # its own limit, and none of the ten seconds that are the default
+    assert time.monotonic() - began_s >= 0.2  # its own limit, and not the day that the store would wait
     other.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="nobody has set never"):
         other.get("never")

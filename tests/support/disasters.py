@@ -195,7 +195,7 @@ def random_run(seed: int) -> RandomRun:
         persist_ms=dice.choice([0, 1, 30]),
         latency_ms=dice.choice([0.1, 1, 20]),
         crashes=True,
-        check_every=5,
+        check_every=10,
     )
     simulation.start()
     befallen = []

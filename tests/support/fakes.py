@@ -26,7 +26,7 @@ class FakeAgent:
         self.outgoing: queue.SimpleQueue[agent_pb2.AttendRequest | None] = queue.SimpleQueue()
         slots = [agent_pb2.Slot(device="cpu")] * num_slots
         self.outgoing.put(agent_pb2.AttendRequest(hello=agent_pb2.AgentHello(host=host, slots=slots)))
-        self.stream = agent_pb2_grpc.AgentServiceStub(channel).Attend(iter(self.outgoing.get, None), timeout=100)
+        self.stream = agent_pb2_grpc.AgentServiceStub(channel).Attend(iter(self.outgoing.get, None))
         assert next(self.stream).HasField("welcome")
 
     def started(self) -> agent_pb2.StartRank:
@@ -60,7 +60,7 @@ class FakeRank:
     def __init__(self, channel: grpc.Channel, secret: str) -> None:
         self.outgoing: queue.SimpleQueue[rank_pb2.ConverseRequest | None] = queue.SimpleQueue()
         stub = rank_pb2_grpc.RankServiceStub(channel)
-        self.stream = stub.Converse(iter(self.outgoing.get, None), metadata=(("elche-secret", secret),), timeout=100)
+        self.stream = stub.Converse(iter(self.outgoing.get, None), metadata=(("elche-secret", secret),))
 
     def say(self, **message: Any) -> None:
         """Sends one message."""

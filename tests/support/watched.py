@@ -19,6 +19,8 @@ from elche_coordinator.core.messages.events import Event
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 
+AT_RANDOM: dict[str, Any] = {"check_every": 10}
+"""Of long stories in which anything happens at any time."""
 LONG_ROUNDS: dict[str, Any] = {"anchor": 10, "overhead_target": 0.1}
 """Rounds of ten batches, as many tests are told with: longer than by default, so that much happens within each."""
 
@@ -68,7 +70,7 @@ class WatchedSimulation(Simulation):
 
     send_twice: bool = False
     check_every: int = 1
-    """Check every invariant after every so many events: of many ranks each check costs much."""
+    """Check every invariant after every so many events: of many ranks, or of many events, the checks cost much."""
     core: WatchedCoordinator = field(default_factory=WatchedCoordinator)
 
     def handle(self, event: Event) -> None:

@@ -46,7 +46,7 @@ def test_an_agent_is_stopped_as_it_opens_a_stream(tmp_path: Path, monkeypatch: p
     running = threading.Thread(target=agent.run, daemon=True)
     running.start()
     try:
-        running.join(60)
+        running.join(100)
         assert not running.is_alive()
     finally:
         server.stop(None)  # or its threads keep the process that has failed

@@ -150,7 +150,7 @@ def test_worker_processes_begin_with_the_loader_and_end_with_it() -> None:
     loader.add(Lease(id=1, epoch=0, offset=0, size=95))
     take(loader, wake)
     loader.stop()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 100
     while any(one.exitcode is None for one in started):  # not join: the loader's thread waits for them, too
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -21,6 +21,9 @@ BATCH_S = 0.05
 """How long a batch takes, until the file `hurry` is there."""
 DIES_AT: dict[int, int] = {}
 """At the end of which batch a rank's first process dies, by rank."""
+AWAITS = 0
+"""How many batches the others are to make before a process that is started again has its data set."""
+GIVE_UP_S = 100.0
 num_trained = 0
 
 
@@ -44,6 +47,35 @@ def die_once(kind: str) -> None:
     note("dies")
     (FOLDER / f"died-{kind}").touch()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def others_go_on(num_batches: int) -> None:
+    """Waits until each rank whose first process lives has made so many batches more: who waits for this one never does.
+
+    Raises `TimeoutError` when they do not.
+    """
+    before, deadline_s = batches_of_others(), time.monotonic() + GIVE_UP_S
+    while any(before.get(rank, 0) + num_batches > count for rank, count in batches_of_others().items()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the others have not made {num_batches} batches: do they wait for rank {RANK}?")
+        time.sleep(0.02)
+
+
+def batches_of_others() -> dict[str, int]:
+    """How many batches the first processes have made that live."""
+    found = {}
+    for path in FOLDER.glob("rank-[0-9]"):
+        notes = [json.loads(line) for line in path.read_text().splitlines()]
+        is_alone = len({pid for _, pid, *_ in notes}) == 1
+        if path != NOTES and is_alone and Path(f"/proc/{notes[0][1]}/cwd").exists():
+            found[path.name] = sum(kind == "batch" for kind, *_ in notes)
+    return found
+
+
+def dataset() -> list[int]:
+    if RANK >= 0 and not IS_FIRST:
+        others_go_on(AWAITS)
+    return list(range(NUM_SAMPLES))
 
 
 def warm_up() -> None:
@@ -76,7 +108,7 @@ if RANK >= 0:
 job = TrainingJob(
     model=Counts,
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-    dataset=lambda: list(range(NUM_SAMPLES)),
+    dataset=dataset,
     train_step=train_step,
     batch_size=16,
     epochs=16,
