@@ -152,7 +152,7 @@ class Trainer:
                 print("elche: the job shows this script's first Trainer; this one trains unseen", file=sys.stderr)
             return
         self._progress.attachment = self._together.attachment = attachment
-        self._together.on_regrouped = self._rejoin
+        self._together.on_regrouped, self._together.untrained = self._rejoin, self._stepper.untrained
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 
     def _rejoin(self) -> None:
