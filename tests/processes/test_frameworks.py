@@ -19,12 +19,14 @@ LIMIT_S = 100.0
 
 NET = """
 import json
+import os
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from elche.errors import Misuse
 from elche_worker.integrations.transformers import ElcheCallback
 
 
@@ -47,6 +49,11 @@ class Notes(TrainerCallback):
         wrote.append(state.is_world_process_zero)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(samples)
+
+
 def metrics(worse):  # the first evaluation is the best one
     counts["evaluations"] += 1
     return {"good": -counts["evaluations"]}
@@ -63,7 +70,7 @@ arguments = TrainingArguments(
     learning_rate=0.1, max_grad_norm=0.5,
 )
 trainer = Trainer(
-    Net(), arguments, train_dataset=elche.part(samples), eval_dataset=samples, compute_metrics=metrics,
+    Net(), arguments, train_dataset=elche.part(samples), eval_dataset=Stream(), compute_metrics=metrics,
     callbacks=[elche, Notes()],
 )
 trainer.train()
@@ -71,6 +78,14 @@ at_end = {name: value.tolist() for name, value in trainer.model.state_dict().ite
 trainer.save_model(f"final-{elche.rank}")
 told = {"wrote": sorted(set(wrote)), "best": trainer.state.best_model_checkpoint, "model": at_end,
         "norm": arguments.max_grad_norm}
+os.environ["ELCHE_RESUME"] = "nowhere"  # as where `elche resume` has started the script
+try:
+    trainer.train()
+except Misuse as error:
+    told["refused"] = str(error)
+arguments.num_train_epochs = 4
+trainer.train(resume_from_checkpoint="out/checkpoint-12")
+told["steps"] = trainer.state.global_step
 Path(f"rank-{elche.rank}.json").write_text(json.dumps(told))
 """
 )
@@ -125,6 +140,7 @@ trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
 told = {"best": kept.best_model_path, "last": kept.last_model_path, "is_first": trainer.is_global_zero}
 told["validated"] = trainer.validate(model, held_out, verbose=False)[0]["loss"]
 told["tested"] = trainer.test(model, held_out, ckpt_path="best", verbose=False, weights_only=False)[0]["loss"]
+os.environ["ELCHE_RESUME"] = "nowhere"  # as where `elche resume` has started the script
 told["is_kept"] = os.path.isfile(kept.best_model_path)  # until the next fit finds a better one
 trainer.fit_loop.max_epochs = 3
 trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
@@ -189,10 +205,14 @@ def test_of_hugging_face_only_rank_0_writes_and_all_ranks_end_with_its_best_mode
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert (first["wrote"], second["wrote"]) == ([True], [False])
     assert not (tmp_path / "final-1").exists()
+    stored = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert stored.max_grad_norm == 0.5
     best = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
     for one in (first, second):
         assert one["best"] == "out/checkpoint-4"
         assert one["norm"] == 0.5
+        assert "go on with trainer.train(resume_from_checkpoint=...)" in one["refused"]
+        assert one["steps"] == 4 * 4
         assert {name: torch.tensor(value) for name, value in one["model"].items()}.keys() == best.keys()
         for name, value in best.items():
             assert torch.equal(torch.tensor(one["model"][name]), value), name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from elche.errors import Misuse
-from elche_worker.integrations.reporting import Reporting, check_begins_anew, of_rank_0
+from elche_worker.integrations.reporting import Reporting, leave_resume_to_framework, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
@@ -62,7 +62,8 @@ class ElcheCallback(pl.Callback):
             raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
         if len(trainer.optimizers) != 1:
             raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
-        check_begins_anew("trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's")
+        way = "trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's"
+        leave_resume_to_framework(trainer.global_step, way)
         # One step for each batch, as Lightning counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
         self._elche = Trainer.setup(pl_module, trainer.optimizers[0], config)
