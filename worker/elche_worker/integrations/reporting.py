@@ -13,8 +13,8 @@ MAX_METRICS = 100
 
 
 def leave_resume_to_framework(num_steps: int, way: str) -> None:
-    """Removes ELCHE_RESUME: elche's checkpoints lack the framework's own position, and `Trainer.setup` would load one over
-    what the framework has resumed. `num_steps`: those that it goes on from; `way`: how it resumes.
+    """Removes ELCHE_RESUME: elche's checkpoints lack the framework's own position, and `Trainer.setup` would load one
+    over what the framework has resumed. `num_steps`: those that it goes on from; `way`: how it resumes.
 
     Raises `Misuse` if ELCHE_RESUME is set and it begins anew, which would train all steps again.
     """

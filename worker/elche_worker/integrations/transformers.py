@@ -38,6 +38,8 @@ class ElcheCallback(TrainerCallback):
         self._reporting: Reporting | None = None
         self._has_loss = False
         """True if Hugging Face has logged a loss in this epoch."""
+        self._is_asked = False
+        """True if a checkpoint was asked for in this step, at the coordinator."""
         self._max_norm = 0.0
         self._clipped: TrainingArguments | None = None
         """The arguments whose `max_grad_norm` this callback has taken, while gradients of a step are computed."""
@@ -87,16 +89,20 @@ class ElcheCallback(TrainerCallback):
         # One step for each batch, as Hugging Face counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(args.device))
         self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
+        self._elche._iterations.on_asked = self._ask
         for name in self._places:
             del os.environ[name]
         self._reporting = Reporting(self._elche, math.ceil(state.num_train_epochs))
+
+    def _ask(self) -> None:
+        self._is_asked = True
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Reports the previous epoch."""
         assert self._reporting is not None
-        self._reporting.begin_epoch(round(state.epoch or 0))
+        self._reporting.begin_epoch(math.floor((state.epoch or 0) + 1e-6))  # resumed, it is within its epoch
         self._has_loss = False
 
     def on_log(
@@ -143,9 +149,13 @@ class ElcheCallback(TrainerCallback):
             nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Clears gradients; only rank 0 logs and saves."""
+        """Clears gradients; only rank 0 logs and saves: also when elche is asked for a checkpoint, whose own lacks
+        Hugging Face's position.
+        """
         assert self._elche is not None
         self._elche.finish_step()
+        is_asked, self._is_asked = self._is_asked, False
+        control.should_save |= is_asked
         if self._elche.rank != self.rank:  # a lower one has died
             self.rank = self._elche.rank
             self._take_rank(args, state)
