@@ -416,6 +416,7 @@ class Trainer:
         keys = self._optimizers.keys_of(optimizer)
         if len(keys) < len(self._optimizers.by_key) and self.has_loss_fn:
             raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
+        self._optimizers.check_not_accumulating(keys)
         self._iterations.begin_step()
         summed = self._stepper.average(samples, keys, self._iterations.take_requests)
         if summed is not None:
