@@ -99,6 +99,30 @@ def test_a_loop_that_asks_where_it_is_goes_on_with_the_same_samples_bit_for_bit(
     assert "twice" not in capsys.readouterr().err
 
 
+def test_a_loop_that_was_interrupted_says_that_its_epoch_begins_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a notebook, whose cell is run again."""
+    loop = Loop(tmp_path, resumes=False)
+
+    def cell(num_steps: int) -> None:
+        for _ in loop.trainer.epochs(3):
+            for index in range(4):
+                if loop.trainer.num_steps == num_steps:
+                    raise KeyboardInterrupt
+                loop.train(torch.tensor([index]))
+
+    with pytest.raises(KeyboardInterrupt):
+        cell(6)
+    assert "begins again" not in capsys.readouterr().err
+    cell(-1)
+    told = "epoch 0 begins again: this loop was left in epoch 1, after 2 of its steps, and the model keeps all 6"
+    assert capsys.readouterr().err.count(told) == 1
+    assert loop.trainer.num_steps == 6 + 12
+    cell(-1)
+    assert "begins again" not in capsys.readouterr().err
+
+
 def test_a_loader_with_a_state_goes_on_behind_the_batch_of_the_last_step(tmp_path: Path) -> None:
     def train(*, resumes: bool) -> list[list[int]]:
         loop, loader = Loop(tmp_path, resumes=resumes), Batches()

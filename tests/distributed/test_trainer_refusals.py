@@ -493,3 +493,27 @@ def test_a_rank_whose_peer_is_gone_says_that_and_not_why(worlds: Worlds) -> None
     assert (second.kind, second.message) == ("Ended", "the process ended with 3")
     assert first.kind == "PeerLost"
     assert "its own error says why" in first.message
+
+
+def test_a_step_that_accelerate_would_skip_is_refused_before_its_gradients_are_cleared() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(new_model())
+    optimizer = accelerator.prepare(new_optimizer(model))
+    trainer = Trainer.setup(model, optimizer)
+    inputs, labels = samples(4)[:]
+    steps = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(inputs), labels))
+            if accelerator.sync_gradients:
+                trainer.step()
+            else:
+                with pytest.raises(Misuse, match=r"only where accelerator\.sync_gradients is true"):
+                    trainer.step()
+                assert all(one.grad is not None for one in model.parameters())
+            steps.append(trainer.num_steps)
+    assert steps == [0, 1, 1, 2]
+    trainer.close()
+    accelerate.state.GradientState._reset_state()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -19,12 +19,14 @@ LIMIT_S = 100.0
 
 NET = """
 import json
+import os
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from elche.errors import Misuse
 from elche_worker.integrations.transformers import ElcheCallback
 
 
@@ -43,8 +45,17 @@ HUGGING_FACE = (
 
 
 class Notes(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        asks = elche.rank == 1 and state.global_step == 4  # as the coordinator does; one rank hears of it first
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+
     def on_log(self, args, state, control, **_):
         wrote.append(state.is_world_process_zero)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(samples)
 
 
 def metrics(worse):  # the first evaluation is the best one
@@ -55,6 +66,7 @@ def metrics(worse):  # the first evaluation is the best one
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 samples = [{"x": one, "labels": (one[0] > 0).long()} for one in x]
 wrote, counts = [], {"evaluations": 0}
+os.environ["ELCHE_CHECKPOINT_DIR"] = "asked"
 elche = ElcheCallback()
 torch.manual_seed(0)
 arguments = TrainingArguments(
@@ -63,7 +75,7 @@ arguments = TrainingArguments(
     learning_rate=0.1, max_grad_norm=0.5,
 )
 trainer = Trainer(
-    Net(), arguments, train_dataset=elche.part(samples), eval_dataset=samples, compute_metrics=metrics,
+    Net(), arguments, train_dataset=elche.part(samples), eval_dataset=Stream(), compute_metrics=metrics,
     callbacks=[elche, Notes()],
 )
 trainer.train()
@@ -71,6 +83,14 @@ at_end = {name: value.tolist() for name, value in trainer.model.state_dict().ite
 trainer.save_model(f"final-{elche.rank}")
 told = {"wrote": sorted(set(wrote)), "best": trainer.state.best_model_checkpoint, "model": at_end,
         "norm": arguments.max_grad_norm}
+os.environ["ELCHE_RESUME"] = "nowhere"  # as where `elche resume` has started the script
+try:
+    trainer.train()
+except Misuse as error:
+    told["refused"] = str(error)
+arguments.num_train_epochs = 4
+trainer.train(resume_from_checkpoint="out/checkpoint-12")
+told["steps"] = trainer.state.global_step
 Path(f"rank-{elche.rank}.json").write_text(json.dumps(told))
 """
 )
@@ -82,12 +102,13 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from elche.errors import Misuse
 from elche_worker.integrations.lightning import ElcheCallback
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -110,25 +131,61 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Twice(Model):  # makes two steps with each batch
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(cross_entropy(self.net(batch[0]), batch[1]))
+            self.optimizers().step()
+
+
+class Asks(pl.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        asks = RANK == 1 and trainer.global_step == 4  # as the coordinator does; one rank hears of it first
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+
+
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 samples = TensorDataset(x, (x[:, 0] > 0).long())
 held_out = DataLoader(samples, batch_size=64)
 pl.seed_everything(0, verbose=False)
+os.environ["ELCHE_CHECKPOINT_DIR"] = "asked"
 kept = ModelCheckpoint(dirpath="kept", monitor="loss", save_last=True)
-trainer = pl.Trainer(
-    devices=1, accelerator="cpu", plugins=[LightningEnvironment()], callbacks=[ElcheCallback(), kept], max_epochs=2,
-    logger=False, enable_progress_bar=False, enable_model_summary=False,
-)
+elche = ElcheCallback()
+
+
+def new_trainer(*callbacks):
+    return pl.Trainer(
+        devices=1, accelerator="cpu", plugins=[LightningEnvironment()], callbacks=[elche, *callbacks], max_epochs=2,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=kept in callbacks,
+    )
+
+
+trainer = new_trainer(kept, Asks())
 sampler = DistributedSampler(samples, num_replicas=WORLD_SIZE, rank=RANK, seed=0)
 model = Model()
 trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
 told = {"best": kept.best_model_path, "last": kept.last_model_path, "is_first": trainer.is_global_zero}
 told["validated"] = trainer.validate(model, held_out, verbose=False)[0]["loss"]
 told["tested"] = trainer.test(model, held_out, ckpt_path="best", verbose=False, weights_only=False)[0]["loss"]
+os.environ["ELCHE_RESUME"] = "nowhere"  # as where `elche resume` has started the script
 told["is_kept"] = os.path.isfile(kept.best_model_path)  # until the next fit finds a better one
 trainer.fit_loop.max_epochs = 3
 trainer.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), held_out)
 told["steps"] = trainer.global_step
+del os.environ["ELCHE_CHECKPOINT_DIR"]
+again = new_trainer()
+again.fit(model, DataLoader(samples, batch_size=8, sampler=sampler), ckpt_path="asked/lightning-step-00000007.ckpt")
+told["again"] = again.global_step
+twice, manual = Twice(), new_trainer()
+manual.fit(twice, DataLoader(samples, batch_size=8, sampler=sampler))
+told["twice"] = [manual.global_step, twice.net.weight.tolist()]
+try:
+    new_trainer(LearningRateFinder()).fit(Model(), DataLoader(samples, batch_size=8, sampler=sampler))
+except Misuse as error:
+    told["refused"] = str(error)
 trainer.save_checkpoint(f"final-{RANK}.ckpt")
 Path(f"rank-{RANK}.json").write_text(json.dumps(told))
 """
@@ -189,10 +246,17 @@ def test_of_hugging_face_only_rank_0_writes_and_all_ranks_end_with_its_best_mode
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert (first["wrote"], second["wrote"]) == ([True], [False])
     assert not (tmp_path / "final-1").exists()
+    stored = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert stored.max_grad_norm == 0.5
     best = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
     for one in (first, second):
         assert one["best"] == "out/checkpoint-4"
         assert one["norm"] == 0.5
+        assert "go on with trainer.train(resume_from_checkpoint=...)" in one["refused"]
+        assert one["steps"] == 4 * 4
+    assert (tmp_path / "out" / "checkpoint-7" / "trainer_state.json").is_file()  # two steps after it was asked for
+    assert (tmp_path / "asked" / "step-00000007" / "manifest.json").is_file()
+    for one in (first, second):
         assert {name: torch.tensor(value) for name, value in one["model"].items()}.keys() == best.keys()
         for name, value in best.items():
             assert torch.equal(torch.tensor(one["model"][name]), value), name
@@ -215,6 +279,9 @@ def test_of_lightning_only_rank_0_writes_and_all_ranks_validate_test_and_fit_aft
     assert (first.pop("is_first"), second.pop("is_first")) == (True, False)
     assert first == second
     assert first["steps"] == 3 * 4
+    assert first["again"] == 2 * 4
+    assert first["twice"][0] == 2 * 2 * 4
+    assert first["refused"].startswith("LearningRateFinder would find another value in each process")
     assert first["is_kept"]
     assert first["validated"] >= first["tested"]
     assert (tmp_path / "final-0.ckpt").is_file()

@@ -322,11 +322,43 @@ def test_a_loop_goes_on_without_a_rank_that_was_killed(
     env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_KILL": kill, **more}
     with running(mark, tmp_path / "loop", own_launchers.__file__, "3", script=COUNTING, **env) as run:
         told = counted_to_the_end(run, len(left))
+        assert "nobody trains" not in run.text
     assert sorted(one["first"] for one in told) == left
     (job,) = (one for one in cluster.client.jobs() if one.job_id not in before)
     result = cluster.client.job(job.job_id).result()
     assert result.state is JobState.SUCCEEDED
     assert result.committed_samples == (240, 240, 240)
+
+
+OWN_BATCHES = """
+import os
+import signal
+
+import torch
+from torch import nn
+
+from elche_worker import Trainer
+
+model = nn.Linear(1, 1)
+trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(20):
+    if step == 5 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.full((4, 1), float(trainer.rank + step))).mean().backward()
+    trainer.step()
+"""
+
+
+def test_a_loop_that_takes_its_batches_itself_says_what_nobody_trains_without_a_rank(
+    mark: Mark, cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "own_batches.py").write_text(OWN_BATCHES)
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address}
+    with running(mark, tmp_path, own_launchers.__file__, "2", script=tmp_path / "own_batches.py", **env) as run:
+        assert run.process.wait(60) == 0, run.text
+    assert "elche: 1 of 2 ranks go on\n" in run.text
+    told = "so nobody trains what rank 1 would have taken: if each rank has a part of the data, about 50% of it is not"
+    assert told in run.text
 
 
 @LONG

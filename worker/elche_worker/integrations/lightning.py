@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from elche.errors import Misuse
-from elche_worker.integrations.reporting import Reporting, check_begins_anew, of_rank_0
+from elche_worker.integrations.reporting import Reporting, leave_resume_to_framework, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning") is None:
@@ -16,10 +17,10 @@ if TYPE_CHECKING or "pytorch_lightning" in sys.modules or find_spec("lightning")
 else:
     import lightning.pytorch as pl  # the same, in another package
 if TYPE_CHECKING or pl.__name__ == "pytorch_lightning":
-    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
     from pytorch_lightning.utilities import rank_zero_only
 else:
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
     from lightning.pytorch.utilities import rank_zero_only
 
 WRITTEN = (
@@ -47,12 +48,20 @@ class ElcheCallback(pl.Callback):
         self._elche: Trainer | None = None
         self._reporting: Reporting | None = None
         self._is_averaged = False
+        self._on_step: RemovableHandle | None = None
+        """The optimizer's hook that finishes its steps."""
+        self._is_asked = False
+        """True if a checkpoint was asked for in this step, at the coordinator."""
         self._rank = int(os.environ.get("RANK", "0"))
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Tells Lightning which process this is, so that one alone writes: it sees a single device."""
         if trainer.world_size == 1:
             _take_rank(trainer, self._rank)
+        finders = [one for one in trainer.callbacks if isinstance(one, BatchSizeFinder | LearningRateFinder)]
+        if finders and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            what = type(finders[0]).__name__
+            raise Misuse(f"{what} would find another value in each process: use it in one, and set what it has found")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Joins the processes; their models start as rank 0's."""
@@ -62,11 +71,17 @@ class ElcheCallback(pl.Callback):
             raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
         if len(trainer.optimizers) != 1:
             raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
-        check_begins_anew("trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's")
+        way = "trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's"
+        leave_resume_to_framework(trainer.global_step, way)
         # One step for each batch, as Lightning counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
         self._elche = Trainer.setup(pl_module, trainer.optimizers[0], config)
+        self._elche._iterations.on_asked = self._ask
+        self._on_step = trainer.optimizers[0].register_step_post_hook(self._finish)
         self._reporting = Reporting(self._elche, max(0, trainer.max_epochs or 0))
+
+    def _ask(self) -> None:
+        self._is_asked = True
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reports the previous epoch."""
@@ -81,18 +96,34 @@ class ElcheCallback(pl.Callback):
         self._elche.average_gradients()
         self._is_averaged = True
 
+    def _finish(self, *_: Any) -> None:
+        """Called when the optimizer has been stepped; several times in a batch, in a manual optimization."""
+        assert self._elche is not None
+        if self._is_averaged:
+            self._is_averaged = False
+            self._elche.finish_step()
+
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reports the loss, and finishes the step, unless gradients are accumulated over more batches."""
+        """Reports the loss, and saves a checkpoint if one is asked for."""
         if self._reporting is not None:
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self._reporting.record({"loss": loss})
-        if self._elche is not None and self._is_averaged:
-            self._is_averaged = False
-            self._elche.finish_step()
+        if self._elche is not None:
             self._rank = self._elche.rank  # changes when a lower one has died
             _take_rank(trainer, self._rank)
+            if self._is_asked:
+                self._is_asked = False
+                self._save(trainer, self._elche._checkpoints.place)
+
+    def _save(self, trainer: "pl.Trainer", place: str) -> None:
+        """Saves a checkpoint of Lightning, beside that of elche, which lacks Lightning's position."""
+        path = f"{place}/lightning-step-{trainer.global_step:08d}.ckpt"
+        trainer.save_checkpoint(path)
+        if self._rank == 0:
+            say = f"elche: Lightning's own checkpoint is {path}: trainer.fit(..., ckpt_path=...) goes on from it"
+            print(say, file=sys.stderr, flush=True)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reports the metrics that the module has logged."""
@@ -121,6 +152,8 @@ class ElcheCallback(pl.Callback):
 
     def _close(self, error: BaseException | None) -> None:
         elche, self._elche, self._reporting, self._is_averaged = self._elche, None, None, False
+        if self._on_step is not None:
+            self._on_step.remove()
         if elche is not None:
             elche.close(error)
 

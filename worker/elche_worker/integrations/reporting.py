@@ -12,12 +12,16 @@ MAX_METRICS = 100
 """Most metrics of one log or evaluation; more are dropped, since metrics must not end a training."""
 
 
-def check_begins_anew(way: str) -> None:
-    """Raises `Misuse` if ELCHE_RESUME is set: elche's checkpoints lack the framework's own position, so that it would
-    train all steps again. `way`: how the framework resumes.
+def leave_resume_to_framework(num_steps: int, way: str) -> None:
+    """Removes ELCHE_RESUME: elche's checkpoints lack the framework's own position, and `Trainer.setup` would load one
+    over what the framework has resumed. `num_steps`: those that it goes on from; `way`: how it resumes.
+
+    Raises `Misuse` if ELCHE_RESUME is set and it begins anew, which would train all steps again.
     """
-    if path := os.environ.get("ELCHE_RESUME"):
+    path = os.environ.get("ELCHE_RESUME")
+    if path and not num_steps:
         raise Misuse(f"{path} lacks the framework's own state, its step, schedule and data: go on with {way}")
+    os.environ.pop("ELCHE_RESUME", None)
 
 
 def of_rank_0(trainer: Trainer, own: Any) -> Any:

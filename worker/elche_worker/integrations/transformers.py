@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from elche.errors import Misuse
 from elche_worker.collectives.consistency import begin_as_rank_0
-from elche_worker.integrations.reporting import Reporting, check_begins_anew, of_rank_0
+from elche_worker.integrations.reporting import Reporting, leave_resume_to_framework, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -38,9 +38,11 @@ class ElcheCallback(TrainerCallback):
         self._reporting: Reporting | None = None
         self._has_loss = False
         """True if Hugging Face has logged a loss in this epoch."""
+        self._is_asked = False
+        """True if a checkpoint was asked for in this step, at the coordinator."""
         self._max_norm = 0.0
         self._clipped: TrainingArguments | None = None
-        """The arguments whose `max_grad_norm` this callback has taken, until the training ends."""
+        """The arguments whose `max_grad_norm` this callback has taken, while gradients of a step are computed."""
 
     def _see_own_gpu(self, index: int) -> None:
         """Hides other GPUs, all of which Hugging Face would otherwise use."""
@@ -61,8 +63,11 @@ class ElcheCallback(TrainerCallback):
     def _take_rank(self, args: TrainingArguments, state: TrainerState) -> None:
         """Makes the `process_index` of arguments and state those of this process."""
         if args.world_size == 1 and args.distributed_state is not None:
-            args.distributed_state.process_index = self.rank
-            args.distributed_state.local_process_index = self._local_rank
+            # Not of Accelerate's own state, which all its objects share: its loader of an iterable data set would wait
+            # for the first process to send batches.
+            shared, own = args.distributed_state, object.__new__(type(args.distributed_state))
+            own.__dict__ = {**vars(shared), "process_index": self.rank, "local_process_index": self._local_rank}
+            args.distributed_state = own
             state.is_world_process_zero = args.process_index == 0
             state.is_local_process_zero = args.local_process_index == 0
 
@@ -74,27 +79,30 @@ class ElcheCallback(TrainerCallback):
             raise Misuse("make ElcheCallback before TrainingArguments, which otherwise distribute the training")
         if args.fp16:  # gradients are unscaled before a callback sees them, overflow and all
             raise Misuse("ElcheCallback cannot average with fp16: use bf16")
-        check_begins_anew("trainer.train(resume_from_checkpoint=...) and a checkpoint of Hugging Face's")
+        way = "trainer.train(resume_from_checkpoint=...) and a checkpoint of Hugging Face's"
+        leave_resume_to_framework(state.global_step, way)
         model: nn.Module = named["model"]
         optimizer: Optimizer = named["optimizer"]
         self._leave()  # a training that was interrupted, in a notebook
         self._take_rank(args, state)  # other arguments have reset it
-        self._clipped = args
-        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0  # this callback clips the average instead
         os.environ.update(self._places)
         # One step for each batch, as Hugging Face counts them: no El Che.
         config = TrainerConfig(max_anchor=0, device=str(args.device))
         self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
+        self._elche._iterations.on_asked = self._ask
         for name in self._places:
             del os.environ[name]
         self._reporting = Reporting(self._elche, math.ceil(state.num_train_epochs))
+
+    def _ask(self) -> None:
+        self._is_asked = True
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Reports the previous epoch."""
         assert self._reporting is not None
-        self._reporting.begin_epoch(round(state.epoch or 0))
+        self._reporting.begin_epoch(math.floor((state.epoch or 0) + 1e-6))  # resumed, it is within its epoch
         self._has_loss = False
 
     def on_log(
@@ -122,19 +130,32 @@ class ElcheCallback(TrainerCallback):
         if self._reporting is not None and metrics:
             self._reporting.evaluated({name: one for name, one in metrics.items() if _is_of_model(name)})
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Takes clipping over until gradients are averaged; checkpoints have the arguments as they were given."""
+        self._give_back()
+        self._clipped = args
+        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Averages gradients, then clips them."""
         assert self._elche is not None
+        self._give_back()
         self._elche.average_gradients()
         if self._max_norm:
             nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Clears gradients; only rank 0 logs and saves."""
+        """Clears gradients; only rank 0 logs and saves: also when elche is asked for a checkpoint, whose own lacks
+        Hugging Face's position.
+        """
         assert self._elche is not None
         self._elche.finish_step()
+        is_asked, self._is_asked = self._is_asked, False
+        control.should_save |= is_asked
         if self._elche.rank != self.rank:  # a lower one has died
             self.rank = self._elche.rank
             self._take_rank(args, state)
@@ -165,11 +186,15 @@ class ElcheCallback(TrainerCallback):
         state.best_model_checkpoint = of_rank_0(elche, state.best_model_checkpoint)
         elche._together.run(lambda: begin_as_rank_0(elche.model, elche._world), "takes the best model", give=None)
 
-    def _leave(self) -> None:
-        """Ends elche's part of a training, and gives the arguments back as they were."""
-        elche, self._elche, self._reporting = self._elche, None, None
+    def _give_back(self) -> None:
+        """Gives the arguments back as they were."""
         if self._clipped is not None:
             self._clipped.max_grad_norm, self._clipped = self._max_norm, None
+
+    def _leave(self) -> None:
+        """Ends elche's part of a training."""
+        elche, self._elche, self._reporting = self._elche, None, None
+        self._give_back()
         if elche is not None:
             elche.close()
 

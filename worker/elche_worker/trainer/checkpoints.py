@@ -63,6 +63,11 @@ class LoopCheckpoints:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
 
     @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._world.rank
+
+    @property
     def has_interval(self) -> bool:
         """True if checkpoints are made at intervals."""
         return self._every_minutes is not None

@@ -1,5 +1,6 @@
 """Gives out the batches of epochs, from the position of a loaded checkpoint on."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ class LoopEpochs:
         resumed = resumption.position
         if resumed is not None and epoch < resumed.epoch:
             return
+        if resumed is None:
+            self._say_if_again(epoch)
         resumption.begin()
         resumption.position = None
         progress.begin_epoch(epoch, resumed)
@@ -79,6 +82,18 @@ class LoopEpochs:
             stepper.clock.end_batch()
         self._in_progress = None
 
+    def _say_if_again(self, epoch: int) -> None:
+        """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
+        progress = self._progress
+        if progress.has_left(epoch) and not self._checkpoints.rank:
+            print(
+                f"elche: epoch {epoch} begins again: this loop was left in epoch {progress.epoch}, after "
+                f"{progress.epoch_steps} of its steps, and the model keeps all {progress.num_steps} that were made. "
+                "To go on from a checkpoint instead, call trainer.load(FOLDER) first",
+                file=sys.stderr,
+                flush=True,
+            )
+
     @contextmanager
     def _given(self) -> Iterator[None]:
         """Around the loop's work on a batch. It may be left there, too."""
@@ -100,6 +115,8 @@ class LoopEpochs:
         progress, resumption = self._progress, self._checkpoints.resumption
         progress.num_epochs = count
         for epoch in range(resumption.position.epoch if resumption.position is not None else 0, count):
+            if resumption.position is None:
+                self._say_if_again(epoch)
             resumption.begin_epoch(epoch)
             progress.begin_epoch(epoch, resumption.position)
             yield epoch

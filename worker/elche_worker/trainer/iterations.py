@@ -75,6 +75,8 @@ class Iterations:
         self.consensus = RequestConsensus(world.device)
         self._save = save
         self._close = close
+        self.on_asked: Callable[[], None] = lambda: None
+        """Called on every rank, in the same step, when a checkpoint is asked for: a framework saves one of its own."""
         self._order = StepOrder(len(optimizers.by_key))
         self._are_given = False
         """True if the present iteration uses a batch that elche has given out."""
@@ -106,6 +108,7 @@ class Iterations:
             if self._num_waited > MAX_WAIT_STEPS:
                 self._give_up(f"no iteration was seen to end in {MAX_WAIT_STEPS} steps: call trainer.save() at its end")
         elif asked.checkpoint and self._checkpoints.place:
+            self.on_asked()
             self._await_end()
         elif asked.checkpoint:
             self._refuse("the loop has no checkpoint_dir: set ELCHE_CHECKPOINT_DIR")

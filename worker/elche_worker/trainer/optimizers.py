@@ -47,6 +47,16 @@ class Optimizers:
             raise Misuse(f"there is no optimizer {wanted!r}; there are {', '.join(map(repr, self.by_key))}")
         return list(self.by_key) if wanted is None else [wanted]
 
+    def check_not_accumulating(self, keys: Sequence[Key]) -> None:
+        """Raises `Misuse` if an optimizer of Accelerate would skip this step, whose gradients would then be cleared."""
+        for key in keys:
+            state = getattr(self.by_key[key], "gradient_state", None)
+            if state is not None and not getattr(state, "sync_gradients", True):
+                raise Misuse(
+                    "accelerator.accumulate() has more batches to come before this optimizer makes a step: call "
+                    "trainer.step() only where accelerator.sync_gradients is true"
+                )
+
     def parameters_of(self, keys: Sequence[Key]) -> list[nn.Parameter]:
         """The parameters of these optimizers, each once."""
         groups = (group for key in keys for group in self.by_key[key].param_groups)

@@ -51,6 +51,10 @@ class ProgressTracker:
         self.num_steps, self.epoch = position.num_steps, position.epoch
         self.done, self.epoch_steps = position.done, position.epoch_steps
 
+    def has_left(self, epoch: int) -> bool:
+        """True if the loop has left this epoch, or a later one, before its end, with steps that are in the model."""
+        return self._is_epoch_open and self.epoch >= epoch and self.epoch_steps > 0
+
     def begin_epoch(self, epoch: int, resumed: Position | None = None) -> None:
         """Opens an epoch; that of the resumed position goes on from there."""
         if not self._is_epoch_open or epoch != self.epoch:

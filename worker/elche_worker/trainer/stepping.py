@@ -66,6 +66,7 @@ class Stepper:
     ) -> None:
         self._model = model
         self._is_mixed = is_mixed
+        self._num_began = world.size
         self._optimizers = optimizers
         self._config = config
         self._world = world
@@ -140,6 +141,19 @@ class Stepper:
     def _say(self, how: str) -> None:
         if self._world.size > 1 and self._world.rank == 0:
             print(f"elche: {how}", file=sys.stderr, flush=True)
+
+    def untrained(self) -> str:
+        """What is not trained any more in a loop that takes its batches itself, since ranks have died; else ""."""
+        members = self._world.members
+        lost = [str(number) for number in range(self._num_began) if number not in members]
+        if not lost or not self._takes_own or self.last_sizes:  # elche has split the batches, and splits them anew
+            return ""
+        who = f"{'rank' if len(lost) == 1 else 'ranks'} {', '.join(lost)}"
+        return (
+            f"this loop takes its batches itself, so nobody trains what {who} would have taken: if each rank has a "
+            f"part of the data, about {len(lost) / self._num_began:.0%} of it is not trained until the loop is started "
+            f"again, on {self._num_began} ranks"
+        )
 
     def share_batches(self, batch_size: int) -> Iterator[Step]:
         """Yields steps without end, of batches that the loop makes itself, split by the ranks' speeds. Every rank calls

@@ -34,6 +34,8 @@ class Together:
         """Returns the loop's position as text, equal on every rank."""
         self.on_regrouped: Callable[[], None] = lambda: None
         """Called on every rank when the world has a new group; may be collective."""
+        self.untrained: Callable[[], str] = lambda: ""
+        """Returns a sentence on data that is not trained any more without the ranks that have died; "" for none."""
         world.calls.on_stuck = WeakMethod(self._end_stuck)
         self._num_done = 0
         self._give: Callable[[], Any] | None = None
@@ -117,6 +119,8 @@ class Together:
                 continue
             if world.rank == 0:
                 print(f"elche: {world.size} of {num_before} ranks go on", file=sys.stderr, flush=True)
+                if untrained := self.untrained():
+                    print(f"elche: {untrained}", file=sys.stderr, flush=True)
             return given
 
     def _last_word(self, error: PeerLost) -> PeerLost:

@@ -152,7 +152,7 @@ class Trainer:
                 print("elche: the job shows this script's first Trainer; this one trains unseen", file=sys.stderr)
             return
         self._progress.attachment = self._together.attachment = attachment
-        self._together.on_regrouped = self._rejoin
+        self._together.on_regrouped, self._together.untrained = self._rejoin, self._stepper.untrained
         self._stepper.clock = StepClock(self._world.device, keeps_intervals=self._config.timeline)
 
     def _rejoin(self) -> None:
@@ -416,6 +416,7 @@ class Trainer:
         keys = self._optimizers.keys_of(optimizer)
         if len(keys) < len(self._optimizers.by_key) and self.has_loss_fn:
             raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
+        self._optimizers.check_not_accumulating(keys)
         self._iterations.begin_step()
         summed = self._stepper.average(samples, keys, self._iterations.take_requests)
         if summed is not None:
