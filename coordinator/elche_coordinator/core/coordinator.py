@@ -70,6 +70,8 @@ class Coordinator:
         self.loops: dict[JobId, Loop] = {}
         self.placed: dict[JobId, PlacedJob] = {}
         """Trainings and submitted loops, which get slots."""
+        self._num_placed = 0
+        """Number of such jobs so far."""
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
         """Times of `Job.set_deadline`."""
@@ -103,9 +105,11 @@ class Coordinator:
         except Refused as refused:
             for job in self._touched.values():  # an event of one job, refused by its phase table
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
+        for job_id in self._touched:
+            self._note_placed(job_id)
         if self._may_place:
             self._may_place = False
-            self._placing.place(self.placed, self.fleet, self.quotas, now_s)
+            self._placing.place(self.fleet, self.quotas, now_s)
             self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
@@ -122,6 +126,11 @@ class Coordinator:
             for name, jobs in self.tables().items()
         }
         return {**self.__dict__, **kept, "keys": self.living_keys() if self.jobs else self.keys}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        for job_id in self.placed:
+            self._note_placed(job_id)
 
     def tables(self) -> dict[str, dict[JobId, Any]]:
         """The attributes that contain jobs, by name."""
@@ -145,7 +154,14 @@ class Coordinator:
             case Loop():
                 self.loops[job.id] = job
         if isinstance(job, PlacedJob):
+            self._num_placed += 1
+            job.number = self._num_placed
             self.placed[job.id] = job
+            self._note_placed(job.id)
+
+    def _note_placed(self, job_id: JobId) -> None:
+        if (placed := self.placed.get(job_id)) is not None:
+            self._placing.note(placed, self._now_s)
 
     def begin_incarnations_at(self, number: int) -> None:
         """Numbers later incarnations from `number` on, or from the highest so far."""
@@ -182,7 +198,12 @@ class Coordinator:
 
     def is_behind(self, job_id: JobId) -> bool:
         """True if a queued job gets no slots because one before it waits for them."""
-        return job_id in self._placing.behind
+        placed = self.placed.get(job_id)
+        return placed is not None and self._placing.is_behind(placed)
+
+    def queued(self) -> set[JobId]:
+        """The jobs that wait for slots."""
+        return self._placing.queued
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
         """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
@@ -396,14 +417,9 @@ class Coordinator:
         self.adopt(job)
         job.began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)
-        self._queue(job)
+        self._may_place = True
         if event.key:
             self.keys[event.key] = event.job_id
-
-    def _queue(self, job: PlacedJob) -> None:
-        """Queues the job for slots."""
-        self._placing.queue(job)
-        self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
         if not self._is_there(event):
@@ -450,8 +466,6 @@ class Coordinator:
         for place in record.places:
             self.fleet.give_back(place)
         job.on_exited(record, death, notice, self._now_s, log_tail=log_tail)
-        if job.phase is JobPhase.QUEUED:
-            self._queue(job)
         self._may_place = True
 
     def _drain(self, event: DrainRequested) -> None:
