@@ -51,7 +51,7 @@ from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
-MAX_PAGE = 1000
+MAX_PAGE = 200
 """Jobs, or hosts, in one answer."""
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""

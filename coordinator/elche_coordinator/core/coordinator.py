@@ -95,6 +95,8 @@ class Coordinator:
         """True if slots, or what waits for them, have changed since jobs were last given any."""
         self.keys: dict[str, JobId] = {}
         """Keys of submissions, with their jobs."""
+        self._kept_views: dict[JobId, JobView] = {}
+        """Views of queued jobs that no event has named or changed since."""
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Handles one event at time `now_s` (seconds, monotonic); returns the commands that follow, in order."""
@@ -117,6 +119,7 @@ class Coordinator:
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
             self._set_timers(job)
+            self._kept_views.pop(job.id, None)
         return [command for job in touched.values() for command in job.take_commands()]
 
     def __getstate__(self) -> dict[str, object]:
@@ -125,7 +128,8 @@ class Coordinator:
             name: {job_id: job for job_id, job in jobs.items() if job.result is None}
             for name, jobs in self.tables().items()
         }
-        return {**self.__dict__, **kept, "keys": self.living_keys() if self.jobs else self.keys}
+        keys = self.living_keys() if self.jobs else self.keys
+        return {**self.__dict__, **kept, "keys": keys, "_kept_views": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -148,6 +152,8 @@ class Coordinator:
     def adopt(self, job: Job) -> None:
         """Adds a job."""
         self.jobs[job.id] = job
+        if job.key:
+            self.keys[job.key] = job.id
         match job:
             case TrainingJob():
                 self.trainings[job.id] = job
@@ -195,6 +201,17 @@ class Coordinator:
         if placed is None or job.phase is not JobPhase.QUEUED:
             return view
         return replace(view, reason=self._placing.reason(placed))
+
+    def recent_view(self, job_id: JobId, now_s: float) -> JobView | None:
+        """As `view`, but for a queued job the same as before, unless an event has named it since: with the reason and
+        the waiting time of then. All jobs are looked at each second, and most of many wait.
+        """
+        if (kept := self._kept_views.get(job_id)) is not None:
+            return kept
+        view = self.view(job_id, now_s)
+        if view is not None and view.state == JobPhase.QUEUED and not view.ranks:
+            self._kept_views[job_id] = view
+        return view
 
     def is_behind(self, job_id: JobId) -> bool:
         """True if a queued job gets no slots because one before it waits for them."""
@@ -418,8 +435,6 @@ class Coordinator:
         job.began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)
         self._may_place = True
-        if event.key:
-            self.keys[event.key] = event.job_id
 
     def _attach(self, event: LoopAttached) -> None:
         if not self._is_there(event):

@@ -214,7 +214,7 @@ class Web:
         while not self._stopping.is_set():
             parts = {
                 "you": you,
-                "jobs": payloads.jobs(self._all_views(), _list_query(params)),
+                "jobs": payloads.jobs(self._all_views(), _list_query(params), self._now),
                 "hosts": payloads.hosts(self._driver.agents.hosts(), _list_query(params, "host_")),
             }
             view = self._catalogue.view(job_id)
@@ -228,8 +228,12 @@ class Web:
                     await self._stopping.wait()
 
     def _all_views(self) -> list[JobView]:
-        """All jobs, oldest first; views of this run are at most a second old."""
+        """All jobs, oldest first; views of this run are at most a second old, those of queued jobs perhaps older."""
         return [*self._catalogue.past_views(), *(self._views or self._catalogue.present_views())]
+
+    def _now(self, view: JobView) -> JobView:
+        """A queued job as it is now: others may have come before it, or gone."""
+        return (view.state == "queued" and self._catalogue.view(view.job_id)) or view
 
     async def _kept(self, view: JobView) -> SavedRecording:
         """The job's recording: of this run, or of an earlier one."""
@@ -252,7 +256,7 @@ class Web:
         return self._catalogue.known_view(request.path_params["job"])
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params), self._now))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
