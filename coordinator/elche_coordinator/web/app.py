@@ -24,12 +24,11 @@ from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.audit import Audit
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector, snapshot
-from elche_coordinator.requests import model_chunks, own_view, pause, request_checkpoint, resume, scale
+from elche_coordinator.requests import cancel, drain, model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.upkeep import Upkeep
@@ -330,7 +329,7 @@ class Web:
         view = self._known(request) if verb in FETCHED else own_view(self._catalogue, job_id)
         match verb:
             case "cancel":
-                self._driver.handle(JobCancelled(job_id=JobId(view.job_id)))
+                cancel(self._driver, view)
             case "pause" | "unpause":
                 pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
@@ -358,7 +357,7 @@ class Web:
         agent_id = AgentId(request.path_params["agent"])
         if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
-        self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
+        drain(self._driver, agent_id, is_drained=verb == "drain")
         await self._driver.durable()
         return JSONResponse({})
 
