@@ -12,7 +12,7 @@ from elche.errors import Forbidden, NotAllowed, WrongVersion
 from elche.protocol import KEY, RELEASE_KEY, problem
 from elche.status import answering
 from elche.token import BEARER, HOW, is_bearer
-from elche_coordinator.audit import Audit
+from elche_coordinator.audit import UNCHANGED, Audit
 from elche_coordinator.budgets import (
     FILE_CALLS,
     FOLDER_CALL,
@@ -33,7 +33,7 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.encryption import caller_of
 from elche_coordinator.processor import Processor
-from elche_coordinator.roles import CALLER, CHANGES, NEEDED, Caller, Role
+from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller, Role
 from elche_coordinator.streams import Superseded
 from elche_coordinator.tokens import Grant, Tokens
 
@@ -237,15 +237,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
         outcome = "failed"
         try:
+            HAS_CHANGED.set(True)
             response = await inner(request, context)
-            outcome = "done"
+            outcome = "done" if HAS_CHANGED.get() else UNCHANGED
             return response
         except grpc.aio.AbortError:
             outcome = f"refused: {context.details()}"
             raise
         finally:
             what = next((str(getattr(request, field)) for field in FIELDS if hasattr(request, field)), "")
-            made = getattr(response, "job_id", "") if outcome == "done" else ""
+            made = getattr(response, "job_id", "") if outcome in ("done", UNCHANGED) else ""
             self._audit.note(CALLER.get(), method.rpartition("/")[2], what or made, context.peer(), outcome)
 
     def _streamed(self, handler: Any, method: str) -> Any:

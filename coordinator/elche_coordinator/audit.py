@@ -1,4 +1,4 @@
-"""The audit log: one line of JSON for each call that changed something or was refused for lack of a role."""
+"""The audit log: one line of JSON for each call that was to change something or was refused for lack of a role."""
 
 import json
 import logging
@@ -19,7 +19,10 @@ NUM_OLDER = 4
 MAX_TEXT = 300
 """Most characters of one text in a line."""
 MAX_REFUSALS = 60
-"""Lines per hour on refusals of one caller; more are only counted, so that no caller displaces others' lines."""
+"""Lines per hour on calls of one caller that are refused or change nothing; more are only counted, so that no caller
+displaces others' lines."""
+UNCHANGED = "done: nothing to change"
+"""The outcome of a call that has found all as it asks."""
 HOUR_S = 3600
 
 
@@ -37,7 +40,7 @@ class Audit:
         self._now = now
         self._hour = 0
         self._refusals: Counter[Caller] = Counter()
-        """Refusals of each caller in this hour."""
+        """Calls of each caller in this hour that were refused or have changed nothing."""
 
     def note(self, caller: Caller, call: str, what: str, peer: str, outcome: str) -> None:
         """Adds a line; `what` is the job, host or token of the call."""
@@ -46,7 +49,11 @@ class Audit:
             for one, num in refusals.items():
                 if num > MAX_REFUSALS:
                     self._write(
-                        one, "", "", "", f"refused: {num - MAX_REFUSALS} more calls in one hour, which have no lines"
+                        one,
+                        "",
+                        "",
+                        "",
+                        f"refused or without effect: {num - MAX_REFUSALS} more calls in one hour, which have no lines",
                     )
         if outcome not in ("done", "begun"):
             self._refusals[caller] += 1

@@ -1,6 +1,7 @@
 """The catalogue of jobs: those of this run, from the core, and those that ended before it, from their records."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from elche.errors import UnknownJob
@@ -38,8 +39,8 @@ class JobCatalogue:
         return list(map(self._with_artifacts, self._history.views()))
 
     def present_views(self) -> list[JobView]:
-        """The jobs of this run as they are now, oldest first."""
-        views = (self._present_view(job_id) for job_id in self._core.job_ids())
+        """The jobs of this run as they are now, oldest first; why and how long queued ones wait may be older."""
+        views = (self._present_view(job_id, self._core.recent_view) for job_id in self._core.job_ids())
         return [self._with_artifacts(view) for view in views if view is not None]
 
     def is_past(self, job_id: str) -> bool:
@@ -48,7 +49,7 @@ class JobCatalogue:
 
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now; None when it is not known."""
-        view = self._present_view(JobId(job_id)) or self._history.view(job_id)
+        view = self._present_view(JobId(job_id), self._core.view) or self._history.view(job_id)
         return None if view is None else self._with_artifacts(view)
 
     def known_view(self, job_id: str) -> JobView:
@@ -88,7 +89,8 @@ class JobCatalogue:
         """Forgets all but the newest `keep_jobs` ended jobs; returns the number forgotten."""
         if len(self.job_ids()) <= keep_jobs:
             return 0
-        views = [view for view in self.present_views() if self.result(view.job_id) is not None]
+        present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
+        views = [view for view in present if view is not None]
         views.sort(key=lambda view: -(view.ended_for_s or 0.0))
         ended = [*self._history.job_ids(), *(view.job_id for view in views)]
         old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
@@ -104,10 +106,10 @@ class JobCatalogue:
         told = self.artifacts.get(view.job_id, "")
         return replace(view, artifacts=told) if told else view
 
-    def _present_view(self, job_id: JobId) -> JobView | None:
+    def _present_view(self, job_id: JobId, view: Callable[[JobId, float], JobView | None]) -> JobView | None:
         """The job's view; one of id and state only if describing it fails, so that others are still shown."""
         try:
-            return self._core.view(job_id, self._driver.now_s)
+            return view(job_id, self._driver.now_s)
         except Exception:
             log.exception("job=%s cannot be described; this is a bug", job_id)
             return self._core.view_without_figures(job_id, "its figures cannot be shown")

@@ -23,10 +23,6 @@ from elche_coordinator.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
 from elche_coordinator.bundles import Bundles
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.messages.events import (
-    JobCancelled,
-)
-from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.faults import Faults
 from elche_coordinator.job_states import DECIDED
@@ -34,6 +30,7 @@ from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.link_trials import LinkTrials
 from elche_coordinator.log_streams import stream_logs
 from elche_coordinator.requests import (
+    cancel,
     drain,
     model_chunks,
     own_view,
@@ -43,7 +40,7 @@ from elche_coordinator.requests import (
     scale,
     submit,
 )
-from elche_coordinator.roles import CALLER
+from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.send_queue import SendQueue
 from elche_coordinator.shared_views import VIEW_EVERY_S, SharedViews
 from elche_coordinator.submission import check_settings, check_spec
@@ -52,7 +49,7 @@ from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
-MAX_PAGE = 1000
+MAX_PAGE = 200
 """Jobs, or hosts, in one answer."""
 PAGE_BYTES = 2 << 20
 """Approximate size of one answer."""
@@ -92,6 +89,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             key = CALLER.get().own_key(request.key)
             known = self._catalogue.submitted_as(key)
             if known:
+                HAS_CHANGED.set(False)
                 await self._driver.durable()
                 return job_pb2.SubmitJobResponse(job_id=known)
             if request.finds:
@@ -129,10 +127,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
         async with answering(context):
-            before = own_view(self._catalogue, request.job_id).state
-            self._driver.handle(JobCancelled(job_id=JobId(request.job_id)))
+            before = cancel(self._driver, own_view(self._catalogue, request.job_id))
             await self._driver.durable()
-        return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
+        return job_pb2.CancelJobResponse(changed=HAS_CHANGED.get(), state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
@@ -156,6 +153,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             view = own_view(self._catalogue, request.job_id)
             is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
+            HAS_CHANGED.set(is_open)
             if is_open:
                 pause(self._driver, view, is_paused=request.is_paused)
                 await self._driver.durable()

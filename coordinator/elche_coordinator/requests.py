@@ -26,7 +26,8 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.roles import CALLER
+from elche_coordinator.job_states import DECIDED
+from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.transfers import Transfers
 
 MAX_NAMED = 20
@@ -139,10 +140,18 @@ def model_chunks(
     return artifacts.from_host(transfer, view.job_id, MODEL, absent)
 
 
+def cancel(driver: Driver, view: JobView) -> str:
+    """Cancels a job, unless its outcome is decided; returns its state before."""
+    HAS_CHANGED.set(view.state not in DECIDED)
+    driver.handle(JobCancelled(job_id=JobId(view.job_id)))
+    return view.state
+
+
 def pause(driver: Driver, view: JobView, *, is_paused: bool) -> None:
     """Pauses a job after its open round, or lets it go on. Raises `InvalidJob` for one that does not train."""
     if view.state not in ("training", "waiting", "paused"):
         raise InvalidJob(f"job {view.job_id} is {view.state}; only a job that trains can be paused or go on")
+    HAS_CHANGED.set((view.state == "paused") != is_paused)
     driver.handle(PauseRequested(job_id=JobId(view.job_id), is_paused=is_paused))
 
 
@@ -156,6 +165,7 @@ def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int
             f"job {view.job_id} is {view.state}, or repeats a recording, or is a script with its own loop: "
             "the number of its ranks cannot be changed"
         )
+    HAS_CHANGED.set(before != num_ranks)
     driver.handle(ScaleRequested(job_id=JobId(view.job_id), num_ranks=num_ranks))
     return before
 
@@ -168,6 +178,7 @@ def drain(driver: Driver, name: str, *, is_drained: bool) -> int:
     if not found:
         there = ", ".join(sorted({host.host for host in driver.agents.hosts()})[:MAX_NAMED]) or "none"
         raise InvalidJob(f"no host {name!r} is connected; connected are {there}")
+    HAS_CHANGED.set(any(host.is_drained != is_drained for host in found))
     for host in found:
         driver.handle(DrainRequested(agent_id=host.agent_id, is_drained=is_drained))
     return sum(len(set(host.ranks.values())) for host in found)

@@ -122,3 +122,5 @@ class Token:
 ANYBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 """The caller of the present call."""
+HAS_CHANGED: ContextVar[bool] = ContextVar("has_changed", default=True)
+"""False once the present call has found that all is as it asks."""

@@ -16,7 +16,7 @@ from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Process, Stream, Streams
 from elche_coordinator.unpickling import loads, sealed, unsealed
 
-MAX_QUEUED = 100
+MAX_QUEUED = 50
 """Changed queued jobs at which a save is due: thousands may be submitted at once, and one save of all would take
 long."""
 
@@ -31,7 +31,11 @@ class Snapshots:
         """`saved` are the jobs that have a part in the database."""
         self._core = core
         self._streams = streams
+        self._living = {job_id: None for job_id, job in core.jobs.items() if job.result is None}
+        """Jobs that have not ended, oldest first."""
         self._saved = {JobId(job_id) for job_id in saved}
+        self._gone = self._saved - self._living.keys()
+        """Jobs that have ended and still have a part."""
         self._touched: dict[JobId, None] = {}
         self._num_queued = 0
 
@@ -39,7 +43,15 @@ class Snapshots:
         """Notes jobs that an event may have changed."""
         for job_id in job_ids:
             job = self._core.jobs.get(job_id)
-            if job is not None and job_id not in self._touched:
+            if job is None:
+                continue
+            if job.result is not None:
+                self._living.pop(job_id, None)
+                self._touched.pop(job_id, None)
+                if job_id in self._saved:
+                    self._gone.add(job_id)
+            elif job_id not in self._touched:
+                self._living.setdefault(job_id)
                 self._touched[job_id] = None
                 self._num_queued += job.phase is JobPhase.QUEUED
 
@@ -51,13 +63,12 @@ class Snapshots:
     def take(self, last: int, code: str) -> SavedState:
         """The state after event number `last`, with the parts that have changed since the last call."""
         self._num_queued = 0  # also if it fails: the next jobs that come retry it
-        living = [job_id for job_id, job in self._core.jobs.items() if job.result is None]
-        changed = [job_id for job_id in self._touched if (job := self._core.jobs.get(job_id)) and job.result is None]
-        parts = {str(job_id): self._part(job_id) for job_id in changed}
+        parts = {str(job_id): self._part(job_id) for job_id in self._touched}
         with _without_jobs(self._core, self._streams):
-            common = sealed(pickle.dumps((self._core, self._streams, living)))
-        gone = self._saved - set(living)
-        self._saved = set(living)
+            common = sealed(pickle.dumps((self._core, self._streams, list(self._living))))
+        gone, self._gone = self._gone, set()
+        self._saved.difference_update(gone)
+        self._saved.update(self._touched)
         self._touched = {}
         return SavedState(last=last, code=code, state=common, parts=parts, gone=gone)
 
@@ -83,7 +94,7 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
 def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
     """Context in which core and streams contain only the common part."""
     tables, keys, ranks = core.tables(), core.keys, streams.ranks
-    core.keys, streams.ranks = core.living_keys(), {}
+    core.keys, streams.ranks = {}, {}  # each job has its own key
     core.__dict__ |= {name: {} for name in tables}
     try:
         yield

@@ -13,8 +13,8 @@ import pytest
 from elche.errors import InvalidJob, NotAllowed
 from elche.status import answering
 from elche_coordinator.access import AccessInterceptor, Credentials, RankCaller
-from elche_coordinator.audit import Audit
-from elche_coordinator.roles import CHANGES, NEEDED, Caller, Role
+from elche_coordinator.audit import UNCHANGED, Audit
+from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller, Role
 
 OWN = "correct horse battery"
 
@@ -207,6 +207,15 @@ def test_what_is_changed_is_in_the_audit_log(tmp_path: Path, method: str) -> Non
     told = [(line["who"], line["token"], line["call"], line["outcome"]) for line in lines]
     assert told == [("anna (operator)", "t1", call, "begun" if call == "MeasureLinks" else "done")]
     assert lines[0]["what"] == ("" if call == "MeasureLinks" else "x")
+
+
+def test_a_call_that_finds_nothing_to_change_is_told_from_a_change(tmp_path: Path) -> None:
+    async def behave(request: Any, context: Any) -> Any:
+        HAS_CHANGED.set(False)
+        return SimpleNamespace()
+
+    _, (line,) = asyncio.run(told_by(tmp_path, "/elche.v1.JobService/CancelJob", behave, Role.USER))
+    assert (line["what"], line["outcome"]) == ("x", UNCHANGED)
 
 
 @pytest.mark.parametrize("method", sorted(method for method, needed in NEEDED.items() if needed is not Role.VIEWER))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elche_coordinator.audit import MAX_REFUSALS, Audit
+from elche_coordinator.audit import MAX_REFUSALS, UNCHANGED, Audit
 from elche_coordinator.roles import Caller, Role
 
 EVE, MALLORY = Caller("eve", Role.VIEWER, "t1"), Caller("mallory", Role.USER, "t2")
@@ -31,9 +31,21 @@ def test_refusals_of_one_caller_have_so_many_lines_an_hour(tmp_path: Path) -> No
     told, last = lines_of(path)[-2:]
     assert (told["who"], told["outcome"]) == (
         "eve (viewer)",
-        "refused: 940 more calls in one hour, which have no lines",
+        "refused or without effect: 940 more calls in one hour, which have no lines",
     )
     assert last["what"] == "job 1000"
+
+
+def test_calls_that_change_nothing_push_no_lines_out(tmp_path: Path) -> None:
+    """A user could cancel a job that had ended, again and again, each time with a line of its own."""
+    path = tmp_path / "audit.jsonl"
+    audit = Audit(path, lambda: 7200.0)
+    for _ in range(1000):
+        audit.note(MALLORY, "CancelJob", "ended long ago", "there", UNCHANGED)
+    audit.note(MALLORY, "CancelJob", "mine", "there", "done")
+    lines = lines_of(path)
+    assert len(lines) == MAX_REFUSALS + 1
+    assert (lines[0]["outcome"], lines[-1]["outcome"]) == (UNCHANGED, "done")
 
 
 def test_a_line_is_bounded_whatever_is_in_it(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from elche.errors import UnknownJob
 from elche_coordinator import tape
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
-from elche_coordinator.core.messages.ids import JobId
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
 from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.web import payloads
+from support.effort import lines_run
 
 
 def started(folder: Path) -> tuple[Driver, JobCatalogue]:
@@ -101,5 +103,60 @@ def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:
         assert jobs.job_ids() == ["waits"]
         driver.stop()
         assert started(tmp_path)[1].job_ids() == ["waits"]
+
+    in_loop(story)
+
+
+def test_queued_jobs_are_not_described_again_each_second(tmp_path: Path) -> None:
+    """With 10,000 of them a coordinator was busy with nothing else."""
+
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        submit(driver, "first")
+        for number in range(100):
+            submit(driver, f"job-{number}")
+        before = jobs.present_views()
+        assert lines_run(jobs.present_views) < 15 * len(before)
+        await end(driver, "first")
+        first, *others = jobs.present_views()
+        assert first.state == "cancelled"
+        assert all(one is other for one, other in zip(others, before[1:], strict=True))
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_a_page_says_why_a_job_waits_now(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        for name in ("a", "b"):
+            submit(driver, name)
+        joined = AgentJoined(agent_id=AgentId("host"), host="host", slots=(Slot(device="cpu"),))
+        shown = jobs.present_views()
+        assert [view.reason for view in shown] == ["waits for 1 free slot: no host offers any; start more workers"] * 2
+        driver.handle(joined)
+        views = jobs.present_views()
+        assert views[1] is shown[1], "nothing has happened to it"
+        page = payloads.jobs(views, payloads.ListQuery(), lambda view: jobs.known_view(view.job_id))
+        assert page["items"][0]["reason"] == "waits for 1 free slot: 0 of 1 slots are free"
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_to_forget_old_jobs_describes_none_that_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        for name in ("a", "b", "c"):
+            submit(driver, name)
+        await end(driver, "b")
+        described: list[str] = []
+        view = driver.core.view
+        monkeypatch.setattr(
+            driver.core, "view", lambda job_id, now_s: (described.append(job_id), view(job_id, now_s))[1]
+        )
+        assert jobs.forget_oldest(0) == 1
+        assert described == ["b"]
+        driver.stop()
 
     in_loop(story)

@@ -22,6 +22,7 @@ from elche_coordinator.web import payloads
 from elche_coordinator.web.page_stream import PageStream
 from elche_coordinator.web.payloads import ListQuery
 from elche_coordinator.web.recorder import MAX_JOBS, MAX_NAMES, MAX_POINTS, JobRecording, Recorder, Table
+from support.effort import lines_run
 from support.views import FULL, Wall, epoch_report, job_view, rank_view
 
 
@@ -127,6 +128,18 @@ def test_jobs_that_are_forgotten_stay_forgotten() -> None:
     for _ in range(5):
         recorder.take_views([*ended, job_view(1, "new")])
     assert {name: len(one.events) for name, one in recorder.jobs.items()} == kept
+
+
+def test_a_new_job_is_recorded_without_a_look_at_all_others() -> None:
+    """After a restart, when all are new, 10,000 queued jobs would have taken 10,000 times as long as one."""
+
+    def lines_of_a_new_one(num_jobs: int) -> int:
+        recorder = Recorder(Wall())
+        waiting = [replace(job_view(0, f"job-{index}"), state="queued") for index in range(num_jobs)]
+        recorder.take_views(waiting)
+        return lines_run(lambda: recorder.take_views([replace(waiting[0], job_id="new")]))
+
+    assert lines_of_a_new_one(800) == lines_of_a_new_one(MAX_JOBS + 20)
 
 
 def test_why_a_job_failed_is_told_once() -> None:

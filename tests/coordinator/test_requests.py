@@ -13,13 +13,14 @@ from elche.errors import InvalidJob
 from elche_coordinator import tape
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
-from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.history import History
-from elche_coordinator.requests import model_chunks, resume
+from elche_coordinator.requests import cancel, drain, model_chunks, pause, resume, scale
+from elche_coordinator.roles import HAS_CHANGED
 from elche_coordinator.sql.store import SqlStore
 
 WRITTEN = (Checkpoint(name="1-2", path="/runs/old/checkpoints/1-2", version=2, epoch=2, global_step=20, size_bytes=1),)
@@ -160,3 +161,32 @@ def submit(driver: Driver, *names: str) -> None:
     for name in names:
         spec = JobSpec(name=name, source_hash=driver.sources.add("job = 1"), file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=1.0))
+
+
+def test_requests_say_if_there_was_something_to_change(tmp_path: Path) -> None:
+    async def story() -> list[bool]:
+        driver, jobs = started(tmp_path)
+        found = []
+
+        def note() -> None:
+            found.append(HAS_CHANGED.get())
+
+        spec = JobSpec(name="a", source_hash="", file_name="a.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId("a"), spec=spec, submitted_at=1.0))
+        driver.handle(AgentJoined(agent_id=AgentId("host-1"), host="host", slots=()))
+        for num_ranks in (2, 2):
+            scale(driver, jobs, jobs.known_view("a"), num_ranks)
+            note()
+        for is_drained in (True, True, False):
+            drain(driver, "host", is_drained=is_drained)
+            note()
+        for is_paused in (True, False):
+            pause(driver, replace(jobs.known_view("a"), state="paused"), is_paused=is_paused)
+            note()
+        for _ in range(2):
+            cancel(driver, jobs.known_view("a"))
+            note()
+        driver.stop()
+        return found
+
+    assert asyncio.run(story()) == [True, False, True, False, True, False, True, True, False]

@@ -13,6 +13,7 @@ from elche_coordinator.sql.store import SqlStore
 from elche_coordinator.store import SavedState
 from elche_coordinator.streams import Streams
 from elche_coordinator.writer import Transaction
+from support.effort import lines_run
 
 
 class Saving:
@@ -62,6 +63,7 @@ def test_what_was_saved_part_by_part_is_what_was_there() -> None:
     assert streams.ranks == {}
     event = JobCancelled(job_id=JobId("a"))
     assert core.handle(event, now_s=3.0) == one.core.handle(event, now_s=3.0)
+    assert core.submitted_as("key of c") == "c"
 
 
 def test_a_job_that_is_in_no_part_is_missed() -> None:
@@ -82,6 +84,17 @@ def test_a_job_that_waits_costs_a_save_its_names_alone() -> None:
     saved = one.save()
     assert set(saved.parts) == {"another"}
     assert len(saved.state) - few < 300 * 200
+
+
+def test_a_save_looks_at_no_job_that_waits_as_before() -> None:
+    def lines_of_a_save(num_jobs: int) -> int:
+        one = Saving()
+        one.submit(*(f"job-{number}" for number in range(num_jobs)))
+        one.save()
+        one.submit("another")
+        return lines_run(lambda: one.snapshots.take(7, "code"))
+
+    assert lines_of_a_save(400) == lines_of_a_save(20)
 
 
 def test_a_save_is_due_when_many_have_come() -> None:

@@ -29,6 +29,16 @@ def test_who_has_fewest_slots_is_next():
     assert cluster.started[4:] == ["ben-0", "ben-1", "ada-4"]
 
 
+def test_what_a_job_has_got_counts_for_those_of_other_sizes():
+    cluster = Cluster(4)
+    cluster.submit("first", 4)
+    cluster.submit("ada-1", 1, by="ada@a")
+    cluster.submit("ada-2", 2, by="ada@a")
+    cluster.submit("ben", 1, by="ben@b")
+    cluster.end("first")
+    assert cluster.started == ["first", "ada-1", "ben", "ada-2"]
+
+
 def test_priority_comes_before_shares():
     cluster = Cluster(1)
     cluster.submit("first", 1, by="ada@a")

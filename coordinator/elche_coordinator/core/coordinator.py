@@ -70,6 +70,8 @@ class Coordinator:
         self.loops: dict[JobId, Loop] = {}
         self.placed: dict[JobId, PlacedJob] = {}
         """Trainings and submitted loops, which get slots."""
+        self._num_placed = 0
+        """Number of such jobs so far."""
         self.fleet = Fleet()
         self._deadlines: Deadlines[JobId] = Deadlines()
         """Times of `Job.set_deadline`."""
@@ -93,6 +95,8 @@ class Coordinator:
         """True if slots, or what waits for them, have changed since jobs were last given any."""
         self.keys: dict[str, JobId] = {}
         """Keys of submissions, with their jobs."""
+        self._kept_views: dict[JobId, JobView] = {}
+        """Views of queued jobs that no event has named or changed since."""
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Handles one event at time `now_s` (seconds, monotonic); returns the commands that follow, in order."""
@@ -103,9 +107,11 @@ class Coordinator:
         except Refused as refused:
             for job in self._touched.values():  # an event of one job, refused by its phase table
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
+        for job_id in self._touched:
+            self._note_placed(job_id)
         if self._may_place:
             self._may_place = False
-            self._placing.place(self.placed, self.fleet, self.quotas, now_s)
+            self._placing.place(self.fleet, self.quotas, now_s)
             self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
@@ -113,6 +119,7 @@ class Coordinator:
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
             self._set_timers(job)
+            self._kept_views.pop(job.id, None)
         return [command for job in touched.values() for command in job.take_commands()]
 
     def __getstate__(self) -> dict[str, object]:
@@ -121,7 +128,13 @@ class Coordinator:
             name: {job_id: job for job_id, job in jobs.items() if job.result is None}
             for name, jobs in self.tables().items()
         }
-        return {**self.__dict__, **kept, "keys": self.living_keys() if self.jobs else self.keys}
+        keys = self.living_keys() if self.jobs else self.keys
+        return {**self.__dict__, **kept, "keys": keys, "_kept_views": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        for job_id in self.placed:
+            self._note_placed(job_id)
 
     def tables(self) -> dict[str, dict[JobId, Any]]:
         """The attributes that contain jobs, by name."""
@@ -139,13 +152,22 @@ class Coordinator:
     def adopt(self, job: Job) -> None:
         """Adds a job."""
         self.jobs[job.id] = job
+        if job.key:
+            self.keys[job.key] = job.id
         match job:
             case TrainingJob():
                 self.trainings[job.id] = job
             case Loop():
                 self.loops[job.id] = job
         if isinstance(job, PlacedJob):
+            self._num_placed += 1
+            job.number = self._num_placed
             self.placed[job.id] = job
+            self._note_placed(job.id)
+
+    def _note_placed(self, job_id: JobId) -> None:
+        if (placed := self.placed.get(job_id)) is not None:
+            self._placing.note(placed, self._now_s)
 
     def begin_incarnations_at(self, number: int) -> None:
         """Numbers later incarnations from `number` on, or from the highest so far."""
@@ -180,9 +202,25 @@ class Coordinator:
             return view
         return replace(view, reason=self._placing.reason(placed))
 
+    def recent_view(self, job_id: JobId, now_s: float) -> JobView | None:
+        """As `view`, but for a queued job the same as before, unless an event has named it since: with the reason and
+        the waiting time of then. All jobs are looked at each second, and most of many wait.
+        """
+        if (kept := self._kept_views.get(job_id)) is not None:
+            return kept
+        view = self.view(job_id, now_s)
+        if view is not None and view.state == JobPhase.QUEUED and not view.ranks:
+            self._kept_views[job_id] = view
+        return view
+
     def is_behind(self, job_id: JobId) -> bool:
         """True if a queued job gets no slots because one before it waits for them."""
-        return job_id in self._placing.behind
+        placed = self.placed.get(job_id)
+        return placed is not None and self._placing.is_behind(placed)
+
+    def queued(self) -> set[JobId]:
+        """The jobs that wait for slots."""
+        return self._placing.queued
 
     def view_without_figures(self, job_id: JobId, reason: str) -> JobView:
         """The job's id, name and state alone. Raises `KeyError` for one that is not known."""
@@ -396,13 +434,6 @@ class Coordinator:
         self.adopt(job)
         job.began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)
-        self._queue(job)
-        if event.key:
-            self.keys[event.key] = event.job_id
-
-    def _queue(self, job: PlacedJob) -> None:
-        """Queues the job for slots."""
-        self._placing.queue(job)
         self._may_place = True
 
     def _attach(self, event: LoopAttached) -> None:
@@ -450,8 +481,6 @@ class Coordinator:
         for place in record.places:
             self.fleet.give_back(place)
         job.on_exited(record, death, notice, self._now_s, log_tail=log_tail)
-        if job.phase is JobPhase.QUEUED:
-            self._queue(job)
         self._may_place = True
 
     def _drain(self, event: DrainRequested) -> None:

@@ -21,6 +21,7 @@ class Broken(AssertionError):
 def check_invariants(coordinator: Coordinator) -> None:
     """Raises `Broken` when a rule is broken."""
     _check_slots(coordinator)
+    _check_queue(coordinator)
     for job in coordinator.jobs.values():
         _check_life(job)
     for training in coordinator.trainings.values():
@@ -142,3 +143,9 @@ def _check_slots(coordinator: Coordinator) -> None:
                 taken.update(dict.fromkeys(places, (job.id, record.rank)))
     if taken != coordinator.fleet.taken:
         raise Broken(f"slots {coordinator.fleet.taken} are not those of living ranks {taken}")
+
+
+def _check_queue(coordinator: Coordinator) -> None:
+    waiting = {job_id for job_id, job in coordinator.placed.items() if job.phase is JobPhase.QUEUED}
+    if waiting != coordinator.queued():
+        raise Broken(f"jobs {coordinator.queued()} are in line for slots, and those that wait are {waiting}")

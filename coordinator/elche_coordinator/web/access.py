@@ -11,10 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from elche.errors import Forbidden, NotAllowed, TooMuch
 from elche.network import is_loopback, split_host
 from elche_coordinator.access import Credentials
-from elche_coordinator.audit import Audit
+from elche_coordinator.audit import UNCHANGED, Audit
 from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.processor import STRANGERS, Processor
-from elche_coordinator.roles import CALLER, Role
+from elche_coordinator.roles import CALLER, HAS_CHANGED, Role
 from elche_coordinator.tokens import Grant
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
@@ -127,7 +127,8 @@ class AccessControl:
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._note(scope, "done" if status < 300 else f"refused: HTTP {status}")
+                done = "done" if HAS_CHANGED.get() else UNCHANGED
+                self._note(scope, done if status < 300 else f"refused: HTTP {status}")
             await send(message)
 
         return noting

@@ -24,12 +24,11 @@ from elche_coordinator.artifacts import Artifacts
 from elche_coordinator.audit import Audit
 from elche_coordinator.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
-from elche_coordinator.core.messages.events import DrainRequested, JobCancelled
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector, snapshot
-from elche_coordinator.requests import model_chunks, own_view, pause, request_checkpoint, resume, scale
+from elche_coordinator.requests import cancel, drain, model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
 from elche_coordinator.transfers import Transfers
 from elche_coordinator.upkeep import Upkeep
@@ -214,7 +213,7 @@ class Web:
         while not self._stopping.is_set():
             parts = {
                 "you": you,
-                "jobs": payloads.jobs(self._all_views(), _list_query(params)),
+                "jobs": payloads.jobs(self._all_views(), _list_query(params), self._now),
                 "hosts": payloads.hosts(self._driver.agents.hosts(), _list_query(params, "host_")),
             }
             view = self._catalogue.view(job_id)
@@ -228,8 +227,12 @@ class Web:
                     await self._stopping.wait()
 
     def _all_views(self) -> list[JobView]:
-        """All jobs, oldest first; views of this run are at most a second old."""
+        """All jobs, oldest first; views of this run are at most a second old, those of queued jobs perhaps older."""
         return [*self._catalogue.past_views(), *(self._views or self._catalogue.present_views())]
+
+    def _now(self, view: JobView) -> JobView:
+        """A queued job as it is now: others may have come before it, or gone."""
+        return (view.state == "queued" and self._catalogue.view(view.job_id)) or view
 
     async def _kept(self, view: JobView) -> SavedRecording:
         """The job's recording: of this run, or of an earlier one."""
@@ -252,7 +255,7 @@ class Web:
         return self._catalogue.known_view(request.path_params["job"])
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params)))
+        return JSONResponse(payloads.jobs(self._all_views(), _list_query(request.query_params), self._now))
 
     async def _job(self, request: Request) -> Response:
         view = self._known(request)
@@ -326,7 +329,7 @@ class Web:
         view = self._known(request) if verb in FETCHED else own_view(self._catalogue, job_id)
         match verb:
             case "cancel":
-                self._driver.handle(JobCancelled(job_id=JobId(view.job_id)))
+                cancel(self._driver, view)
             case "pause" | "unpause":
                 pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
@@ -354,7 +357,7 @@ class Web:
         agent_id = AgentId(request.path_params["agent"])
         if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
-        self._driver.handle(DrainRequested(agent_id=agent_id, is_drained=verb == "drain"))
+        drain(self._driver, agent_id, is_drained=verb == "drain")
         await self._driver.durable()
         return JSONResponse({})
 

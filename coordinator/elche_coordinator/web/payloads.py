@@ -4,7 +4,7 @@ import json
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, TypeVar
@@ -63,14 +63,16 @@ class ListQuery:
     page: int = 0
 
 
-def jobs(views: Sequence[JobView], wanted: ListQuery) -> dict[str, Any]:
-    """One page of the jobs, newest first; views are oldest first."""
+def jobs(
+    views: Sequence[JobView], wanted: ListQuery, now: Callable[[JobView], JobView] = lambda view: view
+) -> dict[str, Any]:
+    """One page of the jobs, newest first; views are oldest first, and `now` makes those that are shown anew."""
     text = wanted.text.lower()
-    found = [view for view in reversed(views) if text in _searched(view)]
+    found = [view for view in reversed(views) if not text or text in _searched(view)]
     counts = Counter(view.state if view.state in ENDED else "open" for view in found)
     chosen = [view for view in found if wanted.state in ("", view.state if view.state in ENDED else "open")]
     return {
-        **_page([summary(view) for view in _part(chosen, wanted.page)], len(chosen), wanted.page),
+        **_page([summary(now(view)) for view in _part(chosen, wanted.page)], len(chosen), wanted.page),
         "counts": {state: counts[state] for state in ("open", *ENDED)},
         "num_training": sum(view.state == "training" for view in views),
         "num_all": len(views),

@@ -192,6 +192,8 @@ class Recorder:
     ) -> None:
         """`load` returns a previous coordinator's recording of a running job, if there is one."""
         self.jobs: dict[str, JobRecording] = {}
+        self._ended: dict[str, None] = {}
+        """Recordings of ended jobs in memory, in the order in which they were seen to have ended."""
         self._wall = wall
         self._load = load
         self._num_events = 0
@@ -203,10 +205,14 @@ class Recorder:
             if view.ended_for_s is not None and view.job_id not in self.jobs:
                 continue  # it was dropped
             recording = self._recording(view.job_id)
+            if recording.last is view and view.state == "queued":
+                continue  # as before: views of jobs that wait are kept
             for kind, text in _differences(recording.last, view):
                 self._note(recording, kind, text)
             has_ended = recording.last is not None and recording.last.ended_for_s is not None
             recording.last = view
+            if view.ended_for_s is not None:
+                self._ended.setdefault(view.job_id)
             if view.ended_for_s is not None and recording.ended_at is None:
                 recording.ended_at = now - view.ended_for_s
             if (view.num_epochs or view.state in ("training", "waiting", "paused")) and not has_ended:
@@ -227,9 +233,9 @@ class Recorder:
     def _recording(self, job_id: str) -> JobRecording:
         if job_id not in self.jobs:
             self.jobs[job_id] = self._before(job_id) or JobRecording()
-            ended = [name for name, one in self.jobs.items() if one.last and one.last.ended_for_s is not None]
-            for name in ended[: max(0, len(self.jobs) - MAX_JOBS)]:
-                del self.jobs[name]
+            while len(self.jobs) > MAX_JOBS and self._ended:
+                name = next(iter(self._ended))
+                del self._ended[name], self.jobs[name]
         return self.jobs[job_id]
 
     def _before(self, job_id: str) -> JobRecording | None:

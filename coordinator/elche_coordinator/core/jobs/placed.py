@@ -13,6 +13,8 @@ from elche_coordinator.core.records.ranks import RankRecord
 class PlacedJob(Job):
     """A training, or a submitted loop: it waits for slots, and its ranks hold them until their processes end."""
 
+    number = 0
+    """Its place among all placed jobs, by submission."""
     retry_at_s = 0.0
     """Time from which a queued job may be placed."""
 

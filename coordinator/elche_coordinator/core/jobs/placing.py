@@ -1,8 +1,10 @@
 """Allocation of free slots: first to ranks to be restarted, then to queued jobs, then to jobs that want more ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, repeat, takewhile
+from typing import Any, NamedTuple
 
+from elche_coordinator.core.jobs.lines import Kind, Line, Lines
 from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.queue import asked, holds_back
@@ -56,8 +58,20 @@ class _Offers:
         return self._offered[spec.needs]
 
 
+class _Wait(NamedTuple):
+    """Why a job waits."""
+
+    reason: str
+    ahead: JobId | None = None
+    """The job before it that waits for the same slots."""
+
+
 class Placing:
-    """Gives slots to jobs. A queued job for which there are too few keeps what it could use from those behind it."""
+    """Gives slots to jobs. A queued job for which there are too few keeps what it could use from those behind it.
+
+    While slots are given, neither free slots nor a project's room in its quota become more. So for a job of which one
+    of the same kind (`lines`) waits already there are too few, too.
+    """
 
     def __init__(
         self,
@@ -71,43 +85,80 @@ class Placing:
         self._touch = touch
         self._try_again = try_again
         self._new_incarnation = new_incarnation
-        self._queued: dict[JobId, None] = {}
-        """Jobs that may wait for slots; those that do not any more are dropped at the next `place`."""
-        self.behind: dict[JobId, JobId] = {}
-        """Queued jobs without slots, each with the job before it that waits for the same slots."""
-        self._reasons: dict[JobId, str] = {}
-        """Reasons of queued jobs."""
+        self._lines = Lines()
+        self._holders: dict[JobId, PlacedJob] = {}
+        """Jobs that have processes or are to have some."""
+        self._now_s = 0.0
+        """Time of the last `place`."""
+        self._waits: dict[Kind, tuple[JobId, _Wait, _Wait]] = {}
+        """For each kind of jobs that the last `place` has left without slots, the first of them, why it waits, and why
+        those behind it do.
+        """
         self.asked: list[SlotsAsked] = []
         """Slots that jobs are asked to give to others, as found by the last `place`."""
 
-    def queue(self, job: PlacedJob) -> None:
-        """Adds a job to the queue."""
-        self._queued[job.id] = None
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the jobs, which are noted again."""
+        return {**self.__dict__, "_lines": Lines(), "_holders": {}}
+
+    @property
+    def queued(self) -> set[JobId]:
+        """All queued jobs."""
+        return self._lines.job_ids
+
+    def note(self, job: PlacedJob, now_s: float) -> None:
+        """Notes a job that is new or has changed."""
+        is_queued = job.phase is JobPhase.QUEUED
+        if job.phase is not JobPhase.ENDED and (not is_queued or job.roster.num_living):
+            self._holders[job.id] = job
+        else:
+            self._holders.pop(job.id, None)
+        self._lines.note(job)
+        if is_queued and job.retry_at_s > now_s:
+            self._try_again(job.id, Rank(0), job.retry_at_s)
+
+    def is_behind(self, job: PlacedJob) -> bool:
+        """True if a queued job gets no slots because one before it waits for them."""
+        return job.phase is JobPhase.QUEUED and self._wait_of(job).ahead is not None
 
     def reason(self, job: PlacedJob) -> str:
         """The reason why a queued job waits."""
-        if (ahead := self.behind.get(job.id)) is not None:
-            return f"waits behind job {ahead}: {self._reasons.get(ahead, '')}"
-        return self._reasons.get(job.id, job.reason)
+        return self._wait_of(job).reason
 
-    def place(self, jobs: Mapping[JobId, PlacedJob], fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
+    def _wait_of(self, job: PlacedJob) -> _Wait:
+        found = None if self._is_too_early(job) else self._waits.get(self._lines.kind_of(job))
+        if found is None:
+            return _Wait(job.reason)
+        first, its_own, of_others = found
+        return its_own if job.id == first else of_others
+
+    def _is_too_early(self, job: PlacedJob) -> bool:
+        """True if a queued job has failed just now, or processes of its previous attempt have not all ended."""
+        return job.retry_at_s > self._now_s or job.roster.num_living > 0
+
+    def place(self, fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
         """Allocates slots to all jobs that can have some. Slots that others should give are in `asked`."""
-        self._place_missing(jobs.values(), fleet, now_s)
-        shares = Shares(jobs, fleet, quotas)
-        waiting = self._place_queued(jobs, fleet, shares, now_s)
+        self._now_s = now_s
+        self._place_missing(self._by_age(), fleet)
+        shares = Shares(self._holders, fleet, quotas)
+        waiting = self._place_queued(fleet, shares)
         kept = {place for job in waiting for place in fleet.free_places(job.spec.needs)}
-        self._place_more(jobs.values(), fleet, shares, kept)
+        holders = self._by_age()
+        self._place_more(holders, fleet, shares, kept)
         self.asked = []
         for job in waiting:
             busy = {one.job_id for one in self.asked}
-            others = [one for one in jobs.values() if one.id not in busy]
-            self.asked += asked(job, others, fleet, shares)
+            self.asked += asked(job, [one for one in holders if one.id not in busy], fleet, shares)
 
-    def _place_missing(self, jobs: Iterable[PlacedJob], fleet: Fleet, now_s: float) -> None:
+    def _by_age(self) -> list[PlacedJob]:
+        """The jobs that have processes or are to have some, oldest first."""
+        return sorted(self._holders.values(), key=lambda job: job.number)
+
+    def _place_missing(self, jobs: Iterable[PlacedJob], fleet: Fleet) -> None:
         """Gives free slots to ranks to be restarted."""
         for job in jobs:
             for rank, at_s in list(job.missing.items()):
-                if at_s > now_s:
+                if at_s > self._now_s:
                     self._try_again(job.id, rank, at_s)
                     continue
                 places = fleet.take_again(job.id, rank, job.spec, job.ranks[rank].places)
@@ -115,52 +166,57 @@ class Placing:
                     self._touch(job.id)
                     job.place_again(rank, places, fleet, self._new_incarnation)
 
-    def _place_queued(
-        self, jobs: Mapping[JobId, PlacedJob], fleet: Fleet, shares: Shares, now_s: float
-    ) -> list[PlacedJob]:
+    def _place_queued(self, fleet: Fleet, shares: Shares) -> list[PlacedJob]:
         """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all."""
-        self.behind.clear()
-        self._reasons.clear()
-        queued = [jobs[job_id] for job_id in self._queued if job_id in jobs]
-        queued = [job for job in queued if job.phase is JobPhase.QUEUED]
-        self._queued = dict.fromkeys(job.id for job in queued)
-        if not queued:
-            return []
+        self._waits.clear()
         waiting: list[PlacedJob] = []
+        over_quota: list[PlacedJob] = []
         offers = _Offers(fleet)
-        for job in shares.in_turn(queued):
-            spec = job.spec
-            if job.retry_at_s > now_s:
-                self._try_again(job.id, Rank(0), job.retry_at_s)
-            elif job.roster.num_living:
-                pass  # processes of its previous attempt have not all ended
+
+        def unless_one_waits(line: Line) -> Iterable[PlacedJob]:
+            return takewhile(lambda _: line.kind not in self._waits, line.jobs())
+
+        for job in shares.in_turn(map(unless_one_waits, self._lines)):
+            spec, kind = job.spec, self._lines.kind_of(job)
+            if self._is_too_early(job):
+                pass
             elif shares.room(job) < spec.least_ranks:
-                self._reasons[job.id] = quota_notice(spec, shares.held(job), shares.quota(job))
+                self._waits[kind] = job.id, _Wait(job.reason), _Wait(job.reason)
+                over_quota.append(job)
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
             ):
                 offers.change()
+            elif ahead := next((one for one in waiting if offers.overlap(spec, one.spec)), None):
+                wait = self._behind(ahead)
+                self._waits[kind] = job.id, wait, wait
             else:
-                ahead = next((one for one in waiting if offers.overlap(spec, one.spec)), None)
-                num_free = 0 if ahead is not None else offers.num_free(spec)  # one job's journal lacks the others
-                self._reasons[job.id] = slots_notice(
+                can_wait = holds_back(job, fleet)
+                reason = slots_notice(
                     spec,
-                    num_free,
+                    offers.num_free(spec),
                     offers.num_slots(spec),
-                    is_possible=not spec.is_loop or holds_back(job, fleet),
+                    is_possible=not spec.is_loop or can_wait,
                     has_older=spec.is_loop and fleet.num_slots(spec.conditions) > offers.num_slots(spec),
                 )
-                if ahead is not None:
-                    self.behind[job.id] = ahead.id
-                elif holds_back(job, fleet):
+                wait = _Wait(reason)
+                self._waits[kind] = job.id, wait, wait
+                if can_wait:
+                    self._waits[kind] = job.id, wait, self._behind(job)
                     waiting.append(job)
                     offers.keep(spec)
+        for job in over_quota:  # last: others of its project may have got slots after its turn
+            wait = _Wait(quota_notice(job.spec, shares.held(job), shares.quota(job)))
+            self._waits[self._lines.kind_of(job)] = job.id, wait, wait
         return waiting
+
+    def _behind(self, ahead: PlacedJob) -> _Wait:
+        return _Wait(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)
 
     def _place_more(self, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
         """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""
         num_free = len(set(fleet.free_places()) - kept)
-        for job in shares.in_turn(one for one in jobs for _ in range(min(num_free, one.num_lacking))):
+        for job in shares.in_turn(repeat(job, min(num_free, job.num_lacking)) for job in jobs):
             rank = job.next_rank if job.num_lacking and shares.room(job) > 0 else None
             places = fleet.take_again(job.id, rank, job.spec, (), kept) if rank is not None else None
             if rank is not None and places is not None:
@@ -181,4 +237,5 @@ class Placing:
                 fleet.give_back(place)
         else:
             job.place(groups, fleet, self._new_incarnation)
+        self.note(job, self._now_s)
         return True

@@ -5,9 +5,9 @@ was submitted first: so somebody with one job does not wait for all of somebody 
 is its submitter's own. The submitter is the client's word, not checked: shares are for people who trust one another.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heapreplace
 from sys import maxsize
 
 from elche_coordinator.core.jobs.placed import PlacedJob
@@ -16,6 +16,9 @@ from elche_coordinator.core.records.fleet import Fleet
 
 EVERYONE = "*"
 """The quota of projects that have none of their own."""
+
+Turn = tuple[float, int, float, str, int]
+"""Sorts the jobs of all projects at one moment. No two jobs have an equal one."""
 
 
 def order(job: PlacedJob) -> tuple[float, float]:
@@ -46,19 +49,27 @@ class Shares:
         """The job gets slots for so many ranks."""
         self._held[job.spec.account] += num_ranks * job.spec.group_size
 
-    def in_turn(self, jobs: Iterable[PlacedJob]) -> Iterator[PlacedJob]:
-        """The jobs in the order in which they get slots. What one takes counts for those after it."""
-        waiting: dict[str, deque[PlacedJob]] = {}
-        for job in sorted(jobs, key=order):
-            waiting.setdefault(job.spec.account, deque()).append(job)
-        heads = [self._turn(own[0]) for own in waiting.values()]
+    def in_turn(self, lines: Iterable[Iterable[PlacedJob]]) -> Iterator[PlacedJob]:
+        """The jobs in the order in which they get slots. What one takes counts for those after it. Each line has jobs
+        of one project in their order; its next one is asked for once the one before has got what it gets.
+        """
+        heads = [head for line in map(iter, lines) if (head := self._head(line)) is not None]
         heapify(heads)
         while heads:
-            own = waiting[heappop(heads)[-1]]
-            yield own.popleft()
-            if own:
-                heappush(heads, self._turn(own[0]))
+            turn, job, line = heads[0]
+            if turn != (now := self._turn(job)):  # another line's job has taken slots of the project
+                heapreplace(heads, (now, job, line))
+                continue
+            yield job
+            if (head := self._head(line)) is not None:
+                heapreplace(heads, head)
+            else:
+                heappop(heads)
 
-    def _turn(self, job: PlacedJob) -> tuple[float, int, float, str]:
+    def _head(self, line: Iterator[PlacedJob]) -> tuple[Turn, PlacedJob, Iterator[PlacedJob]] | None:
+        job = next(line, None)
+        return None if job is None else (self._turn(job), job, line)
+
+    def _turn(self, job: PlacedJob) -> Turn:
         priority, submitted_at = order(job)
-        return priority, self.held(job), submitted_at, job.spec.account
+        return priority, self.held(job), submitted_at, job.spec.account, job.number
