@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -101,16 +101,71 @@ def read_source(path: Path) -> str:
 
 
 def has_own_loop(path: Path) -> bool:
-    """True if a file is a script with its own training loop: it defines no `job` and imports one of `LOOP_NAMES`."""
+    """True if a file is a script with its own training loop: it defines no `job`, and uses one of `LOOP_NAMES`, itself
+    or in a file of its folder that it imports.
+    """
+    files, seen = [path], {path}
+    uses_loop = False
+    while files:
+        file = files.pop()
+        try:
+            tree = ast.parse(read_source(file))
+        except (InvalidJob, SyntaxError, ValueError):
+            continue
+        if file == path and _defines_job(tree):
+            return False
+        uses_loop = uses_loop or _uses_loop(tree)
+        for other, has_all in _imported_files(tree, file, path.parent):
+            if has_all and file == path and _has_job(other):
+                return False
+            if other not in seen:
+                seen.add(other)
+                files.append(other)
+    return uses_loop
+
+
+def _uses_loop(tree: ast.Module) -> bool:
+    """True if a file imports one of `LOOP_NAMES`, or takes it from a module of elche."""
+    modules: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "elche_worker":
+            names = {alias.name for alias in node.names}
+            if names & {*LOOP_NAMES} or (node.module == "elche_worker" and "*" in names):
+                return True
+            modules |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            of_elche = [alias for alias in node.names if alias.name.split(".")[0] == "elche_worker"]
+            modules |= {alias.asname or alias.name.split(".")[0] for alias in of_elche}
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in LOOP_NAMES]
+    return any(ast.unparse(node).split(".")[0] in modules for node in taken)
+
+
+def _imported_files(tree: ast.Module, file: Path, folder: Path) -> Iterator[tuple[Path, bool]]:
+    """The files of a script's folder that a file imports, and True for those of which it imports all names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from ((one, False) for one in _files_of(folder, alias.name.split(".")))
+        elif isinstance(node, ast.ImportFrom):
+            start = folder if not node.level else file.parents[min(node.level, len(file.parents)) - 1]
+            for alias in node.names:
+                found = _files_of(start, [*(node.module or "").split("."), alias.name])
+                yield from ((one, alias.name == "*") for one in found)
+
+
+def _files_of(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The files in a folder that importing a module by the parts of its name runs."""
+    for part in filter(None, parts):
+        yield from (one for one in (folder / f"{part}.py", folder / part / "__init__.py") if one.is_file())
+        folder = folder / part
+
+
+def _has_job(path: Path) -> bool:
+    """True if a file defines a `job` at its top level."""
     try:
-        tree = ast.parse(read_source(path))
+        return _defines_job(ast.parse(read_source(path)))
     except (InvalidJob, SyntaxError, ValueError):
         return False
-    if _defines_job(tree):
-        return False
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    from_elche = [one for one in imported if (one.module or "").split(".")[0] == "elche_worker"]
-    return any(alias.name in LOOP_NAMES for one in from_elche for alias in one.names)
 
 
 def _defines_job(tree: ast.Module) -> bool:

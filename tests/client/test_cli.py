@@ -205,6 +205,44 @@ def test_a_script_with_its_own_loop_may_use_the_name_job_inside(tmp_path: Path, 
     assert has_own_loop(file)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import elche_worker\nelche_worker.Trainer.setup(m, o)",
+        "import elche_worker as ew\new.Trainer.setup(m, o)",
+        "import elche_worker.trainer\nelche_worker.trainer.Trainer.setup(m, o)",
+        "from elche_worker import trainer as loops\nloops.Trainer.setup(m, o)",
+        "from elche_worker import *",
+        "import mine",
+        "from mine import fit",
+        "from mine import *",
+        "import package.part",
+        "from package import part",
+        "from package.indirect import fit",
+    ],
+)
+def test_a_script_whose_trainer_comes_in_another_way_has_its_own_loop(tmp_path: Path, text: str) -> None:
+    """It was run as a file with a job: trained once, on one device, and then refused for having none."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "part.py").write_text("from elche_worker import Trainer")
+    (tmp_path / "package" / "indirect.py").write_text("from . import part\nfrom .part import Trainer")
+    (tmp_path / "mine.py").write_text("from package.indirect import fit\nimport train")
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    assert has_own_loop(file)
+    file.write_text(f"{text}\njob = 1")
+    assert not has_own_loop(file)
+
+
+@pytest.mark.parametrize("text", ["from mine import *", "import elche_worker as ew\new.TrainingJob", "import other"])
+def test_a_file_whose_job_comes_from_elsewhere_has_no_own_loop(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.py").write_text("from elche_worker import shard, TrainingJob\njob = TrainingJob()")
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    assert not has_own_loop(file)
+
+
 def test_submit_and_watch(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(ScriptedJobs(VIEW, EPOCH, EVALUATION, RESULT)) as address:
         assert main(["submit", str(job_file), "--coordinator", address, "--watch"]) == 0

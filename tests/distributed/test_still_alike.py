@@ -1,5 +1,6 @@
 """Ranks of a loop whose models or learning rates are not the same any more say so: each trained a model of its own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from elche.errors import Misuse
 from elche_worker.collectives import consistency
 from elche_worker.trainer import Trainer, TrainerConfig
-from support.loops import flat, new_model, samples
+from support.loops import NAMES, flat, new_model, samples
 from support.worlds import Raised, Worlds
 
 STEPS = 40
@@ -73,6 +75,53 @@ def test_other_learning_rates_on_one_rank_are_found_out(worlds: Worlds) -> None:
 @pytest.mark.parametrize("kind", ["nothing", "rounds"])
 def test_models_that_differ_by_rounding_train_on(worlds: Worlds, kind: str) -> None:
     assert [steps for steps, _ in worlds.run(2, train, kind)] == [STEPS, STEPS]
+
+
+def part_late(end: str, parts: bool, place: str) -> list[str]:
+    """Changes rank 1's model after the last step that is compared by its number; the checkpoints written by then."""
+    model = new_model()
+    config = TrainerConfig(max_anchor=0, overlap=False, checkpoint_dir=place, checkpoint_every_minutes=1e9)
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    inputs, labels = samples(8)[:]
+
+    def step() -> None:
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+        if parts and trainer.rank == 1 and trainer._progress.num_steps == 18:
+            with torch.no_grad():
+                next(model.parameters())[0] = torch.randn(3, generator=torch.Generator().manual_seed(7))[0]
+        if end == "checkpoint" and trainer.rank == 0 and trainer._progress.num_steps == 18:
+            trainer._checkpoints._every_minutes = 0.0  # one is due from now on
+
+    if end == "epochs":
+        for _ in trainer.epochs(2):
+            for _ in range(10):
+                step()
+    elif end == "epoch":
+        trainer.set_data_loader(DataLoader(samples(40), batch_size=2), forward_input="inputs", names=NAMES)
+        for _ in trainer.epoch(0):
+            step()
+    elif end == "shares":
+        for _ in trainer.shares(8, num_steps=20):
+            step()
+    else:
+        for _ in range(22):
+            step()
+    trainer.close()
+    return [one.name for one in Path(place).iterdir()]
+
+
+@pytest.mark.parametrize("end", ["epochs", "epoch", "shares", "checkpoint"])
+def test_models_that_part_near_an_end_are_found_out_there(worlds: Worlds, tmp_path: Path, end: str) -> None:
+    for raised in worlds.run(2, part_late, end, True, str(tmp_path), may_raise=True):
+        assert isinstance(raised, Raised)
+        assert "the ranks' models have parted: " in raised.message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["epochs", "epoch", "shares", "checkpoint"])
+def test_models_that_are_alike_at_an_end_pass(worlds: Worlds, tmp_path: Path, end: str) -> None:
+    assert bool(worlds.run(2, part_late, end, False, str(tmp_path))[0]) == (end == "checkpoint")
 
 
 class Pair:

@@ -30,3 +30,13 @@ def test_a_script_for_torchrun_is_told_what_to_change_before_it_is_run() -> None
 def test_a_file_that_may_have_a_job_is_run_whatever_it_calls(job: str) -> None:
     with pytest.raises(UserCodeRaised, match="AssertionError: it is refused before it is run"):
         load_job(TORCHRUN.replace("    dist.init", "    if 0: dist.init") + f"\n{job}", "train.py")
+
+
+def test_a_loop_in_a_file_that_is_run_for_its_job_does_not_train() -> None:
+    """It trained once, on one device, and was told then that it has no job."""
+    loop = (
+        "import torch\nTrainer = __import__('elche_worker').Trainer\nmodel = torch.nn.Linear(2, 2)\n"
+        "Trainer.setup(model, torch.optim.SGD(model.parameters(), 0.1))\nraise AssertionError('it has begun')"
+    )
+    with pytest.raises(InvalidJob, match=r"^train.py: Trainer.setup\(\) is for a script with a loop of its own"):
+        load_job(loop, "train.py")

@@ -11,7 +11,7 @@ from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.data import Batch, Data
 from elche_worker.trainer.iterations import Iterations
 from elche_worker.trainer.progress import ProgressTracker
-from elche_worker.trainer.stepping import Stepper
+from elche_worker.trainer.stepping import LEAST_COMPARED, Stepper
 
 
 class LoopEpochs:
@@ -61,6 +61,7 @@ class LoopEpochs:
             stepper.clock.end_batch()
             waited_s = time.perf_counter()
         self._in_progress = None
+        stepper.compare(least=LEAST_COMPARED)
         progress.end_epoch()
 
     def shares(self, world: World, batch_size: int, num_steps: int | None) -> Iterator[int]:
@@ -81,6 +82,7 @@ class LoopEpochs:
                 yield share
             stepper.clock.end_batch()
         self._in_progress = None
+        stepper.compare()
 
     def _say_if_again(self, epoch: int) -> None:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
@@ -124,3 +126,4 @@ class LoopEpochs:
             if progress.epoch == epoch:
                 progress.end_epoch()
             self._iterations.end()
+        self._stepper.compare()

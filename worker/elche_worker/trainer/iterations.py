@@ -55,7 +55,9 @@ class StepOrder:
 
 
 class Iterations:
-    """Acts on operators' requests between iterations: `save` writes a checkpoint, and `close` ends the loop."""
+    """Acts on operators' requests between iterations: `save` writes a checkpoint, before which `compare` compares the
+    ranks' models, and `close` ends the loop.
+    """
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Iterations:
         together: Together,
         save: SaveNow,
         close: Callable[[], None],
+        compare: Callable[[], None],
     ) -> None:
         self._model = model
         self._progress = progress
@@ -77,6 +80,7 @@ class Iterations:
         self._close = close
         self.on_asked: Callable[[], None] = lambda: None
         """Called on every rank, in the same step, when a checkpoint is asked for: a framework saves one of its own."""
+        self._compare = compare
         self._order = StepOrder(len(optimizers.by_key))
         self._are_given = False
         """True if the present iteration uses a batch that elche has given out."""
@@ -102,6 +106,8 @@ class Iterations:
         asked = self.consensus.take()
         if asked.parted:
             self._together.check_calls()
+        if asked.checkpoint:
+            self._compare()
         self._due = Requests(cancel=self._due.cancel or asked.cancel, pause=self._due.pause or asked.pause)
         if self._at_step is not None:
             self._at_step, self._num_waited = self._checkpoints.at_step(), self._num_waited + 1

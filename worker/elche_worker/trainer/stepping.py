@@ -35,6 +35,8 @@ mistakes show at once."""
 DRIFT_STEPS = 64
 """Steps after which parameters are not compared any more if devices are of different types: they round differently, and
 the differences grow with each step."""
+LEAST_COMPARED = 16
+"""Fewest steps between two comparisons at ends of epochs, so that they take little of an epoch of a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ class Stepper:
         """True if any rank has samples in this step."""
         self._num_averaged = 0
         """Number of times that gradients were averaged."""
+        self._num_compared = 0
+        """`_num_averaged` at the latest `compare`."""
+        self._is_closed = False
         self._is_normalised = False
         self._is_finished = True
         """True if the latest averaged step was applied by the optimizer."""
@@ -272,6 +277,23 @@ class Stepper:
             check_still_alike(self._model, self._optimizers.rates, self._world)
         if not self._expects_given:
             self._same_batches.compare(self._optimizers.parameters_of(self.averager.averaged), number)
+
+    def compare(self, *, least: int = 1) -> None:
+        """Raises `Misuse` on every rank when the models have parted, if `least` steps were made since the latest call:
+        at the end of what is trained no later step would find it. Collective.
+        """
+        if self._is_closed or self._world.size == 1 or self._num_averaged - self._num_compared < least:
+            return
+        self._num_compared = self._num_averaged
+        if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
+            self._together.run(
+                lambda: check_still_alike(self._model, self._optimizers.rates, self._world), "compares models"
+            )
+
+    def close(self) -> None:
+        """Nothing is compared any more; the averager's hooks are removed."""
+        self._is_closed = True
+        self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
         """The buffers that may be written when the present optimizers are stepped, since no live graph needs them."""

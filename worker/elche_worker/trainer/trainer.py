@@ -44,6 +44,7 @@ from elche_worker.trainer.requests import failure_of
 from elche_worker.trainer.scattering import scattered
 from elche_worker.trainer.stepping import LEAST_SHARE, Stepper
 from elche_worker.trainer.together import Together
+from elche_worker.user.loading import check_not_loading
 
 
 class Trainer:
@@ -65,7 +66,15 @@ class Trainer:
         self._stepper = Stepper(model, optimizers, config, world, *parts, is_mixed=self._fleet.is_mixed)
         self._checkpoints = LoopCheckpoints(model, optimizers, config, world)
         self._iterations = Iterations(
-            model, optimizers, world, self._progress, self._checkpoints, self._together, self._save, self.close
+            model,
+            optimizers,
+            world,
+            self._progress,
+            self._checkpoints,
+            self._together,
+            self._save,
+            self.close,
+            self._stepper.compare,
         )
         self._data: Data | None = None
         self._epochs = LoopEpochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
@@ -93,6 +102,7 @@ class Trainer:
 
         Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part.
         """
+        check_not_loading("Trainer.setup()")
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
@@ -511,7 +521,7 @@ class Trainer:
             self._stepper.report(is_last=True)
         self._progress.attachment.leave(error)
         self._forward.capture.close()
-        self._stepper.averager.close()
+        self._stepper.close()
         self._world.close()
 
     def _close_at_exit(self, pid: int) -> None:

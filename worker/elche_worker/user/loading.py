@@ -49,6 +49,22 @@ def leave_if_forked(error: BaseException) -> None:
     os._exit(0 if is_in_order else 1)
 
 
+_is_loading = False
+"""True while a user's file is run for its `job`."""
+
+
+def check_not_loading(call: str) -> None:
+    """Raises `InvalidJob` for a call by which a loop begins in a file that is run for its `job`: it would train alone,
+    and there is no job in the end.
+    """
+    if _is_loading:
+        raise InvalidJob(
+            f"{call} is for a script with a loop of its own, and this file is run as one that defines a `job`: start "
+            "the script that imports Trainer, itself or from a file of its folder, and that has nothing named `job` at "
+            "its top level"
+        )
+
+
 def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     """Runs the file and returns its `job`, or imports the job of a module, named PACKAGE.MODULE:NAME.
 
@@ -63,6 +79,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     folder = str(Path(file_name).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    global _is_loading
+    _is_loading = True
     try:
         _refuse_torchrun(source, file_name)
         exec(compile(source, file_name, "exec"), module.__dict__)
@@ -73,6 +91,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     except BaseException as error:
         leave_if_forked(error)
         raise describe_raised(error, file_name) from None
+    finally:
+        _is_loading = False
     return _job_of(module, file_name)
 
 
