@@ -170,6 +170,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean = statistics.mean(values)
     if len(values) < 2:
         return mean, 0.0
+    if not math.isfinite(mean):  # one has diverged
+        return mean, math.nan
     return mean, float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
