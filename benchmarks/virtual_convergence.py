@@ -14,24 +14,22 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from curves import curves, picture
 from scipy import stats
+from virtual_tasks import OF_JOBS, task_of
 
 SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
 """How many times slower than the fast rank each one is, by the number of ranks."""
 RATES = (0.5, 1.0, 1.5, 2.0, 3.0)
 """Learning rates in the grid, relative to the task's own."""
 FIRST_HELD_OUT = 1000
-BASE = {"text": 1.5e-2, "digits": 3e-3, "transformer": 3e-3, "muon": 3e-3}
-METRIC = {"text": "nats_per_byte", "digits": "accuracy", "transformer": "nats_per_byte", "muon": "nats_per_byte"}
-NUM_FOLDS = 5
 
 
 MAX_ANCHOR = 20
@@ -74,7 +72,7 @@ def way_of(name: str) -> Any:
         match kind:
             case "default":
                 pass
-            case "mean" | "apart" | "whole":
+            case "mean" | "adascale" | "apart" | "whole":
                 fields["merge"] = kind
             case "blocking" | "overlapped":
                 fields["averaging"] = kind
@@ -118,49 +116,63 @@ def way_of(name: str) -> Any:
 def run(case: tuple[str, int, str, float, int]) -> dict[str, Any]:
     """One run: (task, ranks, way, rate, seed)."""
     task, num_ranks, way, rate, seed = case
-    import convergence_jobs as jobs
     import virtual_peers
     import virtual_ranks
 
-    jobs.FOLD = seed % NUM_FOLDS
-    jobs.load_fold.cache_clear()
     words = way.split("+")
     length = float(next((word[4:] for word in words if word.startswith("len:")), 1.0))
     words = [word for word in words if not word.startswith("len:")] or ["default"]
-    job = jobs.JOBS[task](length)
-    build = jobs.build_muon if task == "muon" else jobs.build_optimizer
-    job = replace(job, optimizer=build(BASE[task] * rate))
-    speeds = SPEEDS[num_ranks]
+    described = task_of(task)
+    job = described.job(described.rate * rate, seed, length)
+    speeds, num_points = SPEEDS[num_ranks], 10 if task in OF_JOBS else 1
     if words[0].partition(":")[0] in virtual_peers.KINDS:
-        points = virtual_peers.train(job, words[0], speeds, seed=seed)
+        points = virtual_peers.train(job, words[0], speeds, seed=seed, num_points=num_points)
     else:
-        points = virtual_ranks.train(job, way_of("+".join(words)), speeds, seed=seed)
+        points = virtual_ranks.train(job, way_of("+".join(words)), speeds, seed=seed, num_points=num_points)
     curve = [[round(one.at_s, 2), one.samples, *one.metrics.values()] for one in points]
-    value = points[-1].metrics[METRIC[task]]
+    value = points[-1].metrics[described.metric]
+    if not math.isfinite(value):  # it went out of bounds: worse than any other
+        value = -math.inf if described.more_is_better else math.inf
     return {"case": case, "value": value, "curve": curve, "left_out": points[-1].num_left_out}
 
 
+def run_all(cases: list[tuple[str, int, str, float, int]], num_processes: int) -> Iterator[dict[str, Any]]:
+    """Their results in order; with one process, in this one."""
+    if num_processes == 1:
+        yield from map(run, cases)
+        return
+    with ProcessPoolExecutor(num_processes) as pool:
+        yield from pool.map(run, cases)
+
+
 def results(
-    cases: Iterable[tuple[str, int, str, float, int]], kept: Path, *, may_run: bool = True
+    cases: Iterable[tuple[str, int, str, float, int]], kept: Path, *, may_run: bool = True, num_processes: int = 2
 ) -> dict[tuple[Any, ...], Any]:
-    """What has come of these cases; what is not in the file is run, on two processors, or is an error."""
+    """What has come of these cases; what is not in the file is run, on so many processors, or is an error."""
     known = {}
     if kept.exists():
         known = {tuple(one["case"]): one for one in map(json.loads, kept.read_text().splitlines())}
     missing = [case for case in dict.fromkeys(cases) if case not in known]
     if missing and not may_run:
         raise SystemExit(f"{kept} lacks {len(missing)} runs, such as {missing[0]}")
-    with ProcessPoolExecutor(2) as pool, kept.open("a") as file:
-        for done in pool.map(run, missing):
+    if not missing:
+        return known
+    with kept.open("a") as file:
+        for done in run_all(missing, num_processes):
             known[tuple(done["case"])] = done
             file.write(json.dumps(done) + "\n")
             file.flush()
     return known
 
 
-def worse(task: str, value: float, one_device: float) -> float:
-    """How much worse, in percentage points of accuracy or per cent of the loss."""
-    return 100 * (one_device - value) if METRIC[task] == "accuracy" else 100 * (value / one_device - 1)
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, 0.0
+    if not math.isfinite(mean):  # one has diverged
+        return mean, math.nan
+    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +193,9 @@ class Table:
 class Runs:
     """The runs of a table, and what they say."""
 
-    def __init__(self, table: Table, kept: Path, *, may_run: bool = True) -> None:
+    def __init__(self, table: Table, kept: Path, *, may_run: bool = True, num_processes: int = 2) -> None:
         self.table = table
+        self.task = task_of(table.task)
         self._ways = [(1, "default"), *((table.ranks, way) for way in table.ways)]
         tuning = [
             (table.task, *way, rate, seed)
@@ -191,23 +204,27 @@ class Runs:
             for seed in range(table.seeds)
             if len(table.rates) > 1 or not table.held_out
         ]
-        self._known = results(tuning, kept, may_run=may_run)
+        self._known = results(tuning, kept, may_run=may_run, num_processes=num_processes)
         self._best = {way: self._best_rate(way) for way in self._ways}
         held_out = range(FIRST_HELD_OUT, FIRST_HELD_OUT + table.held_out)
         self.seeds = held_out or range(table.seeds)
         wanted = [(table.task, *way, self._best[way], seed) for way in self._ways for seed in self.seeds]
-        self._known = results(wanted, kept, may_run=may_run)
+        self._known = results(wanted, kept, may_run=may_run, num_processes=num_processes)
 
     def _best_rate(self, way: tuple[int, str]) -> float:
         table = self.table
         if len(table.rates) == 1:
             return table.rates[0]
-        sign = 1 if METRIC[table.task] == "accuracy" else -1
+        sign = 1 if self.task.more_is_better else -1
 
         def mean(rate: float) -> float:
             return statistics.mean(self._known[table.task, *way, rate, seed]["value"] for seed in range(table.seeds))
 
         return max(table.rates, key=lambda rate: sign * mean(rate))
+
+    def best(self, way: tuple[int, str]) -> float:
+        """The multiple of the task's learning rate with which the way is shown."""
+        return self._best[way]
 
     def runs(self, way: tuple[int, str]) -> list[dict[str, Any]]:
         """The runs of a way on the seeds that are shown."""
@@ -216,20 +233,17 @@ class Runs:
     def lines(self) -> list[str]:
         """The table in Markdown."""
         table = self.table
-        unit = "points" if METRIC[table.task] == "accuracy" else "%"
+        unit, metric = self.task.unit, self.task.metric.replace("_", " ")
         ones = self.runs(self._ways[0])
         mean_of_one = statistics.mean(one["value"] for one in ones)
         title = f"{table.task}, {table.ranks} ranks, {len(self.seeds)} seeds"
-        lines = [f"| {title} | rate | {METRIC[table.task].replace('_', ' ')} | worse, {unit} (95 %) | time |"]
+        lines = [f"| {title} | rate | {metric} | worse, {unit} (95 %) | time |"]
         lines += ["|---|---|---|---|---|", f"| one device | {self._best[self._ways[0]]:g} | {mean_of_one:.4f} | | 1 |"]
         for way in self._ways[1:]:
             runs = self.runs(way)
             values = [run["value"] for run in runs]
-            pairs = [worse(table.task, value, one["value"]) for value, one in zip(values, ones, strict=True)]
-            by = statistics.mean(pairs)
-            half = 0.0
-            if len(pairs) > 1:
-                half = stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+            pairs = [self.task.worse(value, one["value"]) for value, one in zip(values, ones, strict=True)]
+            by, half = interval(pairs)
             ends = [run["curve"][-1][0] / one["curve"][-1][0] for run, one in zip(runs, ones, strict=True)]
             spread = f"{by:+.2f} ({by - half:+.2f} to {by + half:+.2f})"
             mean = f"{statistics.mean(values):.4f}"
@@ -242,13 +256,14 @@ class Runs:
         """The curves of the held-out runs as SVG."""
         named = {"one device": self.runs(self._ways[0])}
         named |= {self.table.ways[way]: self.runs((ranks, way)) for ranks, way in self._ways[1:]}
-        metric = "held-out accuracy" if METRIC[self.table.task] == "accuracy" else "held-out nats per byte"
-        return picture({name: curves([run["curve"] for run in runs]) for name, runs in named.items()}, metric)
+        metric = self.task.metric.replace("_", " ")
+        drawn = {name: curves([run["curve"] for run in runs]) for name, runs in named.items()}
+        return picture(drawn, f"held-out {metric}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=METRIC, default="text")
+    parser.add_argument("--task", choices=OF_JOBS, default="text")
     parser.add_argument("--ranks", type=int, choices=SPEEDS, default=2)
     parser.add_argument("--ways", default="default", help='such as "default,mean,nesterov:0.7/0.5+moments,ddp"')
     parser.add_argument("--rates", default=",".join(map(str, RATES)))

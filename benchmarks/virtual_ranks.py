@@ -5,7 +5,7 @@ only its computation here. So four unequal ranks take no longer than one device,
 is, and a run is repeated bit for bit. What it leaves out: NCCL, gloo, compression and replica groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 from random import Random
@@ -29,9 +29,10 @@ from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
-from elche_worker.data.dataset import Shuffled
+from elche_worker.data.dataset import AsItIs, Shuffled
 from elche_worker.device.rng import seed_all
-from elche_worker.model.step import Built
+from elche_worker.model.layout import STATISTIC
+from elche_worker.model.step import Built, merge_of
 from elche_worker.outer import Average, OuterOptimizer
 
 FAST_MS = 20.0
@@ -72,8 +73,8 @@ class Way:
     """Which of them."""
     lr_scale_ratio: float = 0.0
     weighting: str = "auto"
-    merge: str = "adascale"
-    """Or "mean", or directions and norms "apart", by rows or of the "whole"."""
+    merge: str = "auto"
+    """As elche chooses, or "adascale", or "mean", or directions and norms "apart", by rows or of the "whole"."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
     compress: str | None = None
@@ -98,6 +99,57 @@ class Point:
     """How often a rank was left out of a round until then."""
 
 
+class InShards(TensorDataset):
+    """Samples in parts that are read in order, such as files: `elche_worker.Shards`, with all samples at hand."""
+
+    def __init__(self, sizes: Sequence[int], *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.sizes = tuple(sizes)
+
+
+class ModelParts:
+    """What rounds do with the tensors of a model, by the setting `buffers`."""
+
+    def __init__(self, model: torch.nn.Module, buffers: str) -> None:
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        of_model = [] if buffers == "local" else list(model.named_buffers())
+        is_averaged = [buffers == "average" and name.rpartition(".")[2].startswith(STATISTIC) for name, _ in of_model]
+        self.statistics = [one for (_, one), is_so in zip(of_model, is_averaged, strict=True) if is_so]
+        """Averaged, too."""
+        sent = [one for (_, one), is_so in zip(of_model, is_averaged, strict=True) if not is_so]
+        self.sent = [*(one for one in model.parameters() if not one.requires_grad), *sent]
+        """What all take from the source."""
+        self.own = [one for _, one in model.named_buffers()] if buffers == "local" else []
+        """What stays as it is on each rank; a result is evaluated with that of the first."""
+
+    @property
+    def num_trained(self) -> int:
+        return sum(one.numel() for one in self.trained)
+
+    def set_trained(self, values: torch.Tensor) -> None:
+        vector_to_parameters(values.clone(), self.trained)  # a copy, else ranks share their storage
+
+    def copies(self) -> list[torch.Tensor]:
+        """Of what is not averaged."""
+        return [one.detach().clone() for one in (*self.sent, *self.own)]
+
+    @torch.no_grad()
+    def take(self, copies: Sequence[torch.Tensor], *, with_own: bool) -> None:
+        """Sets what is not averaged to `copies` of another rank."""
+        num = len(copies) if with_own else len(self.sent)
+        for one, copy in zip((*self.sent, *self.own)[:num], copies[:num], strict=True):
+            one.copy_(copy)
+
+
+def copy_flat(tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    """Copies flat values to the tensors, one after the other."""
+    at = 0
+    with torch.no_grad():
+        for one in tensors:
+            one.copy_(values[at : at + one.numel()].view(one.shape))
+            at += one.numel()
+
+
 class World:
     """What the ranks of one run share."""
 
@@ -107,14 +159,18 @@ class World:
         assert isinstance(dataset, TensorDataset)
         self.tensors = dataset.tensors
         self.num_samples = len(dataset) * job.epochs
-        self.order = Shuffled(len(dataset), seed)
+        self.shard_sizes = dataset.sizes if isinstance(dataset, InShards) else ()
+        self._order = AsItIs() if self.shard_sizes else Shuffled(len(dataset), seed)
+        self._indices: dict[int, list[int]] = {}
         self.points: list[Point] = []
-        self._entries: dict[tuple[int, int], dict[int, tuple[HeaderRow, torch.Tensor]]] = {}
+        self._entries: dict[tuple[int, int], dict[int, tuple[HeaderRow, torch.Tensor, list[torch.Tensor]]]] = {}
         self._errors: list[torch.Tensor] = []
         self.num_left_out = 0
         self._are_out: list[bool] = []
         """Of the last round, by rank."""
         self._results: dict[tuple[int, int], torch.Tensor] = {}
+        self.sent: list[torch.Tensor] = []
+        """What is not averaged (`ModelParts.copies`), of the last round's source."""
         self.last: torch.Tensor | None = None
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
@@ -126,50 +182,71 @@ class World:
         self._divergences: list[float] = []
         self.simulation: Simulation | None = None
         self.model = self.new_model()
+        self.parts = ModelParts(self.model, job.buffers)
+        chosen = merge_of(job, Built(self.model, job.optimizer(self.model)))
+        self.merge = chosen if way.merge == "auto" else way.merge
+
+    def indices(self, epoch: int) -> list[int]:
+        """Of the epoch's samples, in order."""
+        if epoch not in self._indices:
+            self._indices[epoch] = self._order.indices(epoch, 0, len(self.tensors[0]))
+        return self._indices[epoch]
 
     def new_model(self) -> torch.nn.Module:
         seed_all(self.seed)
         return self.job.model()
 
-    def enter(self, key: tuple[int, int], rank: int, weight: int, values: torch.Tensor, *, is_usual: bool) -> None:
+    def enter(
+        self,
+        key: tuple[int, int],
+        rank: int,
+        weight: int,
+        values: torch.Tensor,
+        sent: list[torch.Tensor],
+        *,
+        is_usual: bool,
+    ) -> None:
         row = HeaderRow(weight=weight, cut=0, local_step=0, compute_us=0, unusual=not is_usual)
-        self._entries.setdefault(key, {})[rank] = (row, values)
+        self._entries.setdefault(key, {})[rank] = (row, values, sent)
 
     def result(self, key: tuple[int, int], num_trained: int, now_s: float) -> torch.Tensor:
-        """The result of a round that all have entered; its first `num_trained` values are the parameters."""
+        """The result of a round that all have entered; its first `num_trained` values are the parameters, the last ones
+        statistics.
+        """
         if key in self._results:
             return self._results[key]
         entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
-        rows = [row for row, _ in entries]
-        options = AveragingOptions(weighting=self.way.weighting, merge=self.way.merge, outliers=self.way.outliers)
+        rows = [row for row, _, _ in entries]
+        options = AveragingOptions(weighting=self.way.weighting, merge=self.merge, outliers=self.way.outliers)
         weights, are_out = [float(weight) for weight in options.weights(rows)], options.discarded(rows)
         self.num_left_out += sum(are_out)
+        self.sent = entries[are_out.index(False) if False in are_out else 0][2]
         is_first = not any(weights)
         if is_first:
             weights[0] = 1.0
         shares = [weight / sum(weights) for weight in weights]
-        average = torch.stack([share * values for share, (_, values) in zip(shares, entries, strict=True)]).sum(0)
+        average = torch.stack([share * values for share, (_, values, _) in zip(shares, entries, strict=True)]).sum(0)
         if self.way.compress is not None and not is_first:
-            average[:num_trained] = self._small_average(shares, [values[:num_trained] for _, values in entries])
+            average[:num_trained] = self._small_average(shares, [values[:num_trained] for _, values, _ in entries])
         trained = average[:num_trained]
         if self.last is None:
             self.last = trained.clone()
             self._moments = [torch.zeros_like(trained) for _ in range(self.way.outer.num_moments())]
         num_samples = sum(row.weight for row in rows)
         if not is_first:
-            brought = [values[:num_trained] for _, values in entries]
-            if self.way.merge == "adascale" and len(entries) > 1:
+            brought = [values[:num_trained] for _, values, _ in entries]
+            if self.merge == "adascale" and len(entries) > 1:
                 self._go_further(trained, weights, brought)
-            elif self.way.merge in ("apart", "whole"):
-                rows = [(one.shape[0], one.shape[1:].numel()) for one in self.model.parameters()]
-                apart(trained, self.last, shares, brought, rows if self.way.merge == "apart" else [(1, num_trained)])
+            elif self.merge in ("apart", "whole"):
+                shapes = [(one.shape[0], one.shape[1:].numel()) for one in self.parts.trained]
+                apart(trained, self.last, shares, brought, shapes if self.merge == "apart" else [(1, num_trained)])
             self._num_steps += 1
             self._outer(num_samples).step(self.last, trained, self._moments, self._num_steps)
         self.last.copy_(trained)
         self._results, self._are_out = {key: average}, are_out
         self._samples += num_samples
         exported = trained if self._ema is None else self._ema.add(trained, self._work(num_samples))
-        self._note(exported, now_s)
+        self._note(exported, average, now_s)
         return average
 
     def _work(self, num_samples: int) -> float:
@@ -211,7 +288,7 @@ class World:
         return self._are_out[rank]
 
     def _go_further(self, mean: torch.Tensor, weights: list[float], steps: list[torch.Tensor]) -> None:
-        rows = Rows([one.shape for one in self.model.parameters()])
+        rows = Rows([one.shape for one in self.parts.trained])
         if self._spread is None:
             self._spread = Spread.empty(rows.num_rows, mean.device)
         assert self.last is not None
@@ -243,11 +320,15 @@ class World:
         assert isinstance(learned, dict)
         policy.restore({"el_che": {**learned, "anchor": anchor, "floor_anchor": anchor}})
 
-    def _note(self, trained: torch.Tensor, now_s: float) -> None:
+    def _note(self, trained: torch.Tensor, average: torch.Tensor, now_s: float) -> None:
         is_over = self._samples >= self.num_samples
         if is_over or self._samples * self._num_points >= (len(self.points) + 1) * self.num_samples:
             assert self.job.evaluate is not None
-            vector_to_parameters(trained, self.model.parameters())
+            self.parts.set_trained(trained)
+            copy_flat(
+                self.parts.statistics, average[len(average) - sum(one.numel() for one in self.parts.statistics) :]
+            )
+            self.parts.take(self.sent, with_own=True)
             self.model.eval()
             with torch.no_grad():
                 self.points.append(Point(now_s, self._samples, dict(self.job.evaluate(self.model)), self.num_left_out))
@@ -260,7 +341,9 @@ class TrainingRank(SyntheticRank):
         self._world = world
         super().__init__(*arguments, tell=self._with_divergence(tell), **options)
         self._model = world.new_model()
-        self._optimizers = Built(self._model, world.job.optimizer(self._model)).all_optimizers
+        self._parts = ModelParts(self._model, world.job.buffers)
+        self._built = Built(self._model, world.job.optimizer(self._model))
+        self._optimizers = self._built.all_optimizers
         self._scale = 1 + world.way.lr_scale_ratio * (world.num_ranks - 1)
         self._base = [group["lr"] * self._scale for group in self._groups]
         seed_all(world.seed + int(self.address["rank"]))
@@ -285,24 +368,19 @@ class TrainingRank(SyntheticRank):
             return []
         states = [
             optimizer.state[one]
-            for one in self._model.parameters()
+            for one in self._parts.trained
             for optimizer in self._optimizers
             if one in optimizer.state
         ]
         return [state[name] for name in self._world.way.moments for state in states if name in state]
 
     def _values(self) -> torch.Tensor:
-        moments = [one.reshape(-1) for one in self._moments()]
-        return torch.cat([parameters_to_vector(self._model.parameters()).detach(), *moments])
+        others = [one.reshape(-1) for one in (*self._moments(), *self._parts.statistics)]
+        return torch.cat([parameters_to_vector(self._parts.trained).detach(), *others])
 
     def _set_values(self, values: torch.Tensor) -> None:
-        trained = sum(one.numel() for one in self._model.parameters())
-        with torch.no_grad():
-            vector_to_parameters(values[:trained].clone(), self._model.parameters())  # else ranks share their storage
-            at = trained
-            for one in self._moments():
-                one.copy_(values[at : at + one.numel()].view(one.shape))
-                at += one.numel()
+        self._parts.set_trained(values[: self._parts.num_trained])
+        copy_flat([*self._moments(), *self._parts.statistics], values[self._parts.num_trained :])
 
     def _finish_batch(self, duration_s: float) -> None:
         lease = self._leases[0]
@@ -320,16 +398,22 @@ class TrainingRank(SyntheticRank):
         for group, base in zip(self._groups, self._base, strict=True):
             group["lr"] = base * factor
         self._fail_at_random()
-        indices = world.order.indices(epoch, offset, size)
+        indices = world.indices(epoch)[offset : offset + size]
         self._model.train()
+        batch = [one[indices] for one in world.tensors]
         with torch.random.fork_rng():
             torch.set_rng_state(self._rng)
-            loss = job.train_step(self._model, [one[indices] for one in world.tensors])
-            assert isinstance(loss, torch.Tensor)
-            loss.backward()
+            if job.manual_optimization:
+                job.train_step(self._model, batch, self._built.optimizers)
+            else:
+                loss = job.train_step(self._model, batch)
+                assert isinstance(loss, torch.Tensor)
+                loss.backward()
             self._rng = torch.get_rng_state()
+        if job.manual_optimization:
+            return
         if job.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), job.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self._parts.trained, job.max_grad_norm)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -337,7 +421,7 @@ class TrainingRank(SyntheticRank):
     def _fail_at_random(self) -> None:
         if int(self.address["rank"]) != 1 or self._dice.random() >= self._world.way.faults:
             return
-        tensors = list(self._model.parameters())
+        tensors = self._parts.trained
         with torch.no_grad():
             flat = self._dice.choice(tensors).view(-1)
             flat[self._dice.randrange(len(flat))].mul_(1e4)
@@ -349,7 +433,8 @@ class TrainingRank(SyntheticRank):
         last = self._world.last
         norm = nan if last is None else float((self._snapshot[: len(last)] - last).norm())
         is_usual = self._watch.is_usual(norm, self.local_step)
-        self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot, is_usual=is_usual)
+        sent = self._parts.copies()
+        self._world.enter(key, int(self.address["rank"]), self._weight, self._snapshot, sent, is_usual=is_usual)
         super()._enter(round_id)
 
     def _apply(
@@ -360,7 +445,7 @@ class TrainingRank(SyntheticRank):
         entry: RoundEntry,
         collective_s: float,
     ) -> None:
-        trained = sum(one.numel() for one in self._model.parameters())
+        trained = self._parts.num_trained
         key = (int(entry.generation), int(round_id))
         values = self._world.result(key, trained, self.clock.now_s)
         change = values - self._snapshot
@@ -374,9 +459,10 @@ class TrainingRank(SyntheticRank):
             self._set_values(values)
         else:
             corrected = values if self.local_step == entry.row.local_step else self._values() + change
-            if self._world.way.optimizer_state == "replaced":
-                corrected = torch.cat([corrected[:trained], values[trained:]])
-            self._set_values(corrected)
+            is_replaced = self._world.way.optimizer_state == "replaced"
+            kept = trained if is_replaced else len(values) - sum(one.numel() for one in self._parts.statistics)
+            self._set_values(torch.cat([corrected[:kept], values[kept:]]))
+        self._parts.take(self._world.sent, with_own=False)
         self._was_out = is_out
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)
@@ -394,6 +480,7 @@ def train(job: TrainingJob, way: Way, speeds: list[float], *, seed: int, num_poi
             "batch_size": job.batch_size,
             "seed": seed,
             "dataset_size": len(world.tensors[0]),
+            "shard_sizes": world.shard_sizes,
             "averaging": way.averaging,
             "anchor": OVERLAPPED_ANCHOR if way.averaging == "overlapped" else BLOCKING_ANCHOR,
             "policy": way.policy,

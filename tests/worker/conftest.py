@@ -1,7 +1,9 @@
 """Fixtures of the worker's tests: ranks whose loop a test drives in the coordinator's place."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from elche_worker.collectives.reduction import Reduction
 from elche_worker.rank import connect
 from support.replicas import Make, World, new_rank
 from support.told import Rank
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -41,3 +45,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             return made
 
         yield make
+
+
+@pytest.fixture
+def from_benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports a module of `benchmarks`, which are no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield import_module
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(f"{BENCHMARKS}/"):
+            del sys.modules[name]
