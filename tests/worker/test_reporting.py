@@ -1,9 +1,9 @@
 """What a framework measures reaches the coordinator: in the epoch that it is of, and without ending the training."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-import os
 import pytest
 import torch
 from torch import nn
