@@ -1,5 +1,6 @@
 """What a framework measures reaches the coordinator: in the epoch that it is of, and without ending the training."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche.v1 import rank_pb2
-from elche_worker.integrations.reporting import MAX_METRICS, Reporting, check_begins_anew
+from elche_worker.integrations.reporting import MAX_METRICS, Reporting, leave_resume_to_framework
 from elche_worker.trainer import Trainer, TrainerConfig
 from elche_worker.trainer.attachment import NoAttachment
 from elche_worker.user.scalars import Sum, take_scalars
@@ -100,7 +101,9 @@ def test_what_cannot_be_reported_is_left_out_and_does_not_end_the_training(train
 
 def test_a_framework_does_not_go_on_from_a_checkpoint_that_lacks_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELCHE_RESUME", "")
-    check_begins_anew("its own")
+    leave_resume_to_framework(0, "its own")
     monkeypatch.setenv("ELCHE_RESUME", "runs/one")
     with pytest.raises(Misuse, match=r"runs/one lacks the framework's own state, .*: go on with its own$"):
-        check_begins_anew("its own")
+        leave_resume_to_framework(0, "its own")
+    leave_resume_to_framework(7, "its own")
+    assert "ELCHE_RESUME" not in os.environ

@@ -58,7 +58,8 @@ class ElcheCallback(pl.Callback):
         """Tells Lightning which process this is, so that one alone writes: it sees a single device."""
         if trainer.world_size == 1:
             _take_rank(trainer, self._rank)
-        finders = [one for one in trainer.callbacks if isinstance(one, BatchSizeFinder | LearningRateFinder)]
+        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])  # an attribute that it has without a type
+        finders = [one for one in callbacks if isinstance(one, BatchSizeFinder | LearningRateFinder)]
         if finders and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             what = type(finders[0]).__name__
             raise Misuse(f"{what} would find another value in each process: use it in one, and set what it has found")
