@@ -1,4 +1,5 @@
-"""What queued jobs cost a coordinator: bytes on disk, processor time per submission, and the time of a restart.
+"""What queued jobs cost a coordinator: bytes on disk and in memory, processor time per submission, of a list of all and
+while nothing happens, and the time of a restart.
 
 Nobody offers devices, so all jobs wait. The coordinator is killed and started again on the same folder; the restart is
 over when a client's first question is answered. Prints a JSON object for each number of jobs.
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from elche_client import Client
 
+IDLE_S = 10.0
+"""Seconds for which the coordinator has nothing to do but to look at its jobs."""
 SOURCE = "# {number}\nprint()\n" + "# a line of the user's file\n" * 300
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -39,6 +42,10 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -48,11 +55,18 @@ def measure(num_jobs: int) -> dict[str, object]:
         folder = Path(name)
         path = folder / "job.py"
         coordinator, client = start(folder)
-        before_s = processor_s(coordinator.pid)
+        before_s, before_bytes = processor_s(coordinator.pid), resident_bytes(coordinator.pid)
         for number in range(num_jobs):
             path.write_text(SOURCE.format(number=number % 100))  # a hundred files, each submitted again and again
             client.submit(path, num_ranks=1)
         spent_s = processor_s(coordinator.pid) - before_s
+        time.sleep(2.0)  # by then the page's recorder has seen all
+        idle_from_s = processor_s(coordinator.pid)
+        time.sleep(IDLE_S)
+        idle_s = processor_s(coordinator.pid) - idle_from_s
+        client.jobs()
+        list_s = processor_s(coordinator.pid) - idle_from_s - idle_s
+        memory_bytes = resident_bytes(coordinator.pid) - before_bytes
         coordinator.send_signal(signal.SIGKILL)
         coordinator.wait()
         killed_bytes, began_s = size_of(folder / "data"), time.perf_counter()
@@ -68,6 +82,9 @@ def measure(num_jobs: int) -> dict[str, object]:
             "bytes": killed_bytes,
             "bytes_per_job": round(killed_bytes / num_jobs),
             "submission_ms": round(1000 * spent_s / num_jobs, 2),
+            "idle_fraction": round(idle_s / IDLE_S, 3),
+            "list_ms": round(1000 * list_s),
+            "memory_bytes_per_job": round(memory_bytes / num_jobs),
             "restart_s": round(restart_s, 2),
             "restart_processor_s": round(restart_processor_s, 2),
             "bytes_after_restart": size_of(folder / "data"),

@@ -43,9 +43,8 @@ class History:
         self.last_incarnation = 0
         """The highest incarnation used so far."""
         lost: dict[str, Record] = {}
-        for job_id, record in _records(store.load_rows()).items():
-            if job_id in living:
-                continue
+        known = frozenset(living)
+        for job_id, record in _records(row for row in store.load_rows() if row.id not in known).items():
             try:
                 self._take_in(job_id, record, lost)
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
