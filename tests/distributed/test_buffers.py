@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elche_worker.collectives.consistency import buffers_beside
-from elche_worker.trainer import Trainer
+from elche_worker.trainer import Trainer, TrainerConfig
 from support.worlds import Worlds
 
 
@@ -92,3 +92,22 @@ def test_buffers_belong_to_the_optimizer_of_their_module_or_the_one_around_it() 
     assert names(g, d) == {"g", "around", "frozen"}
     assert names([*g, *d], []) == {"g", "d", "around", "frozen"}
     assert len(buffers_beside(nets, [*g, *d], [])) == len(list(nets.buffers()))
+
+
+def train_with_a_buffer_of_inference_mode() -> list[float]:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("seen", torch.zeros(2))
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), 0.1), TrainerConfig(max_anchor=0))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.inference_mode():
+            model.seen = model.seen + 1 + trainer.rank
+        trainer.step()
+    found: list[float] = model.seen.tolist()
+    return found
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_equal_on_all_ranks(worlds: Worlds) -> None:
+    """Other ranks than the first failed: outside of that mode it cannot be written."""
+    assert worlds.run(2, train_with_a_buffer_of_inference_mode) == [[3.0, 3.0]] * 2

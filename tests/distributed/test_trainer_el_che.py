@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from elche_worker.collectives import world
 from elche_worker.trainer import Trainer, TrainerConfig, fleet
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
-from support.worlds import Worlds
+from support.worlds import Raised, Worlds
 
 
 def train_cadence(
@@ -157,6 +158,26 @@ def test_numbers_are_averaged_and_an_epoch_keeps_its_steps(worlds: Worlds) -> No
         assert parts == [2]
 
 
+def mean_of(weights: list[float], *named: dict[str, float]) -> dict[str, float]:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig())
+    return trainer.mean(named[trainer.rank], weights[trainer.rank])
+
+
+@pytest.mark.parametrize("other", [{"a": 3.0, "c": 2.0}, {"a": 3.0}, {}])
+def test_numbers_of_other_names_are_not_averaged(worlds: Worlds, other: dict[str, float]) -> None:
+    """They were averaged with whatever stood at their place: a loss with an accuracy."""
+    for raised in worlds.run(2, mean_of, [1.0, 1.0], {"a": 1.0, "b": 2.0}, other, may_raise=True):
+        assert isinstance(raised, Raised)
+        assert raised.message.startswith("mean(): rank 0 gives 'a', 'b', and rank 1 ")
+
+
+def test_numbers_are_averaged_by_name_and_those_without_weight_do_not_count(worlds: Worlds) -> None:
+    mixed = worlds.run(2, mean_of, [1.0, 3.0], {"a": 1.0, "b": 2.0}, {"b": 4.0, "a": 0.0})
+    assert mixed == [{"a": 0.25, "b": 3.5}] * 2
+    assert worlds.run(2, mean_of, [0.0, 3.0], {}, {"b": 4.0}) == [{"b": 4.0}] * 2
+
+
 def leave_an_epoch(el_che: bool, num_workers: int) -> tuple[torch.Tensor, list[int]]:
     """Epochs that are left in their middle, before a step and after it."""
     model = new_model()
@@ -181,3 +202,28 @@ def test_an_epoch_may_be_left_in_its_middle(worlds: Worlds, el_che: bool, num_wo
     assert torch.equal(first, second)
     assert sizes == other_sizes
     assert sum(sizes[3:]) == 64
+
+
+def look_ahead(how: str) -> str:
+    """What a loop prints that takes batches before it steps (`how` "ahead"), or sums up gradients ("summed")."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    trainer.set_data_loader(DataLoader(samples(32), batch_size=8), forward_input="inputs", names=NAMES)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for epoch in range(2):
+            batches = trainer.epoch(epoch)
+            if how == "ahead":
+                batches = (one for one, _ in pairwise(chain(batches, [None])) if one is not None)
+            for number, batch in enumerate(batches):
+                cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+                if how == "ahead" or number in (2, 3):
+                    trainer.step()
+    return printed.getvalue()
+
+
+def test_a_step_without_a_batch_is_said_once(worlds: Worlds) -> None:
+    """Batches were taken before the steps, in which the ranks then counted alike, in silence."""
+    first, other = worlds.run(2, look_ahead, "ahead")
+    assert first.count("a step is made without a batch of epoch() or shares() since the one before") == 1
+    assert not other
+    assert worlds.run(2, look_ahead, "summed") == ["", ""]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,9 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
                 # What does not change is not written: a graph may need it, and autograd takes any write for a change.
                 if part.is_cuda or not torch.equal(part, _bytes(tensor)):
-                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+                    # A tensor that was made in inference mode can be written there only.
+                    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def buffers_beside(

@@ -377,20 +377,20 @@ def _device(world: World) -> str:
     return f"{world.device} {name}".strip()
 
 
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[str, Any], call: str = "report()") -> dict[str, float]:
     """Metrics as plain numbers. Raises `Misuse` for other values, and for too many or too long names."""
     if len(metrics) > MAX_SCALARS:
-        raise Misuse(f"report(): {len(metrics)} metrics; at most {MAX_SCALARS} are possible")
+        raise Misuse(f"{call}: {len(metrics)} metrics; at most {MAX_SCALARS} are possible")
     numbers = {}
     for name, value in metrics.items():
         if len(name) > MAX_METRIC_CHARS:
             raise Misuse(
-                f"report(): {name[:40]!r}... has {len(name)} characters; at most {MAX_METRIC_CHARS} are possible"
+                f"{call}: {name[:40]!r}... has {len(name)} characters; at most {MAX_METRIC_CHARS} are possible"
             )
         if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise Misuse(f"report(): {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
+            raise Misuse(f"{call}: {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError):
-            raise Misuse(f"report(): {name!r} must be a number, not {value!r}") from None
+            raise Misuse(f"{call}: {name!r} must be a number, not {value!r}") from None
     return numbers

@@ -1,6 +1,7 @@
 """Gathers outputs, targets, tags and traces of one step from all ranks."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,20 @@ def _join(world: World, name: str, parts: list[Any]) -> torch.Tensor:
 
 
 def weighted_mean(world: World, numbers: Mapping[str, float], weight: float) -> dict[str, float]:
-    """The mean over ranks of numbers that each has under the same names. Raises `Misuse` when all weights are 0."""
-    own = [weight, *(value * weight if weight else 0.0 for value in numbers.values())]
-    total, *sums = (added(column) for column in zip(*world.gather_numbers(own), strict=True))
-    if not total:
+    """The mean over ranks of numbers that each has, by name. Raises `Misuse` when all weights are 0, and when ranks
+    that count have other names.
+    """
+    told = [json.loads(one) for one in world.gather_texts(json.dumps([float(weight), dict(numbers)]))]
+    counted = [(rank, one) for rank, one in enumerate(told) if one[0]]
+    if not counted:
         raise Misuse("mean() needs a weight above 0 on at least one rank")
-    return {name: value / total for name, value in zip(numbers, sums, strict=True)}
+    first, (_, names) = counted[0]
+    for rank, (_, others) in counted:
+        if set(others) != set(names):
+            raise Misuse(f"mean(): rank {first} gives {_listed(names)}, and rank {rank} {_listed(others)}")
+    total = added([one for _, (one, _) in counted])
+    return {name: added([one * values[name] for _, (one, values) in counted]) / total for name in names}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"

@@ -92,6 +92,7 @@ class Stepper:
         """Batches that elche has given out to each rank."""
         self._takes_own: bool | None = None
         """True if the latest step used batches that the loop took itself; None before the first."""
+        self._has_warned = False
         self._has_gradients = True
         """True if any rank has samples in this step."""
         self._num_averaged = 0
@@ -141,6 +142,12 @@ class Stepper:
         if self._takes_own is None and not self._expects_given:
             check_has_effect(self._config, has_shares=bool(self.last_sizes))
             self._say("a step after every batch of the loop's own")
+        elif self._takes_own is False and not self._has_warned:
+            self._has_warned = True
+            self._say(
+                "a step is made without a batch of epoch() or shares() since the one before: all ranks count alike in "
+                "it, whatever their samples. Take each batch after the step before it, or give step(samples=...)"
+            )
         self._takes_own = True
 
     def _say(self, how: str) -> None:

@@ -382,10 +382,10 @@ class Trainer:
         rank.
 
         `weight` is how much this rank's numbers count, such as their number of samples; with 0 they do not. Every rank
-        calls it, with the same names.
+        calls it, and those that count give the same names, in any order. Raises `Misuse` otherwise.
         """
         self._check_open()
-        numbers = checked_metrics(metrics)
+        numbers = checked_metrics(metrics, "mean()")
         return self._together.run(lambda: weighted_mean(self._world, numbers, weight), "calls mean()")
 
     def gather(self) -> Gathered:
