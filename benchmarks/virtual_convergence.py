@@ -206,12 +206,20 @@ class Runs:
         ]
         self._known = results(tuning, kept, may_run=may_run, num_processes=num_processes)
         self._best = {way: self._best_rate(way) for way in self._ways}
+        for way in self._ways if self.task.grows else ():
+            while self._best[way] >= max(table.rates):  # the best may be beyond the grid
+                rate = 2 * self._best[way]
+                beyond = [(table.task, *way, rate, seed) for seed in range(table.seeds)]
+                self._known = results([*tuning, *beyond], kept, may_run=may_run, num_processes=num_processes)
+                if self._best_rate(way, (self._best[way], rate)) != rate:
+                    break
+                self._best[way] = rate
         held_out = range(FIRST_HELD_OUT, FIRST_HELD_OUT + table.held_out)
         self.seeds = held_out or range(table.seeds)
         wanted = [(table.task, *way, self._best[way], seed) for way in self._ways for seed in self.seeds]
         self._known = results(wanted, kept, may_run=may_run, num_processes=num_processes)
 
-    def _best_rate(self, way: tuple[int, str]) -> float:
+    def _best_rate(self, way: tuple[int, str], among: Sequence[float] = ()) -> float:
         table = self.table
         if len(table.rates) == 1:
             return table.rates[0]
@@ -220,7 +228,7 @@ class Runs:
         def mean(rate: float) -> float:
             return statistics.mean(self._known[table.task, *way, rate, seed]["value"] for seed in range(table.seeds))
 
-        return max(table.rates, key=lambda rate: sign * mean(rate))
+        return max(among or table.rates, key=lambda rate: sign * mean(rate))
 
     def best(self, way: tuple[int, str]) -> float:
         """The multiple of the task's learning rate with which the way is shown."""

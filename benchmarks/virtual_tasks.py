@@ -25,6 +25,8 @@ class Task:
     """The `TrainingJob` of (learning rate, seed, times the usual number of samples)."""
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Multiples of `rate`, of which each way gets its best."""
+    grows: bool = False
+    """True if a way that does best at the greatest rate tries twice as much, and so on."""
     is_share: bool = False
     """True if the metric may be 0, such as a share, and is compared in hundredths; else it is compared in per cent."""
     more_is_better: bool = False

@@ -62,4 +62,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="constrained weights, projection", metric="loss", rate=0.03, job=job)
+TASK = Task(title="constrained weights, projection", metric="loss", rate=0.03, job=job, grows=True)

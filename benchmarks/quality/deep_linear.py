@@ -44,4 +44,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="steep deep linear net", metric="loss", rate=0.05, job=job)
+TASK = Task(title="steep deep linear net", metric="loss", rate=0.05, job=job, grows=True)

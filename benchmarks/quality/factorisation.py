@@ -52,4 +52,6 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="matrix factorisation, sparse rows", metric="loss", rate=4.0, job=job, rates=(0.5, 0.75, 1.0))
+TASK = Task(
+    title="matrix factorisation, sparse rows", metric="loss", rate=4.0, job=job, rates=(0.5, 0.75, 1.0), grows=True
+)

@@ -82,4 +82,4 @@ def job(rate: float, seed: int, length: float, **fields: Any) -> TrainingJob:
     )
 
 
-TASK = Task(title="fine-tuning, constant rate", metric="loss", rate=4e-4, job=job)
+TASK = Task(title="fine-tuning, constant rate", metric="loss", rate=4e-4, job=job, grows=True)

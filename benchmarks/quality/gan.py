@@ -83,6 +83,7 @@ TASK = Task(
     metric="loss",
     rate=6e-3,
     job=job,
+    grows=True,
     ways=("default", "adascale", "ddp"),
     parts="the default is the mean, and the gain in its place",
 )

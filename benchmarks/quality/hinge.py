@@ -36,4 +36,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="hinge loss, separable", metric="loss", rate=1.0, job=job, is_share=True)
+TASK = Task(title="hinge loss, separable", metric="loss", rate=1.0, job=job, grows=True, is_share=True)

@@ -42,4 +42,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="regression, small net, Adam", metric="loss", rate=2e-2, job=job)
+TASK = Task(title="regression, small net, Adam", metric="loss", rate=2e-2, job=job, grows=True)

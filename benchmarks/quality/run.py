@@ -35,7 +35,28 @@ TITLES = {
 }
 NUM_SEEDS, NUM_HELD_OUT = 1, 5
 """On which rates are chosen, and which are shown, on the page."""
-SHOWN: dict[int, tuple[str, ...]] = {2: (), 4: ()}
+SHOWN: dict[int, tuple[str, ...]] = {
+    2: (
+        "factorisation",
+        "deep_linear",
+        "regression",
+        "finetuning_constant",
+        "sorted_shards",
+        "unbalanced",
+        "sparse_reward",
+        "hinge",
+        "constrained",
+    ),
+    4: (
+        "factorisation",
+        "deep_linear",
+        "finetuning_constant",
+        "sorted_shards",
+        "unbalanced",
+        "hinge",
+        "constrained",
+    ),
+}
 """Tasks on the page, by the number of ranks."""
 
 

@@ -47,4 +47,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="label-sorted shards", metric="loss", rate=0.1, job=job)
+TASK = Task(title="label-sorted shards", metric="loss", rate=0.1, job=job, grows=True)

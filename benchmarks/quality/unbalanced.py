@@ -40,4 +40,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="unbalanced classes", metric="loss", rate=0.1, job=job)
+TASK = Task(title="unbalanced classes", metric="loss", rate=0.1, job=job, grows=True)

@@ -128,8 +128,9 @@ def test_every_policy_is_described_to_users() -> None:
         assert f'"{policy}", ' in inspect.getsource(settings), "the setting's docstring says what it does"
 
 
-def test_the_figures_of_convergence_are_those_of_the_kept_runs() -> None:
-    command = [sys.executable, "benchmarks/convergence_report.py", "--check"]
+@pytest.mark.parametrize("program", ["convergence_report.py", "quality/run.py"])
+def test_the_figures_of_trainings_are_those_of_the_kept_runs(program: str) -> None:
+    command = [sys.executable, f"benchmarks/{program}", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
