@@ -212,6 +212,15 @@ def test_lazy_modules_are_refused_with_what_to_do() -> None:
         build_model(job(lambda: nn.Sequential(nn.LazyLinear(1))), CPU, "train.py")
 
 
+def test_a_model_that_switches_gradients_off_is_refused() -> None:
+    def build() -> nn.Module:
+        torch.set_grad_enabled(False)
+        return nn.Linear(2, 1)
+
+    with torch.enable_grad(), pytest.raises(InvalidJob, match=r"train\.py: it has switched gradients off"):
+        build_model(job(build), CPU, "train.py")
+
+
 def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
     def build() -> nn.Module:
         model = nn.Linear(4, 1)

@@ -100,6 +100,11 @@ def build_model(
         built = Built(model, job.optimizer(model), sharded, came_in_eval_mode)
     except BaseException as error:
         raise refused(error, file_name) from None
+    if not torch.is_grad_enabled():
+        raise InvalidJob(
+            f"{file_name}: it has switched gradients off (torch.set_grad_enabled(False)), so nothing could be trained: "
+            "use `with torch.no_grad():` around what needs none"
+        )
     for optimizer in built.all_optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
