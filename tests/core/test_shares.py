@@ -8,9 +8,9 @@ import pytest
 from core.test_lost_ranks import succeeds
 from core.test_queue import OTHER, end_other, submit_this
 
-from elche_coordinator.core.messages.events import JobSubmitted, QuotasSet, SlotsAsked
-from elche_coordinator.core.messages.ids import JobId
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, QuotasSet, SlotsAsked
+from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from support.clusters import Cluster
 from support.stories import in_mid_training
@@ -30,13 +30,12 @@ def test_who_has_fewest_slots_is_next():
 
 
 def test_what_a_job_has_got_counts_for_those_of_other_sizes():
-    cluster = Cluster(4)
-    cluster.submit("first", 4)
+    cluster = Cluster(0)
     cluster.submit("ada-1", 1, by="ada@a")
     cluster.submit("ada-2", 2, by="ada@a")
     cluster.submit("ben", 1, by="ben@b")
-    cluster.end("first")
-    assert cluster.started == ["first", "ada-1", "ben", "ada-2"]
+    cluster.handle(AgentJoined(agent_id=AgentId("four"), host="four", slots=(Slot(device="cpu"),) * 4))
+    assert cluster.started == ["ada-1", "ben", "ada-2"]
 
 
 def test_priority_comes_before_shares():
