@@ -171,6 +171,7 @@ class World:
         self._results: dict[tuple[int, int], torch.Tensor] = {}
         self.sent: list[torch.Tensor] = []
         """What is not averaged (`ModelParts.copies`), of the last round's source."""
+        self.source = 0
         self.last: torch.Tensor | None = None
         self._moments: list[torch.Tensor] = []
         self._num_steps = 0
@@ -215,12 +216,13 @@ class World:
         """
         if key in self._results:
             return self._results[key]
-        entries = [entry for _, entry in sorted(self._entries.pop(key).items())]
+        entered = sorted(self._entries.pop(key).items())
+        entries = [entry for _, entry in entered]
         rows = [row for row, _, _ in entries]
         options = AveragingOptions(weighting=self.way.weighting, merge=self.merge, outliers=self.way.outliers)
         weights, are_out = [float(weight) for weight in options.weights(rows)], options.discarded(rows)
         self.num_left_out += sum(are_out)
-        self.sent = entries[are_out.index(False) if False in are_out else 0][2]
+        self.source, (_, _, self.sent) = entered[are_out.index(False) if False in are_out else 0]
         is_first = not any(weights)
         if is_first:
             weights[0] = 1.0
@@ -462,7 +464,9 @@ class TrainingRank(SyntheticRank):
             is_replaced = self._world.way.optimizer_state == "replaced"
             kept = trained if is_replaced else len(values) - sum(one.numel() for one in self._parts.statistics)
             self._set_values(torch.cat([corrected[:kept], values[kept:]]))
-        self._parts.take(self._world.sent, with_own=False)
+        has_newer = self.local_step != entry.row.local_step and not is_out
+        if rank != self._world.source or not has_newer:
+            self._parts.take(self._world.sent, with_own=False)
         self._was_out = is_out
         self._cut = self._entered_cut
         self._result_samples += sum(row.weight for row in header)

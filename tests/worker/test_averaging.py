@@ -97,6 +97,10 @@ class Ranks:
         """The round's result comes into one rank's model."""
         return self._averagings[position].complete(has_newer_steps=has_newer_steps)
 
+    def take_own(self, position: int) -> None:
+        """Nobody reads the result any more."""
+        self._averagings[position].take_own()
+
     def alone(self, position: int, **changes: int) -> Average:
         """A round of one rank that is alone meanwhile; nobody will ask for its result."""
         group = SoloCollectives(attempt=1, generation=1, device=CPU)
@@ -299,6 +303,8 @@ def test_counters_of_an_overlapped_round_are_those_of_its_snapshot() -> None:
     streams.may_begin.set()
     ranks.all(lambda at: ranks.complete(at, has_newer_steps=True))
     assert counts(models) == [7, 7]
+    ranks.all(ranks.take_own)
+    assert counts(models) == [107, 7], "the rank that they come from loses none of its newer steps"
 
 
 def test_uniform_weighting_counts_ranks_and_not_samples() -> None:

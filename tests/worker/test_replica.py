@@ -54,6 +54,48 @@ def test_after_an_overlapped_round_batches_since_the_snapshot_count_too(world: M
     assert [rank.replica.progress.samples for rank in ranks.ranks] == [36 + 4, 36]
 
 
+class Following(nn.Module):
+    """A layer, and a slow one that follows it: frozen, and changed by each step; a counter, which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.slow.bias += 1
+        out: torch.Tensor = self.fast(inputs)
+        return out
+
+
+@pytest.mark.parametrize("averaging", ["overlapped", "blocking"])
+def test_what_steps_change_beside_the_average_is_not_lost_to_rounds_that_overlap(world: Make, averaging: str) -> None:
+    """All ranks get it from the source: there it goes on with each step, and not back to what was sent."""
+    ranks = world(2, model=Following, averaging=averaging)
+    models = [one.replica.model for one in ranks.ranks]
+    begin = float(models[0].slow.bias)  # type: ignore[union-attr, arg-type, operator]
+    ranks.round(1)
+    for number in range(2, 5):
+        ranks.ranks[0].train(3)
+        ranks.ranks[1].train(1)
+        ranks.round(number, *((2, 1) if averaging == "overlapped" else ()))
+    made = ranks.ranks[0].replica.local_step
+    assert int(models[0].steps) == made  # type: ignore[arg-type]
+    assert float(models[0].slow.bias) == pytest.approx(begin + made)  # type: ignore[union-attr, arg-type, operator]
+    behind = 2 if averaging == "overlapped" else 0
+    assert int(models[1].steps) == made - behind, "others have what was sent"  # type: ignore[arg-type]
+
+
+def test_what_after_round_changes_beside_the_average_stays_on_the_source_too(world: Make) -> None:
+    ranks = world(2, model=Following, after_round=lambda model, version: model.steps.add_(1000))
+    ranks.round(1)
+    ranks.ranks[0].train(3)
+    ranks.round(2, 2, 0)
+    assert [int(one.replica.model.steps) for one in ranks.ranks] == [1005, 1003]  # type: ignore[arg-type]
+
+
 def test_a_scheduler_is_taken_at_the_position_of_all_ranks(world: Make) -> None:
     ranks = world(
         2, averaging="blocking", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.1)

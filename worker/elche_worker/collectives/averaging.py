@@ -87,6 +87,8 @@ class Averaging:
         self._starts_abort = threading.Lock()
         self._buffers: dict[str, torch.Tensor] = {}
         """Copies, made at the entry, of tensors that are broadcast from the source and that training changes."""
+        self._put_back: Callable[[], None] | None = None
+        """Puts the source's newer values of broadcast tensors back; None where there are none."""
 
     def num_copies(self, keeps_snapshot: bool) -> int:
         """Most copies of each averaged value that a round holds at once, the flat buffers included."""
@@ -247,6 +249,7 @@ class Averaging:
         """
         assert self._running is not None
         running, self._running, self._group = self._running, None, None  # before `result`, which may raise
+        self._put_back = None
         averaged = running.result()
         self._watch.learn(is_averaged=not averaged.is_discarded)
         if self._is_alone:
@@ -257,6 +260,16 @@ class Averaging:
             self._layout.correct()
         else:
             self._layout.apply()
-        if averaged.broadcast_bytes.numel():
-            self._layout.apply_bytes(averaged.broadcast_bytes)
+        if (raw := averaged.broadcast_bytes).numel():
+            if averaged.is_source and has_newer_steps and not averaged.is_discarded:
+                self._put_back = self._layout.own_values(raw)
+            self._layout.apply_bytes(raw)
         return averaged
+
+    def take_own(self) -> None:
+        """Puts values that newer steps have made of broadcast tensors back into the source's model, once nobody reads
+        the result any more. It would go back a part of each round otherwise, and with it a slow encoder, or a queue.
+        """
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:
+            put_back()

@@ -39,6 +39,8 @@ class Average:
     """True if this rank's values were finite."""
     state: bytes = b""
     """The source's state beside the model, for a rank that joins; empty on other ranks."""
+    is_source: bool = False
+    """True if `broadcast_bytes` are this rank's."""
 
     @property
     def version(self) -> int:
@@ -186,7 +188,8 @@ class Reduction:
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
-        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state)
+        is_source = group.position == self._options.source(rows)
+        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source)
 
     def of_one(self, row: Row, elapsed_ms: float) -> Average:
         """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step

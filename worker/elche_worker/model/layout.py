@@ -383,14 +383,30 @@ class Layout:
     @torch.no_grad()
     def apply_bytes(self, raw: torch.Tensor) -> None:
         """Copies the bytes of `buffer_bytes` into the model, and those of `frozen_bytes` if they follow."""
+        for entry, start, end in self._parts_of(raw):
+            entry.tensor.copy_(raw[start:end].clone().view(entry.dtype).reshape(entry.shape))
+
+    def _parts_of(self, raw: torch.Tensor) -> Iterator[tuple[LayoutEntry, int, int]]:
+        """The tensors of which `raw` has the bytes, each with their place."""
         offset = 0
         for entry in (*self._buffers, *self._frozen):
             if offset == raw.numel():
                 return
             size = entry.size * entry.dtype.itemsize
-            part = raw[offset : offset + size].clone().view(entry.dtype).reshape(entry.shape)
-            entry.tensor.copy_(part)
+            yield entry, offset, offset + size
             offset += size
+
+    @torch.no_grad()
+    def own_values(self, raw: torch.Tensor) -> Callable[[], None]:
+        """Copies the model's tensors of which `raw` has the bytes; the result puts them back."""
+        own = [(entry, entry.tensor.clone()) for entry, _, _ in self._parts_of(raw)]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for entry, tensor in own:
+                entry.tensor.copy_(tensor)
+
+        return put_back
 
 
 @torch.no_grad()

@@ -435,6 +435,7 @@ class Replica:
         averaged, digest = self.replica_group.combine(averaged, digest, self.entered.work, self._norm.value)
         self.audit.received(averaged, round_id=self.entered.round, digest=digest)
         self._show_result(has_work=any(row.weight for row in averaged.rows))
+        self.averaging.take_own()
         if self.loader.transfer.room is None:  # free memory may not be measured yet
             self.loader.plan()
         return AppliedResult(averaged, digest)
@@ -460,6 +461,7 @@ class Replica:
         if self._job.after_round is None:
             return
         self.checkpoints.capture.finish_copy()
+        self.averaging.take_own()  # before the callback, whose changes stay
         before = self.layout.copied_tensors() if self.has_newer_steps else None
         self.callbacks.call(self._job.after_round, self.model, self.version, on_every_rank=True)
         self._reshard()
