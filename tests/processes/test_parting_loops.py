@@ -65,8 +65,8 @@ def test_ranks_that_part_are_told_with_their_steps(
     ("does", "is_given", "told"),
     [
         ("exit", "0", ("rank 0", "3 steps", "rank 1", "its loop")),
-        ("one more epoch", "1", ("rank 0", "after 8 ", "its loop")),
-        ("break", "0", ("rank 0", "6 steps", "rank 1", "its loop")),
+        ("one more epoch", "1", ("rank 0 ends epochs() after 8 ", "rank 1 begins epoch(2)")),
+        ("break", "0", ("rank 0 calls step()", "rank 1 ends epochs() after 6 steps")),
     ],
 )
 def test_a_rank_that_ends_before_others_fails_the_job_by_name(

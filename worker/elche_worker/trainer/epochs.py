@@ -61,7 +61,7 @@ class LoopEpochs:
             stepper.clock.end_batch()
             waited_s = time.perf_counter()
         self._in_progress = None
-        stepper.compare(least=LEAST_COMPARED)
+        stepper.compare("ends epoch()", least=LEAST_COMPARED)
         progress.end_epoch()
 
     def shares(self, world: World, batch_size: int, num_steps: int | None) -> Iterator[int]:
@@ -82,7 +82,7 @@ class LoopEpochs:
                 yield share
             stepper.clock.end_batch()
         self._in_progress = None
-        stepper.compare()
+        stepper.compare("ends shares()")
 
     def _say_if_again(self, epoch: int) -> None:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
@@ -126,4 +126,4 @@ class LoopEpochs:
             if progress.epoch == epoch:
                 progress.end_epoch()
             self._iterations.end()
-        self._stepper.compare()
+        self._stepper.compare("ends epochs()")

@@ -69,7 +69,7 @@ class Iterations:
         together: Together,
         save: SaveNow,
         close: Callable[[], None],
-        compare: Callable[[], None],
+        compare: Callable[[str], None],
     ) -> None:
         self._model = model
         self._progress = progress
@@ -107,7 +107,7 @@ class Iterations:
         if asked.parted:
             self._together.check_calls()
         if asked.checkpoint:
-            self._compare()
+            self._compare("compares models for a checkpoint")
         self._due = Requests(cancel=self._due.cancel or asked.cancel, pause=self._due.pause or asked.pause)
         if self._at_step is not None:
             self._at_step, self._num_waited = self._checkpoints.at_step(), self._num_waited + 1

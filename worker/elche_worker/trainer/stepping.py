@@ -285,17 +285,16 @@ class Stepper:
         if not self._expects_given:
             self._same_batches.compare(self._optimizers.parameters_of(self.averager.averaged), number)
 
-    def compare(self, *, least: int = 1) -> None:
-        """Raises `Misuse` on every rank when the models have parted, if `least` steps were made since the latest call:
-        at the end of what is trained no later step would find it. Collective.
+    def compare(self, what: str, *, least: int = 1) -> None:
+        """Raises `Misuse` on every rank when the models have parted, or another rank does not do `what` now. At the end
+        of what is trained no later step would find it. Nothing is done before `least` steps since the latest call.
+        Collective.
         """
         if self._is_closed or self._world.size == 1 or self._num_averaged - self._num_compared < least:
             return
         self._num_compared = self._num_averaged
         if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
-            self._together.run(
-                lambda: check_still_alike(self._model, self._optimizers.rates, self._world), "compares models"
-            )
+            self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
     def close(self) -> None:
         """Nothing is compared any more; the averager's hooks are removed."""
