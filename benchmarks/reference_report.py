@@ -4,7 +4,7 @@ It has the columns of floDl's own benchmark (docs/ddp-benchmark.md there): evalu
 of one, how busy each device was. "of the sum" is the throughput as a fraction of what the two devices train alone, one
 after the other, added up. On a CPU rank 1 is slowed 2.3 times; with --device cuda the devices are as they are.
 
-    python benchmarks/reference_report.py                          # an hour on two quiet cores
+    python benchmarks/reference_report.py                          # half an hour on two quiet cores
     python benchmarks/reference_report.py --models mlp lenet       # some of it
     python benchmarks/reference_report.py --full --device cuda     # as wide as published
 """
