@@ -160,6 +160,7 @@ class Chaos:
         return {
             "job_id": self._job_id,
             "state": str(result.state if result else course.view.state if course.view else "unknown"),
+            "error": result.error if result else "",
             "faults": {str(fault): number for fault, number in sorted(self.counts.items())},
             "missed": self.num_missed,
             "rounds": len(course.commits_s),
@@ -182,6 +183,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{number} {fault}" for fault, number in report["faults"].items()) or "none"
     lines = [
         f"job {report['job_id']}: {report['state']}",
+        *([f"error: {report['error']}"] if report["error"] else []),
         f"faults: {kinds}" + (f"; {report['missed']} more hit nothing" if report["missed"] else ""),
         f"rounds: {report['rounds']}" + _times(", between two of them", report["between_rounds_s"]),
         f"ranks: lost {report['ranks_lost']} times, back {report['ranks_back']} times"

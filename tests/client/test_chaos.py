@@ -72,6 +72,7 @@ def test_the_report_for_people(changes: dict[str, object], expected: list[str]) 
     nothing = {
         "job_id": "j",
         "state": "succeeded",
+        "error": "",
         "faults": {},
         "missed": 0,
         "rounds": 0,
