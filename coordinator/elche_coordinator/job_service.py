@@ -129,7 +129,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             before = cancel(self._driver, own_view(self._catalogue, request.job_id))
             await self._driver.durable()
-        return job_pb2.CancelJobResponse(changed=HAS_CHANGED.get(), state=codec.STATES[before])
+        return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
         async with answering(context):
