@@ -112,7 +112,7 @@ class Fault(StrEnum):
     STOP = "stop"
     """SIGSTOP to them, and SIGCONT some seconds later: a host that swaps, or was suspended."""
     NETWORK = "network"
-    """The coordinator's connections with a rank and its worker are cut, which counts as the loss of the host."""
+    """The coordinator's connections with a rank and its worker are cut. Both connect again."""
     AGENT = "agent"
     """SIGKILL to the worker of a rank, with all ranks on it. Something must start it again."""
     COORDINATOR = "coordinator"

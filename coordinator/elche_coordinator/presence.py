@@ -11,6 +11,10 @@ from elche_coordinator.streams import Stream, Streams
 
 AGENT_GRACE_S = 5.0
 """Seconds for which an agent with ranks may be away, which tries to reconnect every second."""
+BOTH_GRACE_S = 1.5
+"""The same where one of its ranks is away as well. If the host is dead, all who wait for it wait that long; where a
+proxy has cut all connections, both are back sooner: they try five times.
+"""
 SESSION_GRACE_S = 600.0
 """Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
 debugger. Others that wait for it may go on without it much sooner (protocol P20.3).
@@ -24,7 +28,9 @@ LOOP_RESTART_GRACE_S = 8.0
 
 
 class Presence:
-    """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is."""
+    """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is, unless one
+    of them is back within `BOTH_GRACE_S`.
+    """
 
     def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
         self._core = core
@@ -37,10 +43,11 @@ class Presence:
         if stream is None:
             return
         ranks = self._core.ranks_of(agent_id)
-        if not stream.is_resumable or not ranks or any(self._is_lost(address) for address in ranks):
+        if not stream.is_resumable or not ranks:
             self.lose_agent(agent_id)
         else:
-            self._await_agent(agent_id, stream, AGENT_GRACE_S)
+            are_both_lost = any(self._is_lost(address) for address in ranks)
+            self._await_agent(agent_id, stream, BOTH_GRACE_S if are_both_lost else AGENT_GRACE_S)
 
     def on_rank_away(self, address: Address) -> None:
         """Handles the end of a rank's stream."""
@@ -49,8 +56,8 @@ class Presence:
             return
         agent = self._streams.agents.get(agent_id) if agent_id is not None else None
         if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
-            self.lose_agent(agent_id)
-        elif not stream.is_resumable:
+            self._await_agent(agent_id, agent, BOTH_GRACE_S)
+        if not stream.is_resumable:
             self._handle(SessionLost(**address))
         else:
             self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
@@ -90,7 +97,8 @@ class Presence:
                 return
             ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]
             if any(rank is not None and rank.is_connected for rank in ranks):
-                self._await_agent(agent_id, stream, grace_s)  # a rank ends with its agent, so the agent runs
+                # A rank ends with its agent, so the agent runs.
+                self._await_agent(agent_id, stream, max(grace_s, AGENT_GRACE_S))
             else:
                 self.lose_agent(agent_id)
 

@@ -3,13 +3,14 @@
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elche.v1 import agent_pb2, rank_pb2
-from elche_coordinator import codec, streams, tape
+from elche_coordinator import codec, presence, streams, tape
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import (
     GroupFormed,
@@ -20,7 +21,7 @@ from elche_coordinator.core.messages.events import (
     ResultReceived,
     RoundEntered,
 )
-from elche_coordinator.core.messages.ids import GenerationId, Incarnation, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
@@ -203,30 +204,87 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("goes_first", ["agent", "rank"])
-@pytest.mark.parametrize("has_left", [True, False])
-def test_a_script_that_has_ended_its_loop_owes_no_stream(tmp_path: Path, goes_first: str, *, has_left: bool) -> None:
-    """A break of its agent's stream was taken for the death of both, and the host's other jobs lost their ranks."""
+@dataclass
+class Host:
+    """An agent with the rank of a submitted loop, both connected."""
 
-    async def story() -> None:
-        driver = start(tmp_path)
-        agent_id, agents, to_agent = attend(driver, HELLO)
-        spec = JobSpec(name="job", source_hash="hash", file_name="loop.py", num_ranks=1, is_loop=True)
-        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        to_rank = open_session(driver, RANK, 0)
-        driver.handle(LoopBegan(**RANK, policy="El Che"), number=1)
-        if has_left:
-            driver.handle(LoopLeft(**RANK), number=2)
-        ranks = driver.streams.of_rank(RANK)
-        assert ranks is not None
-        ends = {
+    driver: Driver
+    agent_id: AgentId
+    ends: dict[str, Callable[[], object]]
+    """Ends the connection of the rank or of the agent."""
+
+    @property
+    def is_known(self) -> bool:
+        return [host.agent_id for host in self.driver.agents.hosts()] == [self.agent_id]
+
+
+def host_with_loop(folder: Path) -> Host:
+    driver = start(folder)
+    agent_id, agents, to_agent = attend(driver, HELLO)
+    spec = JobSpec(name="job", source_hash="hash", file_name="loop.py", num_ranks=1, is_loop=True)
+    driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+    to_rank = open_session(driver, RANK, 0)
+    driver.handle(LoopBegan(**RANK, policy="El Che"), number=1)
+    ranks = driver.streams.of_rank(RANK)
+    assert ranks is not None
+    return Host(
+        driver,
+        agent_id,
+        {
             "rank": lambda: ranks.disconnect(to_rank) and driver.presence.on_rank_away(RANK),
             "agent": lambda: agents.disconnect(to_agent) and driver.presence.on_agent_away(agent_id),
-        }
-        for who in sorted(ends, key=lambda one: one != goes_first):
-            ends[who]()
-        assert [host.agent_id for host in driver.agents.hosts()] == [agent_id] * has_left
-        driver.stop()
+        },
+    )
+
+
+async def after_the_grace() -> None:
+    """Returns when timers that were due at once have run: they are called in the order of their times."""
+    await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("goes_first", ["agent", "rank"])
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_script_that_has_ended_its_loop_owes_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_first: str, *, has_left: bool
+) -> None:
+    """A break of its agent's stream was taken for the death of both, and the host's other jobs lost their ranks."""
+    monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
+
+    async def story() -> None:
+        host = host_with_loop(tmp_path)
+        if has_left:
+            host.driver.handle(LoopLeft(**RANK), number=2)
+        for who in sorted(host.ends, key=lambda one: one != goes_first):
+            host.ends[who]()
+        assert host.is_known, "both may be back in a moment"
+        await after_the_grace()
+        assert host.is_known == has_left
+        host.driver.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("goes_first", ["agent", "rank"])
+@pytest.mark.parametrize("comes_back", ["agent", "rank"])
+def test_a_host_whose_connections_were_all_cut_keeps_its_ranks_if_one_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_first: str, comes_back: str
+) -> None:
+    """A proxy that reset all connections at once cost the ranks, though all of them were back in 50 ms."""
+    monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
+
+    async def story() -> None:
+        host = host_with_loop(tmp_path)
+        for who in sorted(host.ends, key=lambda one: one != goes_first):
+            host.ends[who]()
+        if comes_back == "agent":
+            again = agent_pb2.AgentHello(store=host.driver.identity.id, num_ranks=1)
+            again.MergeFrom(HELLO)
+            attend(host.driver, again)
+        else:
+            open_session(host.driver, RANK, 0)
+        await after_the_grace()
+        assert host.is_known
+        host.driver.stop()
 
     asyncio.run(story())
 

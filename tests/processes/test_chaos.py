@@ -62,6 +62,7 @@ def test_each_fault_hits_what_it_names_and_no_sample_is_lost(mark: Mark, held_ba
         hit(Fault.STOP)
         hit(Fault.NETWORK)
         eventually(lambda: other.log.read_text().count(" attended as ") == 2, "its worker attends again")
+        assert "given" not in other.log.read_text(), "a rank was given up whose process lives"
         with pytest.raises(InvalidJob, match="has no rank 7"):
             client.inject(handle.id, Fault.RANK, rank=7)
         with pytest.raises(InvalidJob, match="a fault lasts from 0 to 600 s, not 601"):

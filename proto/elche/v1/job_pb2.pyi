@@ -33,9 +33,7 @@ class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType
     FAULT_STOP_RANK: _Fault.ValueType  # 2
     """SIGSTOP to the processes of a rank, and SIGCONT some seconds later."""
     FAULT_CUT_CONNECTIONS: _Fault.ValueType  # 3
-    """The coordinator ends its connections with a rank and with the agent that has started it, and takes that for the loss
-    of the host. The agent joins again.
-    """
+    """The coordinator ends its connections with a rank and with the agent that has started it. Both connect again."""
     FAULT_KILL_AGENT: _Fault.ValueType  # 4
     """SIGKILL to the agent of a rank: the ranks on it end, too."""
     FAULT_KILL_COORDINATOR: _Fault.ValueType  # 5
@@ -51,9 +49,7 @@ FAULT_KILL_RANK: Fault.ValueType  # 1
 FAULT_STOP_RANK: Fault.ValueType  # 2
 """SIGSTOP to the processes of a rank, and SIGCONT some seconds later."""
 FAULT_CUT_CONNECTIONS: Fault.ValueType  # 3
-"""The coordinator ends its connections with a rank and with the agent that has started it, and takes that for the loss
-of the host. The agent joins again.
-"""
+"""The coordinator ends its connections with a rank and with the agent that has started it. Both connect again."""
 FAULT_KILL_AGENT: Fault.ValueType  # 4
 """SIGKILL to the agent of a rank: the ranks on it end, too."""
 FAULT_KILL_COORDINATOR: Fault.ValueType  # 5
