@@ -55,6 +55,16 @@ def test_batches_of_milliseconds_with_a_heavy_tail_keep_all_ranks_busy(simulate,
     assert fraction(simulation) >= bar
 
 
+def test_rare_long_batches_of_one_rank_leave_the_other_with_work(simulate):
+    """Of 20 batches one took ten times as long: the other rank was idle for an eighth of the time."""
+    simulation = simulate(with_tail(*pair()), dataset_size=20_000, epochs=1, **DEFAULT)
+    simulation.run()
+    waited_ms = sum(sum(report.rank_waited_ms) for report in simulation.rounds)
+    idle = 1 - sum(one.trained_s for one in simulation.processes.values()) / (2 * simulation.clock.now_s)
+    assert idle < 0.03
+    assert waited_ms < 1000
+
+
 def test_where_others_wait_for_an_averaging_a_short_epoch_is_no_reason_to_be_idle(simulate):
     options = {**DEFAULT, "averaging": "blocking", "sync_ms": 0.5, "latency_ms": 0.1, "persist_ms": 0.1}
     simulation = simulate(pair(), dataset_size=50, epochs=60, **options)
@@ -92,6 +102,32 @@ def test_one_stalled_batch_stops_nobody_else(simulate):
     late = [event for event in simulation.events(ResultReceived) if event.rank == 0 and event.collective_ms > 150]
     assert late, "nothing was stalled"
     assert max(event.stalled_ms for event in late) < 100
+
+
+# Many ranks, far coordinators
+
+
+def test_slow_ones_of_many_ranks_have_no_more_work_than_the_others_leave_time_for(simulate):
+    """Each got a hundredth of the epoch before its speed was known: of 64, the slowest were busy for a third longer."""
+    models = [RankModel(batch_ms=100 * 4 ** (number / 15), jitter_fraction=0.1) for number in range(16)]
+    assert fraction(simulate(models, dataset_size=15_000, epochs=1, **DEFAULT)) >= BAR
+
+
+@pytest.mark.parametrize(("fast_ms", "num_batches", "bar"), [(2.0, 6_000, 0.985), (25.0, 100, 0.96)])
+def test_a_coordinator_15_ms_away_keeps_nobody_waiting(simulate, fast_ms, num_batches, bar):
+    options = {**DEFAULT, "latency_ms": 15.0}
+    assert fraction(simulate(pair(fast_ms), dataset_size=10 * num_batches, epochs=1, **options)) >= bar
+
+
+def test_messages_that_are_sent_together_arrive_together(simulate):
+    """Each had to wait until the one before had arrived, so that a far coordinator seemed much further away."""
+    simulation = simulate(pair(), dataset_size=1_000, epochs=1, **{**DEFAULT, "latency_ms": 100.0})
+    arrived: list[float] = []
+    for _ in range(20):
+        simulation._send_up("from 0", lambda: arrived.append(simulation.clock.now_s))
+    simulation.clock.run(until=lambda: len(arrived) == 20, limit_s=1.0)
+    assert arrived == sorted(arrived)
+    assert 0.05 <= arrived[0] <= arrived[-1] <= 0.15
 
 
 # Evaluations

@@ -353,7 +353,8 @@ class Simulation:
 
     def _send(self, receiver: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
-        arrival_s = max(self._durable_s, self.clock.now_s, self._arrivals_s.get(receiver, 0.0)) + delay_s
+        sent_s = max(self._durable_s, self.clock.now_s)
+        arrival_s = max(sent_s + delay_s, self._arrivals_s.get(receiver, 0.0))  # in order, and many are on their way
         self._arrivals_s[receiver] = arrival_s
         self.clock.at(arrival_s, action)
 
@@ -375,7 +376,7 @@ class Simulation:
 
     def _send_up(self, sender: str, action: Callable[[], None]) -> None:
         delay_s = self.latency_ms / 1000 * self._random.uniform(0.5, 1.5)
-        arrival_s = max(self.clock.now_s, self._arrivals_s.get(sender, 0.0)) + delay_s
+        arrival_s = max(self.clock.now_s + delay_s, self._arrivals_s.get(sender, 0.0))
         self._arrivals_s[sender] = arrival_s
         self.clock.at(arrival_s, action)
 

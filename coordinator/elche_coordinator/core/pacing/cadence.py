@@ -32,8 +32,10 @@ PROBE_BATCHES = 4
 PROBE_FRACTION = 0.10
 """Part of its share of an epoch that the slowest rank makes in the first round, which measures the ranks' speeds; never
 more than the anchor."""
-UNMEASURED_FRACTION = 0.01
-"""Part of an epoch that a rank gets beyond the first round: it may be fast, and the coordinator far."""
+UNMEASURED_FRACTION = 0.02
+"""Part of an equal share of an epoch that a rank gets beyond the first round: it may be fast, and the coordinator far.
+What a slow rank has got so it must train alone when all others have nothing left.
+"""
 SOLO_ROUND_MS = 5000.0
 """Length of a round of one rank: nothing is averaged, but work is committed."""
 NUDGE = 0.5
@@ -252,7 +254,7 @@ class Cadence:
 
     def spare(self, pace: Pace, work: Work) -> int:
         if not self.is_calibrated or pace.ms_per_batch is None:
-            return max(2, int(UNMEASURED_FRACTION * work.epoch_batches))
+            return max(2, int(UNMEASURED_FRACTION * work.epoch_batches / len(self._ranks)))
         return spare_batches(pace.ms_per_batch, work)
 
 

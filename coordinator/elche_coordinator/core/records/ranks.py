@@ -94,6 +94,8 @@ class RankRecord:
     """Newest batch times in ms, oldest first, from which `ms_per_batch` follows."""
     usual_ms: float | None = None
     """Median of `recent_ms`; None when there are none."""
+    longest_ms: float = 0.0
+    """Longest of `recent_ms`; 0 when there are none."""
     num_fresh: int = 0
     """Number of batch times since the last round in which the rank had no work; may exceed those in `recent_ms`."""
     is_first_kept: bool = False
@@ -232,7 +234,7 @@ class RankRecord:
         newest_ms, self.usual_ms = median(newest), median(self.recent_ms)
         if abs(newest_ms / self.usual_ms - 1) > CHANGE_FRACTION:
             self.recent_ms, self.usual_ms = deque(newest, maxlen=WINDOW), newest_ms
-        limit_ms = OUTLIER_FACTOR * self.usual_ms
+        self.longest_ms, limit_ms = max(self.recent_ms), OUTLIER_FACTOR * self.usual_ms
         self.ms_per_batch = fmean([min(ms, limit_ms) for ms in self.recent_ms])
 
     def note_made(self, num_samples: int) -> int:

@@ -359,6 +359,14 @@ class RoundScheduler:
         """Ms per batch of the slowest member; 0 if no speed is known."""
         return max(record.ms_per_batch or 0.0 for record in self._members.values())
 
+    @property
+    def _longest_batch_ms(self) -> float:
+        """Longest recent batch of any member in ms, at most `MOST_LATE_MS`; or one of the slowest member, if that is
+        longer. So much later than the others a rank may enter a round (long sequences, garbage collection).
+        """
+        longest_ms = max(record.longest_ms for record in self._members.values())
+        return max(self._slowest_ms, min(longest_ms, MOST_LATE_MS))
+
     def _least_overdue_ms(self) -> float:
         return min(OVERDUE_MS, LATE_BATCHES * self._slowest_ms or OVERDUE_MS)
 
@@ -375,7 +383,7 @@ class RoundScheduler:
             open_rounds=len(self.rounds),
             granted=self._granted,
             round_trip_ms=self._training.round_trip_ms,
-            overlap_ms=self._training.longest_averaging_ms + self._slowest_ms if self._overlaps else 0.0,
+            overlap_ms=self._training.longest_averaging_ms + self._longest_batch_ms if self._overlaps else 0.0,
         )
 
     @property
