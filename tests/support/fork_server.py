@@ -274,6 +274,13 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
+def import_all() -> None:
+    """Imports what both servers have, which compiles it where that was not done."""
+    for modules in IMPORTS.values():
+        for module in modules:
+            import_module(module)
+
+
 # In the server
 
 
