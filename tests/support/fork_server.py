@@ -447,7 +447,7 @@ def _go_on_instead(execv: Any) -> Any:
     """What stands for `os.execv` in a process that would start Python anew: all is as a new one would find it."""
 
     def go_on(path: str, words: Sequence[str]) -> NoReturn:
-        if list(words[1:5]) != REPLACEMENT:
+        if list(words[1:5]) != REPLACEMENT or os.environ.get(EXECUTES) == "1":
             execv(path, words)
         gc.freeze()  # what is closed here is not closed again later, when its number may be another file's
         for number in map(int, os.listdir("/proc/self/fd")):
