@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	sed -n 's/^# torch/torch/p' requirements.lock > $(VENV)/torch-cpu.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/uv.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/torch-cpu.txt 2>/dev/null || { $(BIN)/pip $(LOCKED) $(VENV)/torch.txt && \
-	$(BIN)/pip install -q --disable-pip-version-check "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(VENV)/torch.txt)"; }
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(VENV)/torch.txt)"; }
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/uv pip check -q --python $(BIN)/python
