@@ -12,8 +12,9 @@ setup: $(VENV)/.installed
 
 # Only what is in the lock, with its hashes. pip installs uv, which is much quicker, and torch, of which it takes the CPU
 # build where it finds one. The other build needs the CUDA libraries, some 3 GB, which are not in the lock: torch itself
-# says which versions.
-LOCKED := install -q --disable-pip-version-check --no-deps --require-hashes -r
+# says which versions. Only what is imported is compiled, a twelfth of all: here what every program and test needs, once,
+# before several processes would compile it at the same time; the rest where it is used.
+LOCKED := install -q --disable-pip-version-check --no-compile --no-deps --require-hashes -r
 
 $(VENV)/.installed: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -22,10 +23,11 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	sed -n 's/^# torch/torch/p' requirements.lock > $(VENV)/torch-cpu.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/uv.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/torch-cpu.txt 2>/dev/null || { $(BIN)/pip $(LOCKED) $(VENV)/torch.txt && \
-	$(BIN)/pip install -q --disable-pip-version-check "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(VENV)/torch.txt)"; }
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes --compile-bytecode -r requirements.lock
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(VENV)/torch.txt)"; }
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/uv pip check -q --python $(BIN)/python
+	PYTHONPATH=tests $(BIN)/python -c "from support.fork_server import import_all; import_all()"
 	@touch $@
 
 lock: setup

@@ -17,12 +17,12 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from curves import curves, picture
-from scipy import stats
+from scipy.special import stdtrit  # `scipy.stats` takes longer to import than all that is read here
 from virtual_tasks import OF_JOBS, task_of
 
 SPEEDS = {1: [1.0], 2: [1.0, 2.3], 4: [1.0, 1.2, 2.0, 2.4]}
@@ -145,13 +145,17 @@ def run_all(cases: list[tuple[str, int, str, float, int]], num_processes: int) -
         yield from pool.map(run, cases)
 
 
+@cache
+def read(kept: Path, _size: int) -> dict[tuple[Any, ...], Any]:
+    """The results in a file by their case; a file is never changed but added to."""
+    return {tuple(one["case"]): one for one in map(json.loads, kept.read_text().splitlines())}
+
+
 def results(
     cases: Iterable[tuple[str, int, str, float, int]], kept: Path, *, may_run: bool = True, num_processes: int = 2
 ) -> dict[tuple[Any, ...], Any]:
     """What has come of these cases; what is not in the file is run, on so many processors, or is an error."""
-    known = {}
-    if kept.exists():
-        known = {tuple(one["case"]): one for one in map(json.loads, kept.read_text().splitlines())}
+    known = dict(read(kept, kept.stat().st_size)) if kept.exists() else {}
     missing = [case for case in dict.fromkeys(cases) if case not in known]
     if missing and not may_run:
         raise SystemExit(f"{kept} lacks {len(missing)} runs, such as {missing[0]}")
@@ -172,7 +176,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, 0.0
     if not math.isfinite(mean):  # one has diverged
         return mean, math.nan
-    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True, slots=True)

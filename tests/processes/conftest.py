@@ -11,6 +11,21 @@ from support.real_processes import Cluster, Command, Mark, agent, command, coord
 
 JOBS = Path(__file__).parent / "jobs"
 RANK = "elche rank"
+WAITING = """
+import dataclasses
+
+made = []
+
+
+def train_and_wait(model, batch):
+    made.append(None)
+    if not Path("{}").exists():
+        time.sleep(0.02 if len(made) < 40 else 1.0)
+    return train_step(model, batch)
+
+
+job = dataclasses.replace(job, train_step=train_and_wait)
+"""
 
 
 @pytest.fixture
@@ -68,6 +83,12 @@ def held_back(job_file: Callable[..., Path]) -> Callable[[Path], Path]:
         return job_file("held_back.py", text=text.replace(quick, slow))
 
     return write
+
+
+@pytest.fixture
+def waiting(job_file: Callable[..., Path]) -> Callable[[Path], Path]:
+    """A job of which each rank makes some 40 batches of 16, and then one in a second before the file is there."""
+    return lambda until: job_file("linear.py", WAITING.format(until))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from elche_client import Client
 from elche_client.events import JobState, RoundReport
 from support.real_processes import Command, Mark, agent, command, coordinator, eventually
 
-NUM_SAMPLES = 500
+NUM_SAMPLES, EPOCHS = 500, 6
 JOBS = Path(__file__).parent / "jobs"
 
 
@@ -17,9 +18,13 @@ def run(mark: Mark, folder: Path, *words: object) -> Command:
     return command(mark, "elche_coordinator", *map(str, words), cwd=folder)
 
 
-def test_a_backup_of_a_coordinator_that_runs_is_restored(mark: Mark, tmp_path: Path) -> None:
+def test_a_backup_of_a_coordinator_that_runs_is_restored(
+    mark: Mark, tmp_path: Path, waiting: Callable[[Path], Path]
+) -> None:
     """Its folder is lost: what had ended is known, and what ran goes on from its checkpoint."""
     shutil.copytree(JOBS, tmp_path / "jobs")
+    waits, is_restored = tmp_path / "jobs" / "waits.py", tmp_path / "is restored"
+    waiting(is_restored).rename(waits)
     with ExitStack() as stack:
         one = stack.enter_context(coordinator(mark, tmp_path))
         client = stack.enter_context(Client(one.address))
@@ -29,9 +34,7 @@ def test_a_backup_of_a_coordinator_that_runs_is_restored(mark: Mark, tmp_path: P
             result = done.result()
             places = str(tmp_path / "checkpoints")
             options = {"checkpoint_every_epochs": 1, "checkpoint_dir": places}
-            ran = client.submit(
-                tmp_path / "jobs/linear.py", num_ranks=2, epochs=40, folder=tmp_path / "jobs", **options
-            )
+            ran = client.submit(waits, num_ranks=2, epochs=EPOCHS, folder=tmp_path / "jobs", **options)
             eventually(lambda: client.checkpoints(ran.id), "it has a checkpoint")
             watch = ran.watch()
             eventually(lambda: isinstance(next(watch), RoundReport), "it trains on")
@@ -49,9 +52,10 @@ def test_a_backup_of_a_coordinator_that_runs_is_restored(mark: Mark, tmp_path: P
         client = stack.enter_context(Client(two.address))
         assert client.job(done.id).result() == result
         stack.enter_context(agent(mark, again, two.address))
+        is_restored.touch()
         ended = client.job(ran.id).result()
         assert ended.state is JobState.SUCCEEDED, ended.error
-        assert ended.committed_samples == (NUM_SAMPLES,) * 40
+        assert ended.committed_samples == (NUM_SAMPLES,) * EPOCHS
         assert two.new_errors() == []
 
 

@@ -18,6 +18,8 @@ JobFile = Callable[..., Path]
 TESTS = Path(__file__).parents[1]
 NUM_SAMPLES = 500  # of jobs/linear.py
 EPOCHS = 60
+FEW_EPOCHS = 6
+"""Of a job that waits for what happens to it."""
 DIE_AT = (2, 3, 5, 8)
 """At which of its writes each life ends."""
 
@@ -56,23 +58,25 @@ def test_crash_every_persist(mark: Mark, tmp_path: Path, job_file: JobFile, when
         assert last.new_errors() == []
 
 
-def test_everything_is_killed_at_once(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+def test_everything_is_killed_at_once(mark: Mark, tmp_path: Path, waiting: Callable[[Path], Path]) -> None:
     """Power fails: coordinator, agents and ranks are gone. Started again, they go on from the newest checkpoint."""
+    is_over = tmp_path / "is over"
     with ExitStack() as stack:
         first = stack.enter_context(coordinator(mark, tmp_path))
         stack.enter_context(agent(mark, tmp_path, first.address))
         client = stack.enter_context(Client(first.address, reconnect_s=60))
-        job = client.submit(job_file(), num_ranks=2, epochs=EPOCHS, checkpoint_every_epochs=2)
+        job = client.submit(waiting(is_over), num_ranks=2, epochs=FEW_EPOCHS, checkpoint_every_epochs=1)
         watch = job.watch()
         eventually(lambda: isinstance(next(watch), Checkpoint), "a checkpoint")
         for pid in mark.living():
             with suppress(ProcessLookupError):  # with its parent
                 os.kill(pid, signal.SIGKILL)
         eventually(lambda: not mark.living(), "all are gone")
+        is_over.touch()
         first.process.wait()  # one without an environment may hold its files, and the folder's lock, for a moment
         last = stack.enter_context(coordinator(mark, tmp_path, data=first.data, listen=first.address))
         stack.enter_context(agent(mark, tmp_path, first.address))
         result = client.job(job.id).result()
         assert "; the job goes back to checkpoint " in last.log.read_text()
-        assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+        assert result.committed_samples == (NUM_SAMPLES,) * FEW_EPOCHS
         assert last.new_errors() == []

@@ -65,6 +65,15 @@ def test_a_rank_that_raises_ends_the_others_with_its_line(cluster: Cluster, job_
     cluster.mark.assert_none_left("elche rank")
 
 
+def test_a_rank_runs_its_script_in_a_new_python(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
+    """In the other tests it goes on in its fork (`support/fork_server.py`)."""
+    is_forked = "import sys\n(NOTES / 'is-forked').write_text(str('support.fork_server' in sys.modules))"
+    env = environment(notes, LOOP_EPOCHS="1", TEST_EXECUTES="1")
+    result = end_of(cluster.client.submit(job_file("own_loop.py", is_forked), num_ranks=1, environment=env))
+    assert (result.state, result.error) == (JobState.SUCCEEDED, "")
+    assert (notes / "is-forked").read_text() == "False"
+
+
 @pytest.mark.long(reason="to the coordinator one that is killed is as one that raises")
 def test_a_rank_that_is_killed_ends_the_others_with_a_line(cluster: Cluster, job_file: JobFile, notes: Path) -> None:
     path = job_file("own_loop.py")

@@ -8,9 +8,13 @@ is executed as always, and so is all with `TEST_EXECUTES=1` in the environment.
 
 There are two servers: one without torch, of which coordinators, agents and commands are forked, and one with torch, for
 what trains. They are started when one is first needed, or before the workers of xdist, and end with the tests.
+
+A rank of a submitted script with its own loop replaces itself by a new Python. It has been forked of one with torch,
+and goes on in that instead, without what would have been closed or reset.
 """
 
 import atexit
+import ctypes
 import gc
 import inspect
 import io
@@ -30,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ADDRESSES = "TEST_FORK_SERVERS"
 """Folder in which the servers listen."""
@@ -56,7 +60,10 @@ IMPORTS = {
         *("elche_client.doctor", "elche_client.top", "elche_client.journal", "elche_client.sweep_run"),
         *("elche_worker.agent.main", "elche_worker.agent.agent"),
     ),
-    TORCH: ("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo"),
+    TORCH: (
+        *("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo"),
+        *("sklearn.datasets", "sklearn.model_selection"),  # of examples: each rank, and each check of a file
+    ),
 }
 SERVER_OF = {
     "elche_coordinator": PLAIN,
@@ -75,6 +82,8 @@ SERVER_OF = {
 """By module that is run: its server."""
 END_WITH_PARENT = ("elche_worker.agent.for_run", "elche_worker.rank.check", "elche_worker.trainer")
 """Are killed by the kernel when their parent ends; here the parent is the server, which sees to it."""
+REPLACES_ITSELF, REPLACEMENT = "elche_worker.rank", ["-u", "-P", "-m", "elche_worker.rank.script"]
+"""What executes Python in its own place, and with which arguments."""
 UNBUFFERED = "PYTHONUNBUFFERED"
 OF_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
 """What `torchrun` tells its processes, which is read later."""
@@ -265,6 +274,13 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
+def import_all() -> None:
+    """Imports what both servers have, which compiles it where that was not done."""
+    for modules in IMPORTS.values():
+        for module in modules:
+            import_module(module)
+
+
 # In the server
 
 
@@ -376,8 +392,6 @@ def _take_on(order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 def _show_environment(environment: Mapping[str, str]) -> None:
     """Has /proc show this environment, in the place of the server's."""
-    import ctypes
-
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
     text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
@@ -416,6 +430,8 @@ def _run(order: Mapping[str, Any]) -> None:
             import_module("elche_worker.process.parent").end_with_parent = lambda _: None
         if "-P" not in order["flags"]:
             sys.path.insert(0, order["folder"])
+        if rest[1] == REPLACES_ITSELF:
+            os.execv = _go_on_instead(os.execv)
         import_module("support.gpus").take_part(rest[1])
         if not hasattr(sys.modules.get(rest[1]), "__path__"):
             sys.modules.pop(rest[1], None)  # it is run, and is no import of the server any more
@@ -425,3 +441,40 @@ def _run(order: Mapping[str, Any]) -> None:
         sys.argv = list(rest)
         sys.path.insert(0, str(Path(rest[0]).resolve().parent))
         runpy.run_path(rest[0], run_name="__main__")
+
+
+def _go_on_instead(execv: Any) -> Any:
+    """What stands for `os.execv` in a process that would start Python anew: all is as a new one would find it."""
+
+    def go_on(path: str, words: Sequence[str]) -> NoReturn:
+        if list(words[1:5]) != REPLACEMENT or os.environ.get(EXECUTES) == "1":
+            execv(path, words)
+        gc.freeze()  # what is closed here is not closed again later, when its number may be another file's
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # that of the list itself
+                if not os.get_inheritable(number):
+                    os.close(number)
+        for one in signal.valid_signals():
+            if callable(signal.getsignal(one)) and signal.getsignal(one) is not signal.default_int_handler:
+                signal.signal(one, signal.SIG_DFL)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        environment = dict(os.environ)
+        _show_environment(environment)
+        code = 1
+        try:
+            _run({"words": list(words), "flags": words[1:3], "rest": words[3:], "environment": environment})
+            code = 0
+        except SystemExit as error:
+            if isinstance(error.code, int | None):
+                code = error.code or 0
+            else:
+                print(error.code, file=sys.stderr)
+        except BaseException as error:  # as Python itself does at the end of `__main__`
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+            sys.excepthook(type(error), error, error.__traceback__)
+            if isinstance(error, KeyboardInterrupt):
+                code = 128 + signal.SIGINT
+        ctypes.pythonapi.Py_Exit(code)
+        raise AssertionError("unreachable")
+
+    return go_on
