@@ -47,7 +47,7 @@ HUGGING_FACE = (
 class Notes(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         asks = elche.rank == 1 and state.global_step == 4  # as the coordinator does; one rank hears of it first
-        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0, 0.0)
 
     def on_log(self, args, state, control, **_):
         wrote.append(state.is_world_process_zero)
@@ -144,7 +144,7 @@ class Twice(Model):  # makes two steps with each batch
 class Asks(pl.Callback):
     def on_train_batch_start(self, trainer, *_):
         asks = RANK == 1 and trainer.global_step == 4  # as the coordinator does; one rank hears of it first
-        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0, 0.0)
 
 
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))

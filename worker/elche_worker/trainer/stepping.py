@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
-from elche_worker.collectives.consistency import broadcast, buffers_beside, check_still_alike
+from elche_worker.collectives.consistency import broadcast, buffers_beside, check_alike_at_end, check_still_alike
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
@@ -90,6 +90,10 @@ class Stepper:
         """True if there is a loader whose batches elche gives out."""
         self.num_given = 0
         """Batches that elche has given out to each rank."""
+        self._num_stepped = 0
+        """`num_given` at the latest step."""
+        self._taken_ahead = ""
+        """What to say at a second step that no batch was taken for: the first one had all those of an epoch."""
         self._takes_own: bool | None = None
         """True if the latest step used batches that the loop took itself; None before the first."""
         self._has_warned = False
@@ -186,7 +190,7 @@ class Stepper:
 
     def begin_batch(self, num_samples: int, step: Step) -> None:
         """Records a batch that is given out; this rank's part of `step` has `num_samples` that count."""
-        is_first, self._takes_own = self.share.plan is None, False
+        is_first, self._takes_own, self._taken_ahead = self.share.plan is None, False, ""
         self.num_given += 1
         self.share.add(step)
         if self._world.size > 1:
@@ -196,6 +200,16 @@ class Stepper:
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
         self.clock.begin_batch(num_samples)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Called when the batches of an epoch have all been given out."""
+        is_untrained = all(one.grad is None for one in self._model.parameters())
+        if self.num_given - self._num_stepped > 1 and is_untrained:
+            self._taken_ahead = (
+                f"elche: all batches of epoch {epoch} were taken before a step was made with the first of them, as "
+                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and every "
+                "step counts as one of all its samples. Take each batch after the step before it"
+            )
 
     def forget_batches(self) -> None:
         """Forgets the batches of an epoch that was left before they were trained."""
@@ -225,6 +239,10 @@ class Stepper:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         if not self._takes_own and self.share.known is None:
             self._take_own_batch()
+        if self._taken_ahead and self.num_given == self._num_stepped:  # the second of the steps
+            if self._world.rank == 0:
+                print(self._taken_ahead, file=sys.stderr, flush=True)
+            self._taken_ahead = ""
         self.share.say(samples)
         self.averager.averaged = keys
         self.clock.slow_down()
@@ -295,6 +313,19 @@ class Stepper:
         self._num_compared = self._num_averaged
         if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
+
+    def compare_at_end(self) -> Misuse | None:
+        """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
+        for no other rank that has more to do, and may find it on the last one alone.
+        """
+        is_compared = self._num_averaged == self._num_compared
+        if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
+            return None
+        try:
+            check_alike_at_end(self._model, self._optimizers.rates, self._world)
+        except Misuse as error:
+            return error.with_traceback(None)  # no line of the script is at fault
+        return None
 
     def close(self) -> None:
         """Nothing is compared any more; the averager's hooks are removed."""
@@ -372,7 +403,7 @@ class Stepper:
         """Counts the step, clears its gradients, and begins the next one."""
         if self._adopted is not None:
             self._adopt()
-        self._is_finished = True
+        self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
             self.share.plan,
             self._world.number,
