@@ -43,6 +43,27 @@ def test_a_list_of_an_epochs_batches_is_said_once(worlds: Worlds, size: int, is_
     assert not any(others)
 
 
+def train_another(says: bool) -> str:
+    """What is said while a second model is trained with the batches that the first one's trainer gives out."""
+    trainer, model = set_up(samples(16)), new_model(5)
+    another = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    with redirect_stderr(StringIO()) as said:
+        for batch in trainer.epoch(0):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            cross_entropy(another(batch["inputs"]), batch["labels"]).backward()
+            another.step(batch.size if says else None)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_batch_that_another_trainer_has_given_out_counts_alike_on_all_ranks_only_in_words(
+    worlds: Worlds, says: bool
+) -> None:
+    said, _ = worlds.run(2, train_another, says)
+    assert said.count("while another one has given out its own") == int(not says), said
+
+
 def accumulate(per_step: int) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
     """Positions after each epoch, of which the last step is made behind the loop over its batches."""
     trainer = set_up(samples(40))

@@ -93,15 +93,16 @@ def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
         for at, (one, another) in enumerate(zip(told[first][0], other_rates, strict=False)):
             if not math.isclose(one, another, rel_tol=1e-6) and not math.isnan(one + another):
                 raise Misuse(
-                    f"ranks have different learning rates: group {at} has {one:g} on rank {first} and {another:g} on rank "
-                    f"{rank}: let them follow what all ranks know, such as the step or trainer.mean({{'loss': loss}})"
+                    f"ranks have different learning rates: group {at} has {one:g} on rank {first} and {another:g} on "
+                    f"rank {rank}: let them follow what all ranks know, such as the step or "
+                    "trainer.mean({'loss': loss})"
                 )
         for name, ours, theirs in zip(named, told[first][1], other, strict=False):
             if any(abs(one - another) > PARTED for one, another in zip(ours, theirs, strict=True)):
                 raise Misuse(
-                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank {first}. All step with the "
-                    "same gradients, so what else changes parameters must do the same on every rank: load weights on "
-                    "all of them, or before Trainer.setup; draw random numbers for them from one seed; and step with "
+                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank {first}. All step "
+                    "with the same gradients, so what else changes parameters must do the same on every rank: load "
+                    "weights on all of them, or before Trainer.setup; draw random numbers for them from one seed; and step with "
                     "averaged gradients alone (average_gradients() before, finish_step() after each of them)"
                 )
 

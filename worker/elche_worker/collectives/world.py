@@ -232,8 +232,8 @@ class World:
         self._is_own = False
 
     def tell_end(self, text: str) -> dict[int, str]:
-        """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank. Waits
-        for no other rank, but where the store ends with this process for a while: another has nobody to ask then.
+        """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
+        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then.
         """
         if self.size == 1:
             return {self.rank: text}

@@ -59,9 +59,7 @@ class RequestConsensus:
             event.synchronize()
         told = sums.tolist()
         cancel, checkpoint, pause, compare = (bool(one) for one in told[: self.NUM_REQUESTS])
-        return Requests(
-            cancel=cancel, checkpoint=checkpoint, pause=pause, compare=compare, parted=have_parted(told)
-        )
+        return Requests(cancel=cancel, checkpoint=checkpoint, pause=pause, compare=compare, parted=have_parted(told))
 
 
 def mark(num_batches: int, optimizer: int) -> list[float]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ DRIFT_STEPS = 64
 the differences grow with each step."""
 LEAST_COMPARED = 16
 """Fewest steps between two comparisons at ends of epochs, so that they take little of an epoch of a few steps."""
+_steppers: "WeakSet[Stepper]" = WeakSet()
+"""Those of this process: a batch that one loop has been given may be used by another, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
+        _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
         """True if the latest averaged step was applied by the optimizer."""
@@ -141,8 +145,13 @@ class Stepper:
         how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
         self._say(how if self.el_che is not None else "every batch is shared")
 
-    def _take_own_batch(self) -> None:
-        """Called when the next step uses a batch that the loop took itself."""
+    def _take_own_batch(self, *, is_weighted: bool) -> None:
+        """Called when the next step uses a batch that the loop took itself; `is_weighted`: it says how many samples."""
+        if self._takes_own is None and not is_weighted and any(one.share.known for one in _steppers if one is not self):
+            self._say(
+                "a step is made without a batch of this Trainer, while another one has given out its own: all ranks "
+                "count alike in it, whatever their samples. If it is of the same batch, give step(samples=batch.size)"
+            )
         if self._takes_own is None and not self._expects_given:
             check_has_effect(self._config, has_shares=bool(self.last_sizes))
             self._say("a step after every batch of the loop's own")
@@ -207,8 +216,8 @@ class Stepper:
         if self.num_given - self._num_stepped > 1 and is_untrained:
             self._taken_ahead = (
                 f"elche: all batches of epoch {epoch} were taken before a step was made with the first of them, as "
-                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and every "
-                "step counts as one of all its samples. Take each batch after the step before it"
+                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
+                "every step counts as one of all its samples. Take each batch after the step before it"
             )
 
     def forget_batches(self) -> None:
@@ -238,7 +247,7 @@ class Stepper:
         if self.averager.averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         if not self._takes_own and self.share.known is None:
-            self._take_own_batch()
+            self._take_own_batch(is_weighted=samples is not None)
         if self._taken_ahead and self.num_given == self._num_stepped:  # the second of the steps
             if self._world.rank == 0:
                 print(self._taken_ahead, file=sys.stderr, flush=True)
@@ -330,6 +339,7 @@ class Stepper:
     def close(self) -> None:
         """Nothing is compared any more; the averager's hooks are removed."""
         self._is_closed = True
+        _steppers.discard(self)
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
