@@ -102,8 +102,8 @@ def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
                 raise Misuse(
                     f"the ranks' models have parted: {name} of rank {rank} is not that of rank {first}. All step "
                     "with the same gradients, so what else changes parameters must do the same on every rank: load "
-                    "weights on all of them, or before Trainer.setup; draw random numbers for them from one seed; and step with "
-                    "averaged gradients alone (average_gradients() before, finish_step() after each of them)"
+                    "weights on all of them, or before Trainer.setup; draw random numbers for them from one seed; and "
+                    "step with averaged gradients alone (average_gradients() before, finish_step() after each of them)"
                 )
 
 
