@@ -233,12 +233,13 @@ class World:
 
     def tell_end(self, text: str) -> dict[int, str]:
         """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
-        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then.
+        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then. With
+        "" there is nothing to compare.
         """
         if self.size == 1:
             return {self.rank: text}
         has_store = self.number == 0 and not self.generation and os.environ.get(STORE_OF_TORCHRUN) != "True"
-        return self.calls.tell_end(self._loop, text, limit_s=END_S if has_store else 0.0)
+        return self.calls.tell_end(self._loop, text, limit_s=END_S if has_store and text else 0.0)
 
     def agree(self, problem: str) -> None:
         """Raises `Misuse` on every rank if any rank has a problem; "" means none."""
