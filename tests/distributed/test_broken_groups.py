@@ -87,7 +87,7 @@ def train(folder: Path, where: str, config: TrainerConfig) -> tuple[torch.Tensor
         breaking(*broken[kind], int(at))
     means = []
     trainer._iterations.consensus = noted = Noted()
-    trainer._iterations.take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0)  # type: ignore[method-assign]
+    trainer._iterations.take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
     for epoch in range(2):
         for batch in trainer.epoch(epoch):
             cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
@@ -145,7 +145,7 @@ def step_and_average(folder: Path) -> tuple[torch.Tensor, float, list[float]]:
     trainer.set_data_loader(DataLoader(samples(64), batch_size=8), forward_input="inputs", names=NAMES)
     regroup_with(trainer, folder)
     trainer._iterations.consensus = noted = Noted()
-    trainer._iterations.take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0)  # type: ignore[method-assign]
+    trainer._iterations.take_requests = lambda: (trainer.num_steps + 1.0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
     if trainer.rank == 1:
         breaking(trainer._stepper.averager, "average", 4)
     for batch in trainer.epoch(0):

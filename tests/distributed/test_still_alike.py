@@ -105,8 +105,10 @@ def part_late(end: str, parts: bool, place: str) -> list[str]:
         for _ in trainer.shares(8, num_steps=20):
             step()
     else:
-        for _ in range(22):
+        for number in range(22):
             step()
+            if end == "save" and number == 18 and trainer.rank == 0:  # it need not be called on every rank
+                trainer.save()
     trainer.close()
     return [one.name for one in Path(place).iterdir()]
 
@@ -119,9 +121,25 @@ def test_models_that_part_near_an_end_are_found_out_there(worlds: Worlds, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("end", ["epochs", "epoch", "shares", "checkpoint"])
+def test_models_that_part_before_a_checkpoint_of_the_script_are_found_out_after_it(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    for raised in worlds.run(2, part_late, "save", True, str(tmp_path), may_raise=True):
+        assert isinstance(raised, Raised)
+        assert "the ranks' models have parted: " in raised.message
+
+
+def test_models_that_part_in_the_last_steps_are_found_out_as_the_loop_closes(worlds: Worlds, tmp_path: Path) -> None:
+    """The first rank waits for the others' ends, which nobody else need do."""
+    raised, _ = worlds.run(2, part_late, "close", True, str(tmp_path), may_raise=True)
+    assert isinstance(raised, Raised)
+    assert raised.kind == "Misuse"
+    assert "the ranks' models have parted: 0.weight of rank 1 is not that of rank 0" in raised.message
+
+
+@pytest.mark.parametrize("end", ["epochs", "epoch", "shares", "checkpoint", "save", "close"])
 def test_models_that_are_alike_at_an_end_pass(worlds: Worlds, tmp_path: Path, end: str) -> None:
-    assert bool(worlds.run(2, part_late, end, False, str(tmp_path))[0]) == (end == "checkpoint")
+    assert bool(worlds.run(2, part_late, end, False, str(tmp_path))[0]) == (end in ("checkpoint", "save"))
 
 
 class Pair:

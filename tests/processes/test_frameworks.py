@@ -47,7 +47,7 @@ HUGGING_FACE = (
 class Notes(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         asks = elche.rank == 1 and state.global_step == 4  # as the coordinator does; one rank hears of it first
-        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0, 0.0)
 
     def on_log(self, args, state, control, **_):
         wrote.append(state.is_world_process_zero)
@@ -67,7 +67,7 @@ x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 samples = [{"x": one, "labels": (one[0] > 0).long()} for one in x]
 wrote, counts = [], {"evaluations": 0}
 os.environ["ELCHE_CHECKPOINT_DIR"] = "asked"
-elche = ElcheCallback()
+elche = ElcheCallback(on_rank_loss="fail")
 torch.manual_seed(0)
 arguments = TrainingArguments(
     "out", per_device_train_batch_size=8, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch",
@@ -141,10 +141,27 @@ class Twice(Model):  # makes two steps with each batch
             self.optimizers().step()
 
 
+class Two(Model):  # an optimizer for each of two parts
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        for part, optimizer in zip((self.net, self.other), self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(cross_entropy(part(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters(), lr=0.1)]
+
+
 class Asks(pl.Callback):
     def on_train_batch_start(self, trainer, *_):
         asks = RANK == 1 and trainer.global_step == 4  # as the coordinator does; one rank hears of it first
-        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0)
+        elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0, 0.0)
 
 
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -153,7 +170,7 @@ held_out = DataLoader(samples, batch_size=64)
 pl.seed_everything(0, verbose=False)
 os.environ["ELCHE_CHECKPOINT_DIR"] = "asked"
 kept = ModelCheckpoint(dirpath="kept", monitor="loss", save_last=True)
-elche = ElcheCallback()
+elche = ElcheCallback(on_rank_loss="fail")
 
 
 def new_trainer(*callbacks):
@@ -182,6 +199,11 @@ told["again"] = again.global_step
 twice, manual = Twice(), new_trainer()
 manual.fit(twice, DataLoader(samples, batch_size=8, sampler=sampler))
 told["twice"] = [manual.global_step, twice.net.weight.tolist()]
+two, manual = Two(), new_trainer()
+before = [one.detach().clone() for one in two.parameters()]
+manual.fit(two, DataLoader(samples, batch_size=8, sampler=sampler))
+told["two"] = [manual.global_step, *(one.tolist() for one in two.parameters())]
+told["moved"] = [not torch.equal(*both) for both in zip(before, two.parameters())]
 try:
     new_trainer(LearningRateFinder()).fit(Model(), DataLoader(samples, batch_size=8, sampler=sampler))
 except Misuse as error:
@@ -281,6 +303,8 @@ def test_of_lightning_only_rank_0_writes_and_all_ranks_validate_test_and_fit_aft
     assert first["steps"] == 3 * 4
     assert first["again"] == 2 * 4
     assert first["twice"][0] == 2 * 2 * 4
+    assert first["two"][0] == 2 * 2 * 4
+    assert first["moved"] == [True] * 4
     assert first["refused"].startswith("LearningRateFinder would find another value in each process")
     assert first["is_kept"]
     assert first["validated"] >= first["tested"]

@@ -82,6 +82,14 @@ def test_a_rank_that_ends_before_others_fails_the_job_by_name(
     assert not [word for word in (*told, WHAT_TO_DO) if word not in result.error], result.error
 
 
+def test_a_script_that_ends_with_models_that_have_parted_does_not_exit_with_0(mark: Mark, tmp_path: Path) -> None:
+    """It has left its loop, whose end would have compared them."""
+    code, text = run_of(mark, tmp_path, PARTING, LOOP_DOES="other model", LOOP_IS_GIVEN="1")
+    assert code == 1, text
+    assert "elche: the ranks' models have parted: weight of rank 1 is not that of rank 0" in text
+    assert "Traceback" not in text
+
+
 @pytest.mark.parametrize("fails", ["-1", "1"])
 def test_trainers_are_set_up_in_turn(mark: Mark, tmp_path: Path, fails: str) -> None:
     code, text = run_of(mark, tmp_path, FOLDS, LOOP_FAILS=fails)

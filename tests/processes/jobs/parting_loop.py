@@ -29,6 +29,10 @@ def main() -> None:
             output = trainer.forward_batch(batch) if IS_GIVEN else trainer(*batch)
             output.square().mean().backward()
             trainer.step()
+            if DOES == "other model" and epoch:
+                if differs:
+                    torch.nn.init.constant_(model.weight, 7.0)
+                return
             if differs and number == 2:
                 if DOES.startswith("break"):
                     break

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +28,10 @@ NUM_READ = 32
 """Ranks whose calls are read in each comparison, beside rank 0: with more ranks, others each time."""
 NUM_WAITS = 3
 """Looks for which a rank waits until the others know of the difference, before it shuts connections."""
+END_S = 10.0
+"""Seconds for which a rank whose process has the store waits at its loop's end for those of the others."""
+END_POLL_S = 0.05
+"""Seconds between two looks whether they have ended theirs."""
 STUCK_S = 5.0
 """Seconds that a call may take to end then, before the process is ended: over NCCL, and in a group that the script has
 made, nothing can end a call."""
@@ -63,6 +68,8 @@ class Calls:
         """True between `begin` and `end` of a call."""
         self._num_users = 0
         """Open loops that use the same process group."""
+        self._num_opened = 0
+        """Loops that have used it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_looks = 0
@@ -74,14 +81,18 @@ class Calls:
         self._members = tuple(members)
         self._store = PrefixStore("calls", store) if store is not None and len(members) > 1 else None
 
-    def open(self) -> None:
-        """Counts one more loop that uses it; the first one starts the watching thread."""
+    def open(self) -> int:
+        """Counts one more loop that uses it, and returns its number, equal on every rank; the first one starts the
+        watching thread.
+        """
         self._num_users += 1
+        self._num_opened += 1
         if self._num_users == 1 and self._store is not None:
             self._stopped = threading.Event()
             arguments = (ref(self), self._stopped)
             self._thread = threading.Thread(target=_watch, args=arguments, name="calls", daemon=True)
             self._thread.start()
+        return self._num_opened
 
     @property
     def is_open(self) -> bool:
@@ -119,6 +130,26 @@ class Calls:
         self._has_left = True
         with suppress(RuntimeError):
             self._tell()
+
+    def tell_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
+        """Publishes this rank's `text` at the end of its loop of this number. Returns those that it is to be compared
+        with, by rank: the first rank's, and on the first rank all others'. Of ranks whose loop has not ended in
+        `limit_s` there is none: they compare theirs with this one.
+        """
+        store, told = self._store, {self._number: text}
+        wanted = set(self._members if self._number == self._members[0] else self._members[:1]) - {self._number}
+        until_s = time.monotonic() + limit_s
+        with suppress(RuntimeError):
+            if store is not None:
+                store.set(f"end {loop} of {self._number}", text)
+            while store is not None:
+                ended = {number for number in wanted if store.check([f"end {loop} of {number}"])}
+                told |= {number: store.get(f"end {loop} of {number}").decode() for number in ended}
+                wanted -= ended
+                if not wanted or time.monotonic() >= until_s:
+                    break
+                time.sleep(END_POLL_S)
+        return {self._members.index(number): text for number, text in told.items()}
 
     def look(self) -> str:
         """Publishes this rank's calls and compares the others'. Returns how they differ, or "" if they do not."""

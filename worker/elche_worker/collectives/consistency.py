@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -60,24 +60,50 @@ def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) ->
     """Raises `Misuse` on every rank when parameters, or the learning rates of the optimizers' groups, differ between
     ranks. Averaged gradients do not correct that: each rank would train a model of its own, and only rank 0's is saved.
     """
-    named = {name: one for name, one in model.named_parameters() if is_plain(one) and one.numel()}
-    if any(is_divided(one) for one in named.values()):
-        return
-    told = [json.loads(one) for one in world.gather_texts(json.dumps([list(rates), _figures(named.values())]))]
-    for rank, (other_rates, other) in enumerate(told):
-        for at, (one, another) in enumerate(zip(told[0][0], other_rates, strict=False)):
+    if text := _comparable(model, rates):
+        _check_figures(model, dict(enumerate(world.gather_texts(text))))
+
+
+def check_alike_at_end(model: nn.Module, rates: Sequence[float], world: World) -> None:
+    """As `check_still_alike`, at a loop's end, with the ranks that have ended theirs: it waits for no others. So it may
+    raise on the last one alone.
+    """
+    if text := _comparable(model, rates):
+        _check_figures(model, {rank: one for rank, one in world.tell_end(text).items() if one})
+
+
+def _comparable(model: nn.Module, rates: Sequence[float]) -> str:
+    """What is compared of this rank's model and learning rates; "" for a model that each rank has a part of."""
+    compared = _compared(model)
+    if any(is_divided(one) for one in compared.values()):
+        return ""
+    return json.dumps([list(rates), _figures(compared.values())])
+
+
+def _compared(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: one for name, one in model.named_parameters() if is_plain(one) and one.numel()}
+
+
+def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
+    """Raises `Misuse` when ranks differ from the first one; `texts` are results of `_comparable`, by rank."""
+    named = _compared(model)
+    told = {rank: json.loads(text) for rank, text in sorted(texts.items())}
+    first = min(told)
+    for rank, (other_rates, other) in told.items():
+        for at, (one, another) in enumerate(zip(told[first][0], other_rates, strict=False)):
             if not math.isclose(one, another, rel_tol=1e-6) and not math.isnan(one + another):
                 raise Misuse(
-                    f"ranks have different learning rates: group {at} has {one:g} on rank 0 and {another:g} on rank "
-                    f"{rank}: let them follow what all ranks know, such as the step or trainer.mean({{'loss': loss}})"
+                    f"ranks have different learning rates: group {at} has {one:g} on rank {first} and {another:g} on "
+                    f"rank {rank}: let them follow what all ranks know, such as the step or "
+                    "trainer.mean({'loss': loss})"
                 )
-        for name, ours, theirs in zip(named, told[0][1], other, strict=False):
+        for name, ours, theirs in zip(named, told[first][1], other, strict=False):
             if any(abs(one - another) > PARTED for one, another in zip(ours, theirs, strict=True)):
                 raise Misuse(
-                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank 0. All step with the "
-                    "same gradients, so what else changes parameters must do the same on every rank: load weights on "
-                    "all of them, or before Trainer.setup; draw random numbers for them from one seed; and step with "
-                    "averaged gradients alone (average_gradients() before, finish_step() after each of them)"
+                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank {first}. All step "
+                    "with the same gradients, so what else changes parameters must do the same on every rank: load "
+                    "weights on all of them, or before Trainer.setup; draw random numbers for them from one seed; and "
+                    "step with averaged gradients alone (average_gradients() before, finish_step() after each of them)"
                 )
 
 

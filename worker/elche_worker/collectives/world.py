@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse, PeerLost
-from elche_worker.collectives.calls import Calls, Parted
+from elche_worker.collectives.calls import END_S, Calls, Parted
 from elche_worker.collectives.meeting import Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
@@ -28,6 +28,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun, and `elche run`, set for each process."""
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which ends all processes when one has ended."""
+STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set to "True" by torchrun where the store is its own, not that of the first rank's process."""
 ON_ONE_GPU = "Duplicate GPU detected"
 """NCCL's words, in src/init.cc."""
 BUILD_TIMEOUT = timedelta(seconds=30)
@@ -73,7 +75,7 @@ class World:
         self.calls = known or Calls(self.number)
         if known is None:
             self._follow_calls()
-        self.calls.open()
+        self._loop = self.calls.open()
 
     def _follow_calls(self) -> None:
         """Has the calls of the present group's ranks compared from now on."""
@@ -228,6 +230,16 @@ class World:
         if self._is_own and dist.is_initialized():
             dist.destroy_process_group()
         self._is_own = False
+
+    def tell_end(self, text: str) -> dict[int, str]:
+        """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
+        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then. With
+        "" there is nothing to compare.
+        """
+        if self.size == 1:
+            return {self.rank: text}
+        has_store = self.number == 0 and not self.generation and os.environ.get(STORE_OF_TORCHRUN) != "True"
+        return self.calls.tell_end(self._loop, text, limit_s=END_S if has_store and text else 0.0)
 
     def agree(self, problem: str) -> None:
         """Raises `Misuse` on every rank if any rank has a problem; "" means none."""

@@ -38,18 +38,19 @@ WRITTEN = (
 class ElcheCallback(pl.Callback):
     """Averages gradients over the processes of torchrun or `elche run` before each step; Lightning clips afterwards.
 
-    Each process must have equally many batches of equally many samples, as a `DistributedSampler` gives them, and the
-    model one optimizer. Reports each batch's loss, and after each validation the module's metrics, to a coordinator.
+    Each process must have equally many batches of equally many samples, as a `DistributedSampler` gives them. Reports
+    each batch's loss, and after each validation the module's metrics, to a coordinator.
     Lightning's trainer needs `devices=1` (or `[local_rank]`), `plugins=[LightningEnvironment()]`. Only rank 0 writes
-    checkpoints and logs; after `fit` all ranks know its `best_model_path`.
+    checkpoints and logs; after `fit` all ranks know its `best_model_path`. `on_rank_loss` is that of `TrainerConfig`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_rank_loss: str = "continue") -> None:
+        self._on_rank_loss = on_rank_loss
         self._elche: Trainer | None = None
         self._reporting: Reporting | None = None
         self._is_averaged = False
-        self._on_step: RemovableHandle | None = None
-        """The optimizer's hook that finishes its steps."""
+        self._on_step: list[RemovableHandle] = []
+        """The optimizers' hooks that finish their steps."""
         self._is_asked = False
         """True if a checkpoint was asked for in this step, at the coordinator."""
         self._rank = int(os.environ.get("RANK", "0"))
@@ -70,15 +71,13 @@ class ElcheCallback(pl.Callback):
             raise Misuse("Lightning must see one device: give Trainer devices=1 and plugins=[LightningEnvironment()]")
         if trainer.precision == "16-mixed":  # unscaled before this callback: ranks may differ in overflow
             raise Misuse('ElcheCallback cannot average with precision="16-mixed": use "bf16-mixed"')
-        if len(trainer.optimizers) != 1:
-            raise Misuse(f"ElcheCallback needs a model with one optimizer, and this one has {len(trainer.optimizers)}")
         way = "trainer.fit(..., ckpt_path=...) and a checkpoint of Lightning's"
         leave_resume_to_framework(trainer.global_step, way)
         # One step for each batch, as Lightning counts them: no El Che.
-        config = TrainerConfig(max_anchor=0, device=str(pl_module.device))
-        self._elche = Trainer.setup(pl_module, trainer.optimizers[0], config)
+        config = TrainerConfig(max_anchor=0, device=str(pl_module.device), on_rank_loss=self._on_rank_loss)
+        self._elche = Trainer.setup(pl_module, trainer.optimizers, config)
         self._elche._iterations.on_asked = self._ask
-        self._on_step = trainer.optimizers[0].register_step_post_hook(self._finish)
+        self._on_step = [one.register_step_post_hook(self._finish) for one in trainer.optimizers]
         self._reporting = Reporting(self._elche, max(0, trainer.max_epochs or 0))
 
     def _ask(self) -> None:
@@ -94,7 +93,8 @@ class ElcheCallback(pl.Callback):
     ) -> None:
         """Averages gradients, before clipping."""
         assert self._elche is not None
-        self._elche.average_gradients()
+        key = next(key for key, one in self._elche._optimizers.by_key.items() if one is optimizer)
+        self._elche.average_gradients(optimizer=key)
         self._is_averaged = True
 
     def _finish(self, *_: Any) -> None:
@@ -153,8 +153,8 @@ class ElcheCallback(pl.Callback):
 
     def _close(self, error: BaseException | None) -> None:
         elche, self._elche, self._reporting, self._is_averaged = self._elche, None, None, False
-        if self._on_step is not None:
-            self._on_step.remove()
+        while self._on_step:
+            self._on_step.pop().remove()
         if elche is not None:
             elche.close(error)
 

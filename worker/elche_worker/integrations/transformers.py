@@ -25,9 +25,11 @@ class ElcheCallback(TrainerCallback):
     Make it before `TrainingArguments`, and train each process's `part` of the data. Only rank 0 logs and saves, as
     `Trainer.is_world_process_zero()` says, too. With `load_best_model_at_end` all ranks end with rank 0's model.
     Reports its logs, every `logging_steps` and at least once per epoch, and evaluations' metrics to a coordinator.
+    `on_rank_loss` is that of `TrainerConfig`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_rank_loss: str = "continue") -> None:
+        self._on_rank_loss = on_rank_loss
         self._places = {name: os.environ.pop(name) for name in PLACES if name in os.environ}
         self.rank = int(self._places.get("RANK", "0"))
         self.world_size = int(self._places.get("WORLD_SIZE", "1"))
@@ -87,7 +89,7 @@ class ElcheCallback(TrainerCallback):
         self._take_rank(args, state)  # other arguments have reset it
         os.environ.update(self._places)
         # One step for each batch, as Hugging Face counts them: no El Che.
-        config = TrainerConfig(max_anchor=0, device=str(args.device))
+        config = TrainerConfig(max_anchor=0, device=str(args.device), on_rank_loss=self._on_rank_loss)
         self._elche = Trainer.setup(model, getattr(optimizer, "optimizer", optimizer), config)
         self._elche._iterations.on_asked = self._ask
         for name in self._places:

@@ -187,7 +187,8 @@ class CoordinatorAttachment:
         if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
-            text = "" if isinstance(error, Parted) else "".join(traceback.format_exception(error))
+            is_told = isinstance(error, Parted) or error.__traceback__ is None
+            text = "" if is_told else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)

@@ -90,6 +90,7 @@ class Data:
         self._planner = planner
         self.batch_size = loader.batch_size or 0
         self._epoch_size = len(loader.sampler)  # type: ignore[arg-type]  # that of a map-style data set has a length
+        """Samples in the present epoch's order: a data set may grow from epoch to epoch."""
         self._transfer = new_transfer(world.device, new_streams(world.device))
         self._num_ahead = AHEAD if world.device.type == "cuda" else 0
         self._num_given = 0
@@ -185,6 +186,7 @@ class Data:
         if set_epoch is not None:
             set_epoch(epoch)
         self._order = self._shared_order(order, epoch)
+        self._epoch_size = len(self._order) - 1
         self._generator.manual_seed(int(self._order[0]) % 2**62)
         next_start: int | None = start
         while next_start is not None and next_start < self.num_samples:

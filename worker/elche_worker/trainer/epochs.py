@@ -55,12 +55,14 @@ class LoopEpochs:
             if self._in_progress is not own:
                 raise Misuse(f"epoch {epoch} was left for another: take all its batches before you begin the next")
             progress.add_data_wait(waited_s)
+            progress.epoch_size = data.num_samples  # its sampler may give others in each epoch
             stepper.begin_batch(batch.size, step)
             with self._given():
                 yield batch
             stepper.clock.end_batch()
             waited_s = time.perf_counter()
         self._in_progress = None
+        stepper.end_epoch(epoch)
         stepper.compare("ends epoch()", least=LEAST_COMPARED)
         progress.end_epoch()
 

@@ -88,15 +88,24 @@ class Iterations:
         self._at_step: AtStep | None = None
         """State at the end of the latest step, while a checkpoint is due and not made."""
         self._num_waited = 0
+        self._has_saved = False
+        """True if the script has saved a checkpoint since the latest step."""
         self._hooks: list[RemovableHandle] = []
 
     def take_requests(self) -> Sequence[float]:
-        """Returns this rank's requests to all ranks: (cancel, save, pause), each 0.0 or 1.0."""
+        """Returns this rank's requests to all ranks: (cancel, save, pause, compare), each 0.0 or 1.0."""
         attachment = self._progress.attachment
+        compare, self._has_saved = float(self._has_saved), False
         if not attachment.is_attached and not self._checkpoints.has_interval:
-            return [0.0] * RequestConsensus.NUM_REQUESTS
+            return 0.0, 0.0, 0.0, compare
         cancel, checkpoint, pause = attachment.operator.take_requests()
-        return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause
+        return cancel, max(checkpoint, float(self._checkpoints.take_due())), pause, compare
+
+    def note_saved(self) -> None:
+        """The script has saved a checkpoint by itself. It need not do so on every rank, so the ranks' models are
+        compared some steps later; at the loop's end they are compared anyway.
+        """
+        self._has_saved = True
 
     def end_step(self, keys: list[Key]) -> None:
         """Records that these optimizers were stepped, and takes in the requests that all ranks act on after
@@ -106,7 +115,7 @@ class Iterations:
         asked = self.consensus.take()
         if asked.parted:
             self._together.check_calls()
-        if asked.checkpoint:
+        if asked.checkpoint or asked.compare:
             self._compare("compares models for a checkpoint")
         self._due = Requests(cancel=self._due.cancel or asked.cancel, pause=self._due.pause or asked.pause)
         if self._at_step is not None:

@@ -95,9 +95,10 @@ class ProgressTracker:
     ) -> None:
         """Counts a step; `is_same_batch`: another optimizer was stepped with the same batches before."""
         self.num_steps += 1
-        self.epoch_steps += 1
-        if step is not None and self.gives_samples:
-            self.done += sum(step.samples)
+        is_given = step is not None and self.gives_samples
+        if not is_given or self._is_epoch_open:  # else it is of the last batches of an epoch that has ended
+            self.epoch_steps += 1
+            self.done += sum(step.samples) if step is not None and is_given else 0
         if not self.attachment.is_attached:
             return
         self._averaging_ms += sync_ms

@@ -24,6 +24,8 @@ class Requests:
     cancel: bool = False
     checkpoint: bool = False
     pause: bool = False
+    compare: bool = False
+    """True if the script has saved a checkpoint, so that the ranks' models are to be compared."""
     parted: bool = False
     """True if ranks differ in the number of batches taken, or in the optimizer stepped."""
 
@@ -31,7 +33,7 @@ class Requests:
 class RequestConsensus:
     """Takes in each step's requests, summed over all ranks, and returns them `REQUEST_DELAY_STEPS` later."""
 
-    NUM_REQUESTS = 3
+    NUM_REQUESTS = 4
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -56,8 +58,8 @@ class RequestConsensus:
         if event is not None:
             event.synchronize()
         told = sums.tolist()
-        cancel, checkpoint, pause = (bool(one) for one in told[: self.NUM_REQUESTS])
-        return Requests(cancel=cancel, checkpoint=checkpoint, pause=pause, parted=have_parted(told))
+        cancel, checkpoint, pause, compare = (bool(one) for one in told[: self.NUM_REQUESTS])
+        return Requests(cancel=cancel, checkpoint=checkpoint, pause=pause, compare=compare, parted=have_parted(told))
 
 
 def mark(num_batches: int, optimizer: int) -> list[float]:

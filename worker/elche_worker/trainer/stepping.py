@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
-from elche_worker.collectives.consistency import broadcast, buffers_beside, check_still_alike
+from elche_worker.collectives.consistency import broadcast, buffers_beside, check_alike_at_end, check_still_alike
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
@@ -37,6 +38,8 @@ DRIFT_STEPS = 64
 the differences grow with each step."""
 LEAST_COMPARED = 16
 """Fewest steps between two comparisons at ends of epochs, so that they take little of an epoch of a few steps."""
+_steppers: "WeakSet[Stepper]" = WeakSet()
+"""Those of this process: a batch that one loop has been given may be used by another, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,10 @@ class Stepper:
         """True if there is a loader whose batches elche gives out."""
         self.num_given = 0
         """Batches that elche has given out to each rank."""
+        self._num_stepped = 0
+        """`num_given` at the latest step."""
+        self._taken_ahead = ""
+        """What to say at a second step that no batch was taken for: the first one had all those of an epoch."""
         self._takes_own: bool | None = None
         """True if the latest step used batches that the loop took itself; None before the first."""
         self._has_warned = False
@@ -100,6 +107,7 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
+        _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
         """True if the latest averaged step was applied by the optimizer."""
@@ -137,8 +145,13 @@ class Stepper:
         how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
         self._say(how if self.el_che is not None else "every batch is shared")
 
-    def _take_own_batch(self) -> None:
-        """Called when the next step uses a batch that the loop took itself."""
+    def _take_own_batch(self, *, is_weighted: bool) -> None:
+        """Called when the next step uses a batch that the loop took itself; `is_weighted`: it says how many samples."""
+        if self._takes_own is None and not is_weighted and any(one.share.known for one in _steppers if one is not self):
+            self._say(
+                "a step is made without a batch of this Trainer, while another one has given out its own: all ranks "
+                "count alike in it, whatever their samples. If it is of the same batch, give step(samples=batch.size)"
+            )
         if self._takes_own is None and not self._expects_given:
             check_has_effect(self._config, has_shares=bool(self.last_sizes))
             self._say("a step after every batch of the loop's own")
@@ -186,7 +199,7 @@ class Stepper:
 
     def begin_batch(self, num_samples: int, step: Step) -> None:
         """Records a batch that is given out; this rank's part of `step` has `num_samples` that count."""
-        is_first, self._takes_own = self.share.plan is None, False
+        is_first, self._takes_own, self._taken_ahead = self.share.plan is None, False, ""
         self.num_given += 1
         self.share.add(step)
         if self._world.size > 1:
@@ -196,6 +209,16 @@ class Stepper:
             is_known = is_first and self.share.samples is None and self.el_che is None
             self.averager.weigh(self.share.planned_fraction() if is_known else None)
         self.clock.begin_batch(num_samples)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Called when the batches of an epoch have all been given out."""
+        is_untrained = all(one.grad is None for one in self._model.parameters())
+        if self.num_given - self._num_stepped > 1 and is_untrained:
+            self._taken_ahead = (
+                f"elche: all batches of epoch {epoch} were taken before a step was made with the first of them, as "
+                f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
+                "every step counts as one of all its samples. Take each batch after the step before it"
+            )
 
     def forget_batches(self) -> None:
         """Forgets the batches of an epoch that was left before they were trained."""
@@ -224,7 +247,11 @@ class Stepper:
         if self.averager.averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
         if not self._takes_own and self.share.known is None:
-            self._take_own_batch()
+            self._take_own_batch(is_weighted=samples is not None)
+        if self._taken_ahead and self.num_given == self._num_stepped:  # the second of the steps
+            if self._world.rank == 0:
+                print(self._taken_ahead, file=sys.stderr, flush=True)
+            self._taken_ahead = ""
         self.share.say(samples)
         self.averager.averaged = keys
         self.clock.slow_down()
@@ -296,9 +323,23 @@ class Stepper:
         if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
+    def compare_at_end(self) -> Misuse | None:
+        """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
+        for no other rank that has more to do, and may find it on the last one alone.
+        """
+        is_compared = self._num_averaged == self._num_compared
+        if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
+            return None
+        try:
+            check_alike_at_end(self._model, self._optimizers.rates, self._world)
+        except Misuse as error:
+            return error.with_traceback(None)  # no line of the script is at fault
+        return None
+
     def close(self) -> None:
         """Nothing is compared any more; the averager's hooks are removed."""
         self._is_closed = True
+        _steppers.discard(self)
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
@@ -372,7 +413,7 @@ class Stepper:
         """Counts the step, clears its gradients, and begins the next one."""
         if self._adopted is not None:
             self._adopt()
-        self._is_finished = True
+        self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
             self.share.plan,
             self._world.number,

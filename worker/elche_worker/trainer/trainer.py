@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from elche.errors import Misuse
+from elche.errors import Misuse, PeerLost
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
@@ -474,6 +474,7 @@ class Trainer:
         """
         self._check_open()
         self._save(None, place)
+        self._iterations.note_saved()
 
     def _save(self, at_step: AtStep | None, place: str = "") -> None:
         plan = self._stepper.planner.to_json()
@@ -508,13 +509,20 @@ class Trainer:
     # Its end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the loop (`error`: what it raised) and its process group. Idempotent; called at the script's end."""
+        """Ends the loop (`error`: what it raised) and its process group. Idempotent; called at the script's end.
+
+        Raises `Misuse`, on at least one rank, when the ranks' models have parted since they were last compared.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        parted = None
         if error is None:
             self._together.end()
+            error = parted = self._stepper.compare_at_end()
+        elif not isinstance(error, PeerLost):
+            self._world.tell_end("")  # the others need not wait for its model
         self._iterations.close(error)
         self._checkpoints.close()
         if error is None:
@@ -523,10 +531,17 @@ class Trainer:
         self._forward.capture.close()
         self._stepper.close()
         self._world.close()
+        if parted is not None:
+            raise parted
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:
-            self.close(failure_of(getattr(sys, "last_value", None)))
+            try:
+                self.close(failure_of(getattr(sys, "last_value", None)))
+            except Misuse as error:
+                print(f"elche: {error}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(1)  # what an exit handler raises does not change the exit code
 
     def __enter__(self) -> Self:
         return self

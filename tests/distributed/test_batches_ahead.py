@@ -1,0 +1,125 @@
+"""Batches that a loop takes before it makes steps with them, and epochs whose size changes."""
+
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from elche_worker.trainer import Trainer, TrainerConfig
+from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
+from support.worlds import Worlds
+
+
+def set_up(dataset: TensorDataset, sampler: "Sampler[int] | None" = None) -> Trainer:
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    return trainer
+
+
+def train_listed(is_listed: bool, per_step: int) -> str:
+    """What is said while it trains."""
+    trainer = set_up(samples(16))
+    with redirect_stderr(StringIO()) as said:
+        for number, batch in enumerate(list(trainer.epoch(0)) if is_listed else trainer.epoch(0)):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            if number % per_step == per_step - 1:
+                trainer.step()
+        trainer.step()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("is_listed", "per_step"), [(True, 1), (False, 1), (False, 2), (False, 9)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_list_of_an_epochs_batches_is_said_once(worlds: Worlds, size: int, is_listed: bool, per_step: int) -> None:
+    """The epoch counts as trained from the first step on: a resumed loop leaves it out."""
+    said, *others = worlds.run(size, train_listed, is_listed, per_step)
+    assert said.count("as list(trainer.epoch(0)) does") == int(is_listed), said
+    assert not any(others)
+
+
+def train_another(says: bool) -> str:
+    """What is said while a second model is trained with the batches that the first one's trainer gives out."""
+    trainer, model = set_up(samples(16)), new_model(5)
+    another = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    with redirect_stderr(StringIO()) as said:
+        for batch in trainer.epoch(0):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            cross_entropy(another(batch["inputs"]), batch["labels"]).backward()
+            another.step(batch.size if says else None)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_batch_that_another_trainer_has_given_out_counts_alike_on_all_ranks_only_in_words(
+    worlds: Worlds, says: bool
+) -> None:
+    said, _ = worlds.run(2, train_another, says)
+    assert said.count("while another one has given out its own") == int(not says), said
+
+
+def accumulate(per_step: int) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
+    """Positions after each epoch, of which the last step is made behind the loop over its batches."""
+    trainer = set_up(samples(40))
+    positions = []
+    for epoch in trainer.epochs(2):
+        for number, batch in enumerate(trainer.epoch(epoch)):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            if number % per_step == per_step - 1:
+                trainer.step()
+        trainer.step()
+        position = trainer._progress.position
+        positions.append((position.epoch, position.done, position.epoch_steps))
+    return positions, flat(trainer.model)
+
+
+@pytest.mark.parametrize("per_step", [4, 100])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_behind_an_epoch_is_not_of_the_next(worlds: Worlds, size: int, per_step: int) -> None:
+    """A loop that was resumed from a checkpoint made there left out as many samples of the next epoch."""
+    for positions, _ in worlds.run(size, accumulate, per_step):
+        assert positions == [(1, 0, 0), (2, 0, 0)]
+
+
+class Growing(Sampler[int]):
+    """A curriculum: in each epoch 8 samples more."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count + 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 8
+        return iter(range(self.count))
+
+
+def train_growing() -> tuple[int, int, torch.Tensor]:
+    trainer = set_up(samples(40), Growing())
+    for epoch in trainer.epochs(3):
+        for batch in trainer.epoch(epoch):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+    return trainer.num_steps, trainer._progress.epoch_size, flat(trainer.model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_epoch_has_what_the_sampler_gives_in_it(worlds: Worlds, size: int) -> None:
+    """Each had as many as the first: what a curriculum added was never trained."""
+    expected = train_in_epochs([8, 16, 24])
+    for num_steps, epoch_size, trained in worlds.run(size, train_growing):
+        assert (num_steps, epoch_size) == (12, 24)
+        assert close(trained, expected)
+
+
+def train_in_epochs(sizes: list[int]) -> torch.Tensor:
+    inputs, labels = samples(40).tensors
+    order = torch.tensor([one for size in sizes for one in range(size)])
+    return train_alone(TensorDataset(inputs[order], labels[order]), [4] * (len(order) // 4))
