@@ -94,6 +94,43 @@ def test_what_a_data_set_raises_in_step_is_raised_and_a_stopped_loader_has_nothi
     assert not loader.is_ready
 
 
+def test_who_holds_the_data_set_still_waits_for_the_read_that_goes_on() -> None:
+    """Both may read one open file: a read in between would move its position."""
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    class Noted(Indices):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            begun.set()
+            assert go.wait(100)
+            seen.append("read")
+            return super().__getitem__(index)
+
+    loader, wake = loader_of(Noted(10**9))
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    assert begun.wait(100)
+
+    def hold() -> None:
+        with loader.still():
+            seen.append("still")
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holder.join(0.2)  # enough for one that does not wait
+    go.set()
+    holder.join()
+    assert len(take(loader, wake).data) == 10
+    assert seen == ["read"] * 10 + ["still"]
+    loader.stop()
+
+
+def test_worker_processes_read_on_while_the_data_set_is_held_still() -> None:
+    loader, wake = loader_of(Indices(10**9), num_workers=1)
+    with loader.still():
+        loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+        assert len(take(loader, wake).data) == 10
+    loader.stop()
+
+
 def test_batches_follow_the_leases_and_the_permutation() -> None:
     dataset = Indices(10**9)
     loader, wake = loader_of(dataset)
@@ -199,7 +236,7 @@ def test_however_the_death_of_a_worker_process_shows_it_is_known(error: Exceptio
 
 def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
     """Those of Python 3.14's default cannot import the user's file."""
-    loader, _ = loader_of(Indices(2000), num_workers=1)
+    loader, _ = loader_of(Indices(10**9), num_workers=1)
     context = loader._loader.multiprocessing_context
     loader.stop()
     assert context.get_start_method() == "fork"

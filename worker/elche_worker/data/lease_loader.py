@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +178,8 @@ class LeaseLoader:
         self._news = threading.Semaphore(0)
         """Counts leases that were added, so that the thread sleeps while nothing is leased and misses none."""
         self._is_stopped = False
+        self._reading = threading.Lock()
+        """Held by this loader's thread while it reads samples, and by `still`."""
         self.is_in_step = False
         """True if `take` itself fetches, see `fetch_in_step`."""
         self._num_left = 0
@@ -214,9 +217,20 @@ class LeaseLoader:
         """Has `take` fetch each batch, on its caller's thread. Call it before the first lease, without `num_workers`.
 
         For data sets that draw random numbers: fetched on another thread, they and the model would draw from the same
-        generators, and which of them gets which number would depend on time.
+        generators, and which of them gets which number would depend on time. And for those that one thread alone can
+        read.
         """
         self.is_in_step = True
+
+    def still(self) -> AbstractContextManager[Any]:
+        """Context in which the data set is not read in this process, for user code that may read it itself: an
+        evaluation on another part of the same open file would move that file's position under a fetch.
+        """
+        return nullcontext() if self._loader.num_workers else self._reading
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Sets the batch size. Call it before the first lease."""
+        self._batch_size = batch_size
 
     @property
     def is_ready(self) -> bool:
@@ -310,8 +324,9 @@ class LeaseLoader:
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
         while not self._is_stopped:
-            started_s = time.perf_counter()
-            data = next(fetched)
+            with self._reading:
+                started_s = time.perf_counter()
+                data = next(fetched)
             wanted = self._wanted.popleft()
             if wanted is not None and self._timeline is not None:
                 self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))
