@@ -6,9 +6,11 @@ import os
 import random
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
+from elche_worker.data import lease_loader
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
 from elche_worker.device.rng import seed_all
@@ -264,3 +267,25 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
     loader, wake = loader_of(Indices(10**9), num_workers=2)
     with pytest.raises(InvalidJob, match=r"/dev/shm on .* MiB left.*--shm-size.*num_workers to 0"):
         take(loader, wake)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(75, True), (76, False)])
+def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
+    monkeypatch: pytest.MonkeyPatch, length: int, fits: bool
+) -> None:
+    """Worker processes would wait for ever to hand over their first batches."""
+    with tempfile.TemporaryDirectory(prefix="elche-test-") as short:
+        folder = Path(short) / ("x" * (length - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if fits:
+            loader, wake = loader_of(Indices(10**9), num_workers=1)
+            loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+            assert len(take(loader, wake).data) == 10
+            loader.stop()
+        else:
+            monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: f"{folder}/pymp-12345678")
+            with pytest.raises(InvalidJob, match="at most 75 characters leave room for their names, it has 76. Set"):
+                loader_of(Indices(10**9), num_workers=1)
+            monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: "/tmp/pymp-12345678")
+            loader_of(Indices(10**9), num_workers=1)[0].stop()

@@ -4,12 +4,14 @@ import errno
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ from elche_worker.telemetry.timeline import Timeline
 
 SHARED_MEMORY = "/dev/shm"
 """Where worker processes put semaphores and tensors, on Linux."""
+MAX_FOLDER_CHARS = 107 - len("/pymp-12345678/listener-12345678")
+"""Most characters of the folder for temporary files: with what `multiprocessing` adds, the name of a Unix socket has at
+most 107.
+"""
 DEPTH = 4
 """Batches that each worker process fetches ahead: `prefetch_factor` of the `DataLoader`, which has 2 by default."""
 MAX_READY = 16
@@ -118,6 +124,22 @@ def _of_workers(error: BaseException) -> BaseException:
     )
 
 
+def _check_temporary_folder() -> None:
+    """Raises `InvalidJob` where the name of the folder for temporary files leaves no room for the sockets by which
+    worker processes hand over batches: each would wait for ever for its first one.
+    """
+    given = tempfile.gettempdir()
+    if len(os.fsencode(given)) <= MAX_FOLDER_CHARS:
+        return
+    if os.path.dirname(get_temp_dir()) == given:  # newer versions of Python choose a shorter one
+        raise InvalidJob(
+            f"{given} is too long a name of the folder for temporary files: worker processes (num_workers) make sockets "
+            f"there, and at most {MAX_FOLDER_CHARS} characters leave room for their names, it has "
+            f"{len(os.fsencode(given))}. Set TMPDIR, such as to /tmp, where elche run or elche-worker is started, or "
+            "set num_workers to 0"
+        )
+
+
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
     """Start and end of one of nearly equal consecutive parts. The first ones are larger, so that the leader has one."""
     least, num_larger = divmod(size, num_parts)
@@ -184,6 +206,8 @@ class LeaseLoader:
         """True if `take` itself fetches, see `fetch_in_step`."""
         self._num_left = 0
         """Batches that are leased and not taken, where `take` fetches."""
+        if num_workers:
+            _check_temporary_folder()
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
         self._fetch_here = fetch
