@@ -133,8 +133,8 @@ def _check_temporary_folder() -> None:
         return
     if os.path.dirname(get_temp_dir()) == given:  # newer versions of Python choose a shorter one
         raise InvalidJob(
-            f"{given} is too long a name of the folder for temporary files: worker processes (num_workers) make sockets "
-            f"there, and at most {MAX_FOLDER_CHARS} characters leave room for their names, it has "
+            f"{given} is too long a name of the folder for temporary files: worker processes (num_workers) make "
+            f"sockets there, and at most {MAX_FOLDER_CHARS} characters leave room for their names, it has "
             f"{len(os.fsencode(given))}. Set TMPDIR, such as to /tmp, where elche run or elche-worker is started, or "
             "set num_workers to 0"
         )

@@ -106,8 +106,8 @@ def main(launch: Launch) -> None:
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
-        leave_on_sigterm()  # without asking to leave: the leader asks the coordinator, for the whole group
-        _follow(launch, channel)
+        # Without asking to leave: the leader asks the coordinator, for the whole group.
+        _follow(launch, channel, leave_on_sigterm())
     control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
         channel,
@@ -116,10 +116,10 @@ def main(launch: Launch) -> None:
         on_lost=control.leave,
         on_away=control.note_news,
     )
-    leave_on_sigterm(lambda: _ask_to_leave(control, session))
+    take_back = leave_on_sigterm(lambda: _ask_to_leave(control, session))
     send_events_to(session.tell_event)
     try:
-        _train(launch, control, session, channel, links.address)
+        _train(launch, control, session, channel, links.address, take_back)
     except Leave as leave:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
@@ -133,7 +133,14 @@ def main(launch: Launch) -> None:
         _end(session, LEFT_ALONE)
 
 
-def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel, address: str) -> None:
+def _train(
+    launch: Launch,
+    control: Control,
+    session: Session,
+    channel: grpc.Channel,
+    address: str,
+    take_back: Callable[[], bool],
+) -> None:
     loop: RankLoop | None = None
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
@@ -142,6 +149,8 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
             loop, accumulators = _prepare(launch, job, control, session, channel, streams, address)
+            if take_back():
+                print("elche: at SIGTERM the rank commits its work and leaves: the job's own handler is not called")
             loop.run()
             del accumulators
     except (Leave, StoppedAlone, CollectiveFailed):
@@ -157,7 +166,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         _end(session, 1)
 
 
-def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
+def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]) -> NoReturn:
     """Runs a process of a replica group that is not its leader, and ends it. The leader reports its error to the
     coordinator; the agent ends the group's other processes.
     """
@@ -174,6 +183,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
+            take_back()
             group.exchange(None)
             follow(group, replica, wakeup)
     except CollectiveFailed as error:

@@ -79,6 +79,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     folder = str(Path(file_name).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    _let_spawned_import(file_name)
     global _is_loading
     _is_loading = True
     try:
@@ -94,6 +95,34 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     finally:
         _is_loading = False
     return _job_of(module, file_name)
+
+
+JOB_FILE = "ELCHE_JOB_FILE"
+"""Environment variable with the path of the file that defines the job."""
+
+
+def _let_spawned_import(file_name: str) -> None:
+    """Lets processes that the file starts by spawn or forkserver import what they are to run from the file. They have
+    its environment and `sys.path`, and no module `elche_job`: those of a pool would end, and be started anew, for ever.
+    """
+    os.environ[JOB_FILE] = str(Path(file_name).resolve())
+    folder = str(Path(__file__).resolve().parent / "spawned")
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def run_again(namespace: dict[str, Any]) -> None:
+    """Runs the file in a process that it has started, as the module that has this namespace."""
+    path = Path(os.environ[JOB_FILE])
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ImportError(
+            f"a process that was started by spawn or forkserver reads the file that started it, and there is no {path} "
+            "here: put what it runs into a module beside it"
+        ) from error
+    namespace["__file__"] = str(path)
+    exec(compile(source, path, "exec"), namespace)
 
 
 def _refuse_torchrun(source: str, file_name: str) -> None:
