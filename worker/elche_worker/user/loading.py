@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from elche.errors import ElcheError, InvalidJob
 from elche.script import check_module
 from elche_worker.user.job import JobDefinition
@@ -201,6 +203,13 @@ def _exception_only(error: BaseException) -> list[str]:
 
 
 def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:
+    chosen = torch.get_default_device()
+    if chosen.type != "cpu":
+        raise InvalidJob(
+            f"{file_name}: torch.set_default_device('{chosen}') would put tensors there that belong to the host. Each "
+            "rank puts model and batches on its own device: leave it out, and make other tensors where a batch is "
+            "(device=batch.device), or `with torch.device(...)` inside a function"
+        )
     job = getattr(module, name, None)
     if job is None:
         raise InvalidJob(f"{file_name} defines no `{name}`; write `{name} = TrainingJob(...)` at its top level")
