@@ -6,9 +6,11 @@ import os
 import random
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
+from elche_worker.data import lease_loader
 from elche_worker.data.dataset import Shuffled
 from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
 from elche_worker.device.rng import seed_all
@@ -92,6 +95,43 @@ def test_what_a_data_set_raises_in_step_is_raised_and_a_stopped_loader_has_nothi
     assert loader.is_ready
     loader.stop()
     assert not loader.is_ready
+
+
+def test_who_holds_the_data_set_still_waits_for_the_read_that_goes_on() -> None:
+    """Both may read one open file: a read in between would move its position."""
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    class Noted(Indices):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            begun.set()
+            assert go.wait(100)
+            seen.append("read")
+            return super().__getitem__(index)
+
+    loader, wake = loader_of(Noted(10**9))
+    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    assert begun.wait(100)
+
+    def hold() -> None:
+        with loader.still():
+            seen.append("still")
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holder.join(0.2)  # enough for one that does not wait
+    go.set()
+    holder.join()
+    assert len(take(loader, wake).data) == 10
+    assert seen == ["read"] * 10 + ["still"]
+    loader.stop()
+
+
+def test_worker_processes_read_on_while_the_data_set_is_held_still() -> None:
+    loader, wake = loader_of(Indices(10**9), num_workers=1)
+    with loader.still():
+        loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+        assert len(take(loader, wake).data) == 10
+    loader.stop()
 
 
 def test_batches_follow_the_leases_and_the_permutation() -> None:
@@ -199,7 +239,7 @@ def test_however_the_death_of_a_worker_process_shows_it_is_known(error: Exceptio
 
 def test_worker_processes_are_forked_whatever_the_start_method_is() -> None:
     """Those of Python 3.14's default cannot import the user's file."""
-    loader, _ = loader_of(Indices(2000), num_workers=1)
+    loader, _ = loader_of(Indices(10**9), num_workers=1)
     context = loader._loader.multiprocessing_context
     loader.stop()
     assert context.get_start_method() == "fork"
@@ -227,3 +267,25 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
     loader, wake = loader_of(Indices(10**9), num_workers=2)
     with pytest.raises(InvalidJob, match=r"/dev/shm on .* MiB left.*--shm-size.*num_workers to 0"):
         take(loader, wake)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(75, True), (76, False)])
+def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
+    monkeypatch: pytest.MonkeyPatch, length: int, fits: bool
+) -> None:
+    """Worker processes would wait for ever to hand over their first batches."""
+    with tempfile.TemporaryDirectory(prefix="elche-test-") as short:
+        folder = Path(short) / ("x" * (length - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if fits:
+            loader, wake = loader_of(Indices(10**9), num_workers=1)
+            loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+            assert len(take(loader, wake).data) == 10
+            loader.stop()
+        else:
+            monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: f"{folder}/pymp-12345678")
+            with pytest.raises(InvalidJob, match="at most 75 characters leave room for their names, it has 76"):
+                loader_of(Indices(10**9), num_workers=1)
+            monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: "/tmp/pymp-12345678")
+            loader_of(Indices(10**9), num_workers=1)[0].stop()

@@ -46,6 +46,28 @@ def test_a_second_sigterm_ends_a_rank() -> None:
     assert run(signal.SIGTERM, signal.SIGTERM).returncode == -signal.SIGTERM
 
 
+TAKEN = """
+import os, signal, sys, threading
+from elche_worker.process.leaving import leave_on_sigterm
+
+asked = threading.Event()
+take_back = leave_on_sigterm(asked.set)
+assert not take_back()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))  # as scripts for Slurm have it
+assert take_back()
+os.kill(os.getpid(), signal.SIGTERM)
+assert asked.wait(100)
+assert not take_back()
+print("asked", flush=True)
+"""
+
+
+def test_a_handler_of_user_code_does_not_end_a_rank() -> None:
+    """Its exit would be an error of the job, where the host is only to be left."""
+    done = subprocess.run([sys.executable, "-c", TAKEN], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+
+
 def test_scripts_with_a_loop_of_their_own_are_not_asked(tmp_path: Path) -> None:
     """They know nothing of the agent's signal, which would end them."""
     sent: list[tuple[int, int]] = []

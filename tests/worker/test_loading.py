@@ -1,6 +1,7 @@
 """What a file that defines no job is told."""
 
 import pytest
+import torch
 
 from elche.errors import InvalidJob
 from elche_worker.user.loading import UserCodeRaised, load_job
@@ -40,3 +41,14 @@ def test_a_loop_in_a_file_that_is_run_for_its_job_does_not_train() -> None:
     )
     with pytest.raises(InvalidJob, match=r"^train.py: Trainer.setup\(\) is for a script with a loop of its own"):
         load_job(loop, "train.py")
+
+
+def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:
+    """What belongs to the host, such as the order of samples, would be put there, and fail by words of torch."""
+    try:
+        with pytest.raises(InvalidJob, match=r"^train.py: torch.set_default_device\('meta'\) would put .*batch.device"):
+            load_job("import torch\ntorch.set_default_device('meta')\njob = 1", "train.py")
+        with pytest.raises(InvalidJob, match="`job` must be a TrainingJob, not int"):
+            load_job("import torch\ntorch.set_default_device('cpu')\njob = 1", "train.py")
+    finally:
+        torch.set_default_device(None)

@@ -586,3 +586,20 @@ def test_a_replica_writes_from_which_checkpoint_it_resumes(world: Make) -> None:
 
 def test_a_job_that_does_not_ask_has_no_file(world: Make) -> None:
     assert [rank.replica.audit.log for rank in world(1).ranks] == [None]
+
+
+def test_an_evaluation_holds_the_data_set_still(world: Make) -> None:
+    """It may read the file that the data set reads ahead of training on another thread."""
+    is_still: list[bool] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        free = rank.replica.loader._reading.acquire(blocking=False)
+        is_still.append(not free)
+        return {}
+
+    ranks = world(1, evaluate=evaluate)
+    rank = ranks.ranks[0]
+    ranks.round(1)
+    look = UseResult(round=1, version=1, evaluates=True, epoch=0, offset=0, size=0, calls_back=False, saves_final=False)
+    rank.replica.use_result(look)
+    assert is_still == [True]

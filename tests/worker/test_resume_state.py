@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
+from elche.errors import InvalidJob
 from elche_worker.device.rng import capture_rng_state
+from elche_worker.model.optimizer_state import check_is_alike, other_options
 from elche_worker.model.step import Built
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.user.schedule import LearningRates
@@ -54,3 +57,38 @@ def test_only_the_rank_that_wrote_the_checkpoint_has_its_random_numbers_and_no_t
     torch.manual_seed(11)
     assert drawn[0] == tuple(torch.rand(4).tolist())
     assert len(set(drawn)) == 3
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+
+
+def test_an_option_that_the_file_has_changed_is_told_with_what_it_goes_on() -> None:
+    """As the rates are the file's, one would take that of others; what the optimizer itself counts there is none."""
+    then = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9).state_dict()["param_groups"]
+    then[0]["k"] = 7
+    now = torch.optim.SGD(parameters(), lr=0.2, momentum=0.9, weight_decay=0.5)
+    now.param_groups[0]["k"] = 0
+    check_is_alike(now, then, "epoch-0001")
+    assert other_options(now, then) == "weight_decay=0 (the job has 0.5)"
+    assert other_options(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), then) == ""
+
+
+def test_another_kind_of_optimizer_is_refused_before_the_first_step() -> None:
+    then = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9).state_dict()["param_groups"]
+    with pytest.raises(InvalidJob, match="had dampening, momentum, nesterov, and the job's Adam has amsgrad, betas"):
+        check_is_alike(torch.optim.Adam(parameters()), then, "epoch-0001")
+
+
+def test_other_groups_of_parameters_are_refused() -> None:
+    then = torch.optim.SGD(parameters(), lr=0.1).state_dict()["param_groups"]
+    groups = torch.optim.SGD([{"params": [one]} for one in parameters()], lr=0.1)
+    with pytest.raises(InvalidJob, match="its groups had 2 parameters, and the job's have 1, 1"):
+        check_is_alike(groups, then, "epoch-0001")
+
+
+def test_what_one_version_of_an_optimizer_has_more_is_no_change() -> None:
+    then = torch.optim.AdamW(parameters()).state_dict()["param_groups"]
+    then[0]["initial_lr"] = 0.1
+    del then[0]["foreach"]
+    check_is_alike(torch.optim.Adam(parameters()), then, "epoch-0001")

@@ -1,6 +1,7 @@
 """Samples that ranks compare: what is taken for the same, and what for other data."""
 
 import random
+import sqlite3
 import time
 import tracemalloc
 from collections import namedtuple
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 from elche.samples import NUM_POSITIONS, are_alike, positions_to_compare
 from elche_coordinator.core.messages.spec import SampleRead, ValueFigures
 from elche_coordinator.validation import first_problem
+from elche_worker import TrainingJob
 from elche_worker.data.dataset import Shards
 from elche_worker.data.sample_figures import figures_of, figures_or_none, look_at
 
@@ -219,7 +222,7 @@ def test_data_that_are_dear_to_read_are_not_read_for_long_and_streams_not_at_all
             return index
 
     assert not look_at(Slow(), 0, budget_s=0).samples
-    assert len(reads) == 1
+    assert len(reads) == 2, "by this thread, and by another one"
     assert not look_at(Shards([5], lambda index: pytest.fail("opened")), 0).samples
 
 
@@ -267,3 +270,42 @@ def test_the_message_is_one_that_the_coordinator_takes() -> None:
         assert read.is_like(read)
     dataset = TensorDataset(torch.randn(50, 3), torch.arange(50))
     assert [len(sample.values) for sample in look_at(dataset, 0, budget_s=100).samples] == [2] * NUM_POSITIONS
+
+
+class OfOneThread(Dataset[Any]):
+    """Samples of a database, whose connection the thread alone can use that has made it."""
+
+    def __init__(self) -> None:
+        self.connection: sqlite3.Connection | None = None
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.connection = self.connection or sqlite3.connect(":memory:")
+        return torch.tensor(self.connection.execute("select ?", (float(index),)).fetchone())
+
+
+def test_a_data_set_that_one_thread_alone_can_read_is_known_and_trained() -> None:
+    looked = look_at(OfOneThread(), 0, budget_s=100)
+    assert looked.is_bound
+    assert looked.is_for_one_thread
+    assert not looked.draws
+    assert not look_at([torch.tensor(1.0)] * 9, 0, budget_s=100).is_for_one_thread
+    job = TrainingJob(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-5),
+        dataset=OfOneThread,
+        train_step=lambda model, batch: model(batch).square().mean(),
+        batch_size=10,
+        epochs=2,
+    )
+    job.run(device="cpu")
+
+
+def test_what_a_data_set_raises_in_each_thread_does_not_bind_it() -> None:
+    class Broken(OfOneThread):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise ValueError("it is broken")
+
+    assert not look_at(Broken(), 0, budget_s=100).is_bound

@@ -4,11 +4,14 @@ import errno
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -25,6 +28,10 @@ from elche_worker.telemetry.timeline import Timeline
 
 SHARED_MEMORY = "/dev/shm"
 """Where worker processes put semaphores and tensors, on Linux."""
+MAX_FOLDER_CHARS = 107 - len("/pymp-12345678/listener-12345678")
+"""Most characters of the folder for temporary files: with what `multiprocessing` adds, the name of a Unix socket has at
+most 107.
+"""
 DEPTH = 4
 """Batches that each worker process fetches ahead: `prefetch_factor` of the `DataLoader`, which has 2 by default."""
 MAX_READY = 16
@@ -117,6 +124,22 @@ def _of_workers(error: BaseException) -> BaseException:
     )
 
 
+def _check_temporary_folder() -> None:
+    """Raises `InvalidJob` where the name of the folder for temporary files leaves no room for the sockets by which
+    worker processes hand over batches: each would wait for ever for its first one.
+    """
+    given = tempfile.gettempdir()
+    if len(os.fsencode(given)) <= MAX_FOLDER_CHARS:
+        return
+    if os.path.dirname(get_temp_dir()) == given:  # newer versions of Python choose a shorter one
+        raise InvalidJob(
+            f"{given} is too long a name of the folder for temporary files: worker processes (num_workers) make "
+            f"sockets there, and at most {MAX_FOLDER_CHARS} characters leave room for their names, it has "
+            f"{len(os.fsencode(given))}. Set TMPDIR, such as to /tmp, where elche run or elche-worker is started, or "
+            "set num_workers to 0"
+        )
+
+
 def part_of(size: int, position: int, num_parts: int) -> tuple[int, int]:
     """Start and end of one of nearly equal consecutive parts. The first ones are larger, so that the leader has one."""
     least, num_larger = divmod(size, num_parts)
@@ -177,10 +200,14 @@ class LeaseLoader:
         self._news = threading.Semaphore(0)
         """Counts leases that were added, so that the thread sleeps while nothing is leased and misses none."""
         self._is_stopped = False
+        self._reading = threading.Lock()
+        """Held by this loader's thread while it reads samples, and by `still`."""
         self.is_in_step = False
         """True if `take` itself fetches, see `fetch_in_step`."""
         self._num_left = 0
         """Batches that are leased and not taken, where `take` fetches."""
+        if num_workers:
+            _check_temporary_folder()
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
         self._fetch_here = fetch
@@ -214,9 +241,20 @@ class LeaseLoader:
         """Has `take` fetch each batch, on its caller's thread. Call it before the first lease, without `num_workers`.
 
         For data sets that draw random numbers: fetched on another thread, they and the model would draw from the same
-        generators, and which of them gets which number would depend on time.
+        generators, and which of them gets which number would depend on time. And for those that one thread alone can
+        read.
         """
         self.is_in_step = True
+
+    def still(self) -> AbstractContextManager[Any]:
+        """Context in which the data set is not read in this process, for user code that may read it itself: an
+        evaluation on another part of the same open file would move that file's position under a fetch.
+        """
+        return nullcontext() if self._loader.num_workers else self._reading
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Sets the batch size. Call it before the first lease."""
+        self._batch_size = batch_size
 
     @property
     def is_ready(self) -> bool:
@@ -310,8 +348,9 @@ class LeaseLoader:
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
         while not self._is_stopped:
-            started_s = time.perf_counter()
-            data = next(fetched)
+            with self._reading:
+                started_s = time.perf_counter()
+                data = next(fetched)
             wanted = self._wanted.popleft()
             if wanted is not None and self._timeline is not None:
                 self._timeline.add(FETCH, started_s, time.perf_counter(), len(wanted.indices))

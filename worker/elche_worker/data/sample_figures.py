@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -42,6 +43,13 @@ class Looked:
     """True if a sample comes out different each time."""
     draws: bool = False
     """True if reading a sample draws random numbers."""
+    is_bound: bool = False
+    """True if this thread can read a sample, and another one cannot."""
+
+    @property
+    def is_for_one_thread(self) -> bool:
+        """True if samples are to be read by the thread that trains."""
+        return self.draws or self.is_bound
 
 
 def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budget_s: float = BUDGET_S) -> Looked:
@@ -54,19 +62,39 @@ def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budge
     fetch, until_s = Fetch(dataset, collate_fn, ""), time.monotonic() + budget_s
     found: list[rank_pb2.SampleRead] = []
     draws = False
+    is_bound: bool | None = None
     for index in positions_to_compare(len(dataset), seed):
         reads, draws_now = _read(fetch, index, seed, until_s)
         draws = draws or draws_now
         if not found and collate_fn is not None and not draws:
             draws = _collating_draws(fetch, index, seed)
+        if is_bound is None and reads:
+            is_bound = _is_bound(fetch, index, seed)
         if not all(are_alike(reads[0], one) for one in reads[1:]):
-            return Looked(are_random=True, draws=draws)
+            return Looked(are_random=True, draws=draws, is_bound=bool(is_bound))
         if len(reads) == NUM_READS:
             values = [rank_pb2.ValueFigures(figures=one) for one in reads[0]]
             found.append(rank_pb2.SampleRead(index=index, values=values))
         if time.monotonic() > until_s:
             break
-    return Looked(tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else (), draws=draws)
+    samples = tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else ()
+    return Looked(samples, draws=draws, is_bound=bool(is_bound))
+
+
+def _is_bound(fetch: Fetch, index: int, seed: int) -> bool:
+    """True if another thread cannot read the sample, which this one has read: a connection of SQLite is such, and code
+    that sets a signal handler.
+    """
+    read: list[Any] = []
+
+    def read_it() -> None:
+        read.append(fetch.__getitems__([index]))
+
+    with seeded(seed):
+        other = threading.Thread(target=read_it, name="other reader")
+        other.start()
+        other.join()
+    return not read or isinstance(read[0], FetchError)
 
 
 def _collating_draws(fetch: Fetch, index: int, seed: int) -> bool:

@@ -16,9 +16,12 @@ all processes of a host do when that is shut down.
 """
 
 
-def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> None:
+def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> Callable[[], bool]:
     """Calls `ask` at the first SIGTERM or `ASK`, on another thread since it may take locks; a SIGTERM after that ends
     the process. Forked processes end at the first.
+
+    Returns a function for the time after user code has begun, which may handle SIGTERM as scripts do, by ending: it
+    takes the signal back, and returns True if it was taken.
     """
     rank, is_told = os.getpid(), False
 
@@ -38,5 +41,12 @@ def leave_on_sigterm(ask: Callable[[], None] = lambda: None) -> None:
         if not is_told:
             on_sigterm()
 
+    def take_back() -> bool:
+        is_taken = not is_told and signal.getsignal(signal.SIGTERM) is not on_sigterm
+        if is_taken:
+            signal.signal(signal.SIGTERM, on_sigterm)
+        return is_taken
+
     signal.signal(ASK, on_ask)
     signal.signal(signal.SIGTERM, on_sigterm)  # last: where there are no real-time signals both are the same
+    return take_back

@@ -41,6 +41,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.modes import what_is_still
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
+from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.distributed_group import DistributedGroup, await_abandoned, await_failure, report_failure
@@ -83,12 +84,18 @@ to report how the first process of the group ended, and to end the others.
 """
 VERDICT_S = 10.0
 """Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
+READ_BETWEEN = (
+    "samples are read between batches and not ahead of them: only the thread that made the data set can read it. With "
+    "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
+)
+"""What is said of a data set that another thread cannot read."""
 AWAY_POLL_S = 0.1
 """Seconds between two checks if the coordinator is away."""
 
 
 def main(launch: Launch) -> None:
     """Runs the rank and ends the process: with exit code 0 when told to leave, 1 when the rank failed."""
+    forget_handlers()
     os.environ["ELCHE_RANK"] = str(launch.rank)
     os.environ.update(launch.environment)
     if launch.is_loop:
@@ -99,8 +106,8 @@ def main(launch: Launch) -> None:
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
-        leave_on_sigterm()  # without asking to leave: the leader asks the coordinator, for the whole group
-        _follow(launch, channel)
+        # Without asking to leave: the leader asks the coordinator, for the whole group.
+        _follow(launch, channel, leave_on_sigterm())
     control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
         channel,
@@ -109,10 +116,10 @@ def main(launch: Launch) -> None:
         on_lost=control.leave,
         on_away=control.note_news,
     )
-    leave_on_sigterm(lambda: _ask_to_leave(control, session))
+    take_back = leave_on_sigterm(lambda: _ask_to_leave(control, session))
     send_events_to(session.tell_event)
     try:
-        _train(launch, control, session, channel, links.address)
+        _train(launch, control, session, channel, links.address, take_back)
     except Leave as leave:
         print(f"elche: this rank leaves: {leave}", file=sys.stderr)
         _end(session, 0)
@@ -126,7 +133,14 @@ def main(launch: Launch) -> None:
         _end(session, LEFT_ALONE)
 
 
-def _train(launch: Launch, control: Control, session: Session, channel: grpc.Channel, address: str) -> None:
+def _train(
+    launch: Launch,
+    control: Control,
+    session: Session,
+    channel: grpc.Channel,
+    address: str,
+    take_back: Callable[[], bool],
+) -> None:
     loop: RankLoop | None = None
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
@@ -135,6 +149,8 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         streams = new_streams(torch.device(launch.device))
         with streams.compute():
             loop, accumulators = _prepare(launch, job, control, session, channel, streams, address)
+            if take_back():
+                print("elche: at SIGTERM the rank commits its work and leaves: the job's own handler is not called")
             loop.run()
             del accumulators
     except (Leave, StoppedAlone, CollectiveFailed):
@@ -150,7 +166,7 @@ def _train(launch: Launch, control: Control, session: Session, channel: grpc.Cha
         _end(session, 1)
 
 
-def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
+def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]) -> NoReturn:
     """Runs a process of a replica group that is not its leader, and ends it. The leader reports its error to the
     coordinator; the agent ends the group's other processes.
     """
@@ -167,6 +183,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
+            take_back()
             group.exchange(None)
             follow(group, replica, wakeup)
     except CollectiveFailed as error:
@@ -250,7 +267,8 @@ def _prepare(
         print(f"elche: rounds make the mean (merge='mean'): {why}", file=sys.stderr, flush=True)
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
-    for said_of_it in (said_of_modes, what_is_kept_aside(job)):
+    said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
+    for said_of_it in (said_of_modes, what_is_kept_aside(job), said_of_reads):
         if launch.rank == 0 and said_of_it:
             print(f"elche: {said_of_it}", file=sys.stderr, flush=True)
     ready = _ready(
@@ -299,12 +317,10 @@ def _build(
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout, built)
-    batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
-    batch_size = group.exchange(batch_size)[0]
     loader = LeaseLoader(
         dataset,
         order=order,
-        batch_size=batch_size,
+        batch_size=1,
         seed=job.seed,
         collate_fn=job.collate_fn,
         wake=wake,
@@ -318,8 +334,11 @@ def _build(
         num_parts=job.accumulate,
     )
     # Only now, when worker processes of the loader run: they have no file open that is opened here.
+    batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
+    batch_size = group.exchange(batch_size)[0]
+    loader.set_batch_size(batch_size)
     looked = look_at(dataset, job.seed, collate_fn=None if job.num_workers else job.collate_fn)
-    if looked.draws and not job.num_workers:
+    if looked.is_for_one_thread and not job.num_workers:
         loader.fetch_in_step()
     extent = Extent(
         dataset_size=dataset_size,
@@ -535,13 +554,9 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
 
 
 def _end(session: Session, code: int, after: Callable[[], None] = lambda: None) -> NoReturn:
-    """Exits without running destructors: a stuck collective would block them until its timeout. Calls `after` when the
-    session is closed.
-    """
+    """Ends the process; calls `after` when the session is closed."""
     if session.last_words is not None:
         session.last_words()
     session.close()
     after()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end(code)

@@ -506,7 +506,7 @@ class Replica:
         self.averaging.order_change()
         if act.calls_back:
             self.checkpoints.capture_late(act.round, self._round_held)
-        with self._result_in_model():
+        with self._result_in_model(), self.loader.still():
             if act.evaluates:
                 done = self._evaluate(act)
                 if tell is not None:

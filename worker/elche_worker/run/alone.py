@@ -96,7 +96,7 @@ def _train(
         transfer=new_transfer(target, streams),
         num_parts=job.accumulate,
     )
-    if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).draws:
+    if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).is_for_one_thread:
         loader.fetch_in_step()
     accumulators = pin_accumulators(built.model)
     own_state = build_own_state(job, built.model, FILE)

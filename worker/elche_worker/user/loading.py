@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from elche.errors import ElcheError, InvalidJob
 from elche.script import check_module
 from elche_worker.user.job import JobDefinition
@@ -79,6 +81,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     folder = str(Path(file_name).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    _let_spawned_import(file_name)
     global _is_loading
     _is_loading = True
     try:
@@ -94,6 +97,34 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     finally:
         _is_loading = False
     return _job_of(module, file_name)
+
+
+JOB_FILE = "ELCHE_JOB_FILE"
+"""Environment variable with the path of the file that defines the job."""
+
+
+def _let_spawned_import(file_name: str) -> None:
+    """Lets processes that the file starts by spawn or forkserver import what they are to run from the file. They have
+    its environment and `sys.path`, and no module `elche_job`: those of a pool would end, and be started anew, for ever.
+    """
+    os.environ[JOB_FILE] = str(Path(file_name).resolve())
+    folder = str(Path(__file__).resolve().parent / "spawned")
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def run_again(namespace: dict[str, Any]) -> None:
+    """Runs the file in a process that it has started, as the module that has this namespace."""
+    path = Path(os.environ[JOB_FILE])
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ImportError(
+            f"a process that was started by spawn or forkserver reads the file that started it, and there is no {path} "
+            "here: put what it runs into a module beside it"
+        ) from error
+    namespace["__file__"] = str(path)
+    exec(compile(source, path, "exec"), namespace)
 
 
 def _refuse_torchrun(source: str, file_name: str) -> None:
@@ -172,6 +203,13 @@ def _exception_only(error: BaseException) -> list[str]:
 
 
 def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:
+    chosen = torch.get_default_device()
+    if chosen.type != "cpu":
+        raise InvalidJob(
+            f"{file_name}: torch.set_default_device('{chosen}') would put tensors there that belong to the host. Each "
+            "rank puts model and batches on its own device: leave it out, and make other tensors where a batch is "
+            "(device=batch.device), or `with torch.device(...)` inside a function"
+        )
     job = getattr(module, name, None)
     if job is None:
         raise InvalidJob(f"{file_name} defines no `{name}`; write `{name} = TrainingJob(...)` at its top level")

@@ -1,0 +1,53 @@
+"""What an optimizer's state in a checkpoint says of the optimizer that it came from."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from elche.errors import InvalidJob
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
+    """Raises `InvalidJob` if the state is of another kind of optimizer, or of other groups of parameters: it would be
+    refused with the first step, by a name that is missing in it.
+    """
+    sizes, had = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved))
+    if sizes != had:
+        raise InvalidJob(
+            f"the optimizer has changed since the checkpoint {path}: its groups had {_listed(had)} parameters, and the "
+            f"job's have {_listed(sizes)}"
+        )
+    for group, then in zip(optimizer.param_groups, saved, strict=True):
+        new, gone = sorted(group.keys() - then.keys()), sorted(then.keys() - group.keys() - {"initial_lr"})
+        if new and gone:  # one of them alone: a version of it that has more options, or one that keeps figures there
+            raise InvalidJob(
+                f"the optimizer has changed since the checkpoint {path}: it had {', '.join(gone)}, and the job's "
+                f"{type(optimizer).__name__} has {', '.join(new)}. Begin a new training, with model() loading the "
+                "checkpoint's weights"
+            )
+
+
+def other_options(optimizer: Optimizer, saved: Groups) -> str:
+    """Text of the options, beside learning rates, in which the checkpoint differs from what the job gives."""
+    given = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params", "lr"}
+    words = [
+        f"{name}={then[name]} (the job has {group[name]})"
+        for group, then in zip(optimizer.param_groups, saved, strict=True)
+        for name in sorted(given & group.keys() & then.keys())
+        if _is_plain(then[name]) and _is_plain(group[name]) and then[name] != group[name]
+    ]
+    return ", ".join(dict.fromkeys(words))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None) or (
+        isinstance(value, tuple | list) and all(map(_is_plain, value))
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
