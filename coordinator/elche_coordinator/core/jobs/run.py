@@ -27,6 +27,7 @@ from elche_coordinator.core.records.machine import Hold
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present
 from elche_coordinator.core.records.roster import Roster
+from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -256,6 +257,23 @@ class Run:
     def has_saved(self) -> bool:
         """True once this attempt has completed a checkpoint."""
         return self.training is not None and self.training.checkpoints.saved_at_s is not None
+
+    @property
+    def counts(self) -> Counts:
+        """Its counts so far; all zero before its ranks agree."""
+        training = self.training
+        if training is None:
+            return Counts()
+        return Counts(
+            samples=training.ledger.total_committed() - training.restored_samples,
+            made_samples=training.num_made,
+            rounds=training.version - training.restored_version,
+            sent_bytes=training.sent_bytes,
+            given_up_rounds=training.num_given_up,
+            regroups=max(0, self.generation_id - 1),
+            discarded_samples=training.discarded_samples,
+            checkpoint_failures=training.checkpoints.num_failures,
+        )
 
     # For people, and for those who average through the coordinator
 

@@ -1,12 +1,11 @@
 """A job whose ranks elche starts: they load the user's file, form a process group, train, and save a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import assert_never
 
 from elche.evaluation import never_finite
-from elche_coordinator.core.jobs.counting import counts_of
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
 from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
@@ -48,7 +47,6 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
-from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import (
     RankRecord,
@@ -112,46 +110,11 @@ class TrainingJob(PlacedJob):
         return self.run.resume_point
 
     @property
-    def num_wanted(self) -> int:
-        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
-        return self.places.num_wanted
-
-    @property
     def counts(self) -> Counts:
         """Counts of all attempts."""
-        return self._counted + counts_of(self.run)
+        return self._counted + self.run.counts
 
     # Places
-
-    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
-        """Starts one rank in each place, or group of places of one host."""
-        self.advance(JobTrigger.PLACED, "its ranks load the file")
-        self.places.place(groups, self.spec, fleet, next_incarnation)
-
-    def place_again(
-        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
-    ) -> None:
-        """Restarts a rank, or adds one."""
-        warms_up = self.phase is JobPhase.TRAINING
-        self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
-
-    def refuse_places(self, num_places: int) -> bool:
-        """Fails the job, and returns True, if it slows a rank that it will not have with `num_places` places."""
-        num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
-        if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
-            error = f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0"
-            self.fail(Failure(error, invalid=True))
-        return bool(missing)
-
-    @property
-    def missing(self) -> Mapping[Rank, float]:
-        """Ranks to restart, with the earliest time of each."""
-        return self.places.missing
-
-    @property
-    def next_rank(self) -> Rank:
-        """The rank to add next: the lowest unused one."""
-        return self.places.next_rank
 
     @property
     def num_lacking(self) -> int:

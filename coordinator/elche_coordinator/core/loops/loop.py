@@ -114,11 +114,6 @@ class Loop(Job):
                 self.refuse_now(event, "it is a loop of the user's own")
 
     @property
-    def num_wanted(self) -> int:
-        """The number of ranks with which it began."""
-        return self.spec.num_ranks
-
-    @property
     def generation_id(self) -> GenerationId:
         """The present group of its ranks; 0 is the one that the script has made."""
         return self._groups.generation_id
