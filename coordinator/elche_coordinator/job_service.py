@@ -78,7 +78,6 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._journals = journals
         self._driver = driver
         self._catalogue = catalogue
-        self._transfers = transfers
         self._artifacts = artifacts
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
         self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
@@ -197,7 +196,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         async with answering(context):
             view = self._catalogue.known_view(request.job_id)
             find = best_weights if request.best else model_chunks
-            found = find(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
+            found = find(self._catalogue, self._driver.agents, self._artifacts, view)
             async with aclosing(found) as chunks:
                 async for data in chunks:
                     yield job_pb2.FetchModelResponse(data=data)
@@ -210,7 +209,6 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                 request,
                 lambda: self._catalogue.known_view(request.job_id),
                 self._driver.agents,
-                self._transfers,
                 self._artifacts,
                 self._logs,
             )

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
-from elche_coordinator.core.messages.commands import Command, Publish
+from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     JobEvent,
     PingAnswered,
@@ -23,7 +23,7 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEven
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase
-from elche_coordinator.core.records.outbox import Outbox, Refusal
+from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.roster import Roster
 
@@ -182,14 +182,6 @@ class Job(ABC):
 
     def _set_check(self, delay_s: float | None) -> None:
         self.timers[Timer.CHECK] = delay_s
-
-    def take_commands(self) -> list[Command]:
-        """Removes and returns the commands since the last call."""
-        return self.outbox.take()
-
-    def take_refusals(self) -> list[Refusal]:
-        """Removes and returns the refusals since the last call."""
-        return self.outbox.take_refusals()
 
     def refuse(self, trigger: object, state: str, why: str) -> None:
         """Records that the trigger, an event or its name, does not fit the state and so changed nothing."""
