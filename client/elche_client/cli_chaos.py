@@ -26,7 +26,7 @@ class Time(click.ParamType[float]):
         return seconds
 
 
-class Faults(click.ParamType["tuple[Fault, ...]"]):
+class FaultKinds(click.ParamType["tuple[Fault, ...]"]):
     """Kinds of faults, separated by commas."""
 
     name = "FAULTS"
@@ -47,7 +47,7 @@ class Faults(click.ParamType["tuple[Fault, ...]"]):
 )
 @click.option(
     "--what",
-    type=Faults(),
+    type=FaultKinds(),
     default=",".join(USUAL),
     show_default=True,
     help="What is broken: rank (killed), stop (stopped for 1 to 15 s), network (connections with the coordinator are "
