@@ -36,7 +36,7 @@ def pages() -> Iterator[tuple[str, click.Command]]:
 
 
 def help_of(name: str, command: click.Command) -> str:
-    """What `--help` prints, without the settings."""
+    """The output of `--help`, without the settings."""
     context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
     text = command.get_help(context)
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")

@@ -17,7 +17,7 @@ PLAIN = {"whole": "whole number", "number": "number", "flag": "`true`, `false`",
 
 
 def values(setting: Setting) -> str:
-    """What may be given, as the command line takes it."""
+    """The values that it may have, as the command line takes them."""
     words = [f"`{word}`" for word in setting.choices] or [_plain(setting)]
     words += [f"`{word}`" for word in setting.also]
     return ", ".join([*words, "`none`"] if setting.may_be_none else words)
@@ -33,7 +33,7 @@ def _plain(setting: Setting) -> str:
 
 
 def default(setting: Setting) -> str:
-    """What holds where nothing is given."""
+    """The value that holds where none is given."""
     value = DEFAULTS[setting.name]
     if value is MISSING:
         return "must be given"
