@@ -180,10 +180,6 @@ class Coordinator:
 
     # Queries. None of them changes anything.
 
-    def submitted_as(self, key: str) -> JobId | None:
-        """The job that was submitted with the key; None when none was."""
-        return self.keys.get(key)
-
     def job_ids(self) -> list[JobId]:
         """All jobs, oldest first."""
         return list(self.jobs)
