@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
 from elche_coordinator.core.records.failure import Failure
@@ -40,7 +40,6 @@ class Run:
 
     def __init__(
         self,
-        job_id: JobId,
         spec: JobSpec,
         roster: Roster,
         outbox: Outbox,
@@ -49,7 +48,6 @@ class Run:
         kept: Iterable[Checkpoint] = (),
     ) -> None:
         """`kept`: the checkpoints of the attempt before."""
-        self._job_id = job_id
         self._spec = spec
         self._roster = roster
         self._outbox = outbox
@@ -60,8 +58,8 @@ class Run:
         """The state of training that lasts over generations; set once, when all first ranks are ready and agree."""
         self.membership: Membership | None = None
         """The generations; set together with `training`."""
-        self.model = FinalModel(job_id, outbox)
-        self.links = LinkWatch(job_id, outbox)
+        self.model = FinalModel(outbox)
+        self.links = LinkWatch(outbox)
 
     @property
     def attempt(self) -> Attempt:
@@ -121,9 +119,7 @@ class Run:
         if failure := self._startup.failure(self._roster.ranks) or self._begin_training(record):
             return failure
         assert self.training is not None
-        self.membership = Membership(
-            self._job_id, self._roster, self._outbox, self.training, self._choose_backend, self.attempt
-        )
+        self.membership = Membership(self._roster, self._outbox, self.training, self._choose_backend, self.attempt)
         self.membership.form(dict(self._roster.ranks))
         return None
 
@@ -135,7 +131,6 @@ class Run:
             builds = {rank: other.build for rank, other in self._roster.ranks.items() if other.build is not None}
             self._first_choice = choose_backend(settings.backend, builds, num_hosts(self._roster.ranks))
             training = Training(
-                self._job_id,
                 settings,
                 self._roster.ranks,
                 self._outbox,

@@ -16,7 +16,6 @@ from elche_coordinator.core.jobs.places import Places
 from elche_coordinator.core.jobs.run import RoundEvent, Run
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import WATCHED
-from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -77,7 +76,7 @@ class TrainingJob(PlacedJob):
             key=event.key,
             last_incarnation=event.last_incarnation,
         )
-        self.places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
+        self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self.retry_at_s = 0.0
         """Time from which a job that has gone back may be placed again."""
         self._gives: frozenset[Incarnation] = frozenset()
@@ -87,7 +86,7 @@ class TrainingJob(PlacedJob):
         self._deaths = Deaths()
         self._counted = Counts()
         """Counts of earlier attempts."""
-        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
+        self.run = Run(self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
 
     @property
     def attempt(self) -> Attempt:
@@ -321,7 +320,7 @@ class TrainingJob(PlacedJob):
         waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
         text = f"the job has {num_ranks} ranks and goes on" if is_over else waits
         report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     # Silence
 
@@ -502,7 +501,7 @@ class TrainingJob(PlacedJob):
         least = self.spec.min_ranks if self.spec.num_ranks else 1  # else it takes the free slots again
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self._counted = self.counts
-        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
+        self.run = Run(self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
         self.advance(JobTrigger.WENT_BACK, notice)
         self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
         self.places.missing.clear()
@@ -513,7 +512,7 @@ class TrainingJob(PlacedJob):
         self.silence.forgive()
         where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
         report = MembershipReport(rank=rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     @property
     def can_begin_again(self) -> bool:

@@ -37,7 +37,7 @@ class SubmittedLoop(Loop, PlacedJob):
             key=event.key,
             last_incarnation=event.last_incarnation,
         )
-        self.places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
+        self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self._left: set[Rank] = set()
         """Ranks that have ended their loop, and whose processes may run on."""
         self._left_alone: Failure | None = None
