@@ -22,7 +22,7 @@ def _awaited(
     """The client's method as a coroutine: its call is waited for on a thread."""
 
     @wraps(method)
-    async def call(self: "AsyncClient", *arguments: P.args, **options: P.kwargs) -> T:
+    async def call(self: "AsyncClient", /, *arguments: P.args, **options: P.kwargs) -> T:
         return await asyncio.to_thread(method, self._client, *arguments, **options)
 
     return call
@@ -34,7 +34,7 @@ def _streamed(
     """The client's method as an asynchronous generator."""
 
     @wraps(method)
-    def call(self: "AsyncClient", *arguments: P.args, **options: P.kwargs) -> AsyncGenerator[T, None]:
+    def call(self: "AsyncClient", /, *arguments: P.args, **options: P.kwargs) -> AsyncGenerator[T, None]:
         return _each(self._new, lambda client: method(client, *arguments, **options))
 
     return call
@@ -44,7 +44,7 @@ def _of_job(method: Callable[Concatenate["AsyncClient", str, P], T]) -> Callable
     """The client's method for the job of a handle."""
 
     @wraps(method)
-    def call(self: "AsyncJobHandle", *arguments: P.args, **options: P.kwargs) -> T:
+    def call(self: "AsyncJobHandle", /, *arguments: P.args, **options: P.kwargs) -> T:
         return method(self.client, self.id, *arguments, **options)
 
     return call
@@ -184,4 +184,7 @@ class AsyncJobHandle:
     checkpoint = _of_job(AsyncClient.checkpoint)
     pause = _of_job(AsyncClient.pause)
     scale = _of_job(AsyncClient.scale)
-    resume = _of_job(AsyncClient.resume)
+
+    async def resume(self, **settings: object) -> "AsyncJobHandle":
+        """Resumes the job, which must have ended, as a new job from its newest checkpoint."""
+        return await self.client.resume(self.id, **settings)

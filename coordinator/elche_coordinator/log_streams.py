@@ -113,11 +113,11 @@ async def _read(
     """Puts the chunks of one rank's log into `parts`, then None."""
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
-        how = {"follow": request.follow, "with_times": request.with_times}
-        ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, **how)
+        follow, with_times = request.follow, request.with_times
+        ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, follow=follow, with_times=with_times)
         where = f"{rank.host}:{rank.log_path}"
         absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
-        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, with_times=request.with_times)
+        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, with_times=with_times)
         async with aclosing(log_end) as chunks:
             async for data in chunks:
                 # A host whose rank writes nothing sends empty chunks, by which it notices that the client has left.
