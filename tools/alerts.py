@@ -1,10 +1,9 @@
 """Writes the alerts as an object of the Prometheus operator, for Kubernetes, or checks that it is fresh."""
 
-import argparse
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from fresh import ROOT, write
+
 SOURCE = ROOT / "docker" / "prometheus" / "rules" / "elche.yml"
 TARGET = ROOT / "deploy" / "kubernetes" / "components" / "monitoring" / "rules.yaml"
 HEAD = f"""\
@@ -22,15 +21,5 @@ def text() -> str:
     return HEAD + "".join(f"  {line}\n" if line else "\n" for line in lines)
 
 
-def main() -> None:
-    """Exit code 1 when the file is not fresh."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    if not parser.parse_args().check:
-        TARGET.write_text(text(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != text():
-        sys.exit(f"{TARGET.relative_to(ROOT)} is not fresh: run `make generated`")
-
-
 if __name__ == "__main__":
-    main()
+    write(TARGET, text())

@@ -37,7 +37,7 @@ def processor() -> str:
 
 
 def machine() -> list[str]:
-    """What the figures depend on."""
+    """The machine, and versions, on which the figures depend."""
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
     return [

@@ -4,17 +4,16 @@ python tools/commands_page.py          # writes it
 python tools/commands_page.py --check  # fails when it is not what the commands say
 """
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
+from fresh import ROOT, write
 
 from elche_client.cli import cli
 from elche_coordinator.main import main as coordinator
 from elche_worker.agent.main import main as worker
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "commands.md"
 HEAD = """# Commands
 
 Generated from the commands by `make generated`. Exit codes of `elche`: 0 success, 1 the job failed or was cancelled,
@@ -36,7 +35,7 @@ def pages() -> Iterator[tuple[str, click.Command]]:
 
 
 def help_of(name: str, command: click.Command) -> str:
-    """What `--help` prints, without the settings."""
+    """The output of `--help`, without the settings."""
     context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
     text = command.get_help(context)
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
@@ -44,14 +43,11 @@ def help_of(name: str, command: click.Command) -> str:
     return f"{head.rstrip()}\n\n{examples}".rstrip()
 
 
-def main() -> None:
+def page() -> str:
+    """The whole page."""
     parts = [HEAD, *(f"## {name}\n\n```text\n{help_of(name, command)}\n```\n" for name, command in pages())]
-    text = "\n".join(parts)
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit("docs/commands.md is not what the commands say: make generated")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    main()
+    write(PAGE, page())

@@ -1,15 +1,14 @@
 """Draws docs/phases.md from the phase tables of the core, or checks that it is fresh."""
 
-import argparse
-import sys
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
+
+from fresh import ROOT, write
 
 from elche_coordinator.core.records.machine import DEPARTURES, JOB_PHASES, RANK_PHASES
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "phases.md"
+TARGET = ROOT / "docs" / "phases.md"
 
 
 def draw(table: Mapping[tuple[Any, Any], StrEnum]) -> str:
@@ -36,14 +35,5 @@ def page() -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
-    if not parser.parse_args().check:
-        TARGET.write_text(page())
-    elif TARGET.read_text() != page():
-        sys.exit("docs/phases.md is stale, run `make generated`")
-
-
 if __name__ == "__main__":
-    main()
+    write(TARGET, page())

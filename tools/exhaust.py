@@ -39,8 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """How far the search of one case has come."""
+class CaseSearch:
+    """The search of one case so far."""
 
     name: str
     num_states: int
@@ -64,7 +64,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{ranks} ranks, {way}: {faults[0]}, early deadlines", {**given, "early": 1}
 
 
-def look(case: tuple[str, dict[str, Any], int]) -> Looked:
+def look(case: tuple[str, dict[str, Any], int]) -> CaseSearch:
     """Looks at one case."""
     name, given, most_states = case
     began_s, extent, search = time.process_time(), "incomplete", Search(small_world(**given))
@@ -84,7 +84,7 @@ def look(case: tuple[str, dict[str, Any], int]) -> Looked:
             break
         deviations, num_before = deviations + 1, search.num_states
     used_s = time.process_time() - began_s
-    return Looked(name, search.num_states, num_steps, search.num_ends, extent, story, used_s)
+    return CaseSearch(name, search.num_states, num_steps, search.num_ends, extent, story, used_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -62,8 +62,8 @@ class Mutant:
         return text.replace(self.before, self.after)
 
 
-class Fate(StrEnum):
-    """What has become of a mutant."""
+class MutantFate(StrEnum):
+    """The outcome for a mutant."""
 
     KILLED = "killed"
     SURVIVED = "SURVIVED"
@@ -143,16 +143,16 @@ def copies(num_copies: int) -> Iterator[list[Copy]]:
                 one.close()
 
 
-def try_mutant(mutant: Mutant, copy: Copy) -> tuple[Fate, str]:
-    """Whether each of its tests notices; and what pytest says of one that does not."""
+def try_mutant(mutant: Mutant, copy: Copy) -> tuple[MutantFate, str]:
+    """Runs its tests. Returns its fate, and the output of a test that did not notice."""
     with copy.mutated(mutant):
         for test in mutant.tests:
             code, said = copy.run_test(test)
             if code == PASSED:
-                return Fate.SURVIVED, f"{test} passes"
+                return MutantFate.SURVIVED, f"{test} passes"
             if code != FAILED and not (code is None and mutant.hangs):
-                return Fate.BROKEN, f"{test}: exit code {code}\n{said[-2000:]}"
-    return Fate.KILLED, ""
+                return MutantFate.BROKEN, f"{test}: exit code {code}\n{said[-2000:]}"
+    return MutantFate.KILLED, ""
 
 
 def check_unmutated(mutants: Sequence[Mutant], folder: Path, num_processes: int) -> str:
@@ -186,13 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(said, "Without a mutation these tests must pass.", sep="\n")
             return 1
         fates = _try_all(mutants, made)
-    counts = ", ".join(f"{list(fates.values()).count(fate)} {fate.value}" for fate in Fate)
+    counts = ", ".join(f"{list(fates.values()).count(fate)} {fate.value}" for fate in MutantFate)
     used_s = sum(os.times()[:4])
     print(f"{len(mutants)} mutants: {counts}, in {used_s:.0f} s of processor time")
-    return int(any(fate is not Fate.KILLED for fate in fates.values()))
+    return int(any(fate is not MutantFate.KILLED for fate in fates.values()))
 
 
-def _try_all(mutants: Sequence[Mutant], made: Sequence[Copy]) -> Mapping[str, Fate]:
+def _try_all(mutants: Sequence[Mutant], made: Sequence[Copy]) -> Mapping[str, MutantFate]:
     """By name; each is told as soon as it is known."""
     fates = {}
     free: queue.SimpleQueue[Copy] = queue.SimpleQueue()

@@ -52,7 +52,7 @@ def view_of_third_epoch(address: str) -> JobView:
 
 
 def is_telling(view: JobView) -> bool:
-    """Whether the view shows ranks in the middle of a round in the middle of an epoch."""
+    """True if the view shows ranks in the middle of a round in the middle of an epoch."""
     in_round = all(rank.state == "training" and rank.round_batches > 3 for rank in view.ranks)
     return in_round and view.epoch_committed > 0.4 * view.dataset_size
 

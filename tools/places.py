@@ -25,7 +25,7 @@ class Missing(Exception):
 
 
 def names_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """What the statements define."""
+    """The names that statements define."""
     for node in body:
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -40,12 +40,12 @@ def names_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 @cache
 def module_names(path: Path) -> dict[str, ast.stmt]:
-    """What a module defines; what it imports is defined elsewhere."""
+    """The names that a module defines; those that it imports are defined elsewhere."""
     return dict(names_in(ast.parse(path.read_text(encoding="utf-8")).body))
 
 
 def class_names(node: ast.stmt) -> dict[str, ast.stmt]:
-    """What a class defines, and what its methods set on `self`; nothing for what is no class."""
+    """The names that a class defines, and that its methods set on `self`; none for what is no class."""
     if not isinstance(node, ast.ClassDef):
         return {}
     stored = {
@@ -95,7 +95,7 @@ def resolve(place: str) -> None:
 
 
 def is_there(place: str) -> bool:
-    """Whether `resolve` finds it."""
+    """True if `resolve` finds it."""
     try:
         resolve(place)
     except Missing:
@@ -127,13 +127,13 @@ def test_successors(test: str) -> list[str]:
 
 
 def is_test(test: str) -> bool:
-    """Whether there is such a test, or such a file of tests."""
+    """True if there is such a test, or such a file of tests."""
     path, _, name = test.partition("::")
     return (TESTS / path).is_file() and (not name or name in module_names(TESTS / path))
 
 
 def problems_of(text: str) -> list[str]:
-    """What a page names that is not there, and why."""
+    """The names on a page that are not there, with reasons."""
     problems = []
     for place in dict.fromkeys(PLACE.findall(text)):
         try:

@@ -1,15 +1,14 @@
 """Writes docs/settings.md from the declarations in `elche.settings`, or checks that it is fresh."""
 
-import argparse
-import sys
 from dataclasses import MISSING, fields
 from math import inf
-from pathlib import Path
+
+from fresh import ROOT, write
 
 from elche.policies import POLICIES
 from elche.settings import SETTINGS, Setting, Settings
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+TARGET = ROOT / "docs" / "settings.md"
 DEFAULTS = {one.name: one.default for one in fields(Settings)}
 BOUNDLESS = 2**31
 """Limits from here on are those of what numbers are stored in, and are not shown."""
@@ -17,7 +16,7 @@ PLAIN = {"whole": "whole number", "number": "number", "flag": "`true`, `false`",
 
 
 def values(setting: Setting) -> str:
-    """What may be given, as the command line takes it."""
+    """The values that it may have, as the command line takes them."""
     words = [f"`{word}`" for word in setting.choices] or [_plain(setting)]
     words += [f"`{word}`" for word in setting.also]
     return ", ".join([*words, "`none`"] if setting.may_be_none else words)
@@ -33,7 +32,7 @@ def _plain(setting: Setting) -> str:
 
 
 def default(setting: Setting) -> str:
-    """What holds where nothing is given."""
+    """The value that holds where none is given."""
     value = DEFAULTS[setting.name]
     if value is MISSING:
         return "must be given"
@@ -73,14 +72,5 @@ def page() -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is stale")
-    if not parser.parse_args().check:
-        TARGET.write_text(page())
-    elif TARGET.read_text() != page():
-        sys.exit("docs/settings.md is stale, run `make generated`")
-
-
 if __name__ == "__main__":
-    main()
+    write(TARGET, page())

@@ -19,7 +19,7 @@ from support.disasters import random_run
 
 
 def problem_of(seed: int) -> str:
-    """What is wrong with the run of a seed, with its transcript; empty when nothing is."""
+    """The fault in the run of a seed, with its transcript; empty when nothing is."""
     run = random_run(seed)
     try:
         run.run()

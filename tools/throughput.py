@@ -1,11 +1,10 @@
 """Draws docs/pictures/throughput.svg from the first table of docs/benchmarks.md, or checks that it is fresh."""
 
-import argparse
 import re
-import sys
-from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from fresh import ROOT, write
+
+DOCS = ROOT / "docs"
 TARGET = DOCS / "pictures" / "throughput.svg"
 NAMES = ("elche", "static step counts, tuned by hand", "local SGD, equal steps", "data parallel (as DDP)")
 COLUMNS = ("two unequal devices", "after their speeds have swapped")
@@ -43,14 +42,5 @@ def drawing() -> str:
     return "\n".join([head, *parts, "</svg>", ""])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the picture is stale")
-    if not parser.parse_args().check:
-        TARGET.write_text(drawing(), encoding="utf-8")
-    elif not TARGET.exists() or TARGET.read_text(encoding="utf-8") != drawing():
-        sys.exit("docs/pictures/throughput.svg is stale, run `make generated`")
-
-
 if __name__ == "__main__":
-    main()
+    write(TARGET, drawing())

@@ -47,7 +47,7 @@ WORDS = {
 
 @dataclass
 class Course:
-    """What a watch tells of a job under fire. Times are in seconds since the first fault was waited for."""
+    """A job under fire, as its watch tells of it. Times are in seconds since the first fault was waited for."""
 
     view: JobView | None = None
     result: JobResult | None = None
@@ -154,7 +154,7 @@ class Chaos:
         print_notice(printable(what + (f" for {duration(seconds)}" if fault is Fault.STOP else "")))
 
     def report(self) -> dict[str, Any]:
-        """What was broken, and what that cost, as a JSON object."""
+        """The report, as a JSON object: faults, and what they cost."""
         course, result = self.course, self.course.result
         gaps = [after_s - before_s for before_s, after_s in pairwise(course.commits_s)]
         return {

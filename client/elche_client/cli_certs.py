@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elche_client.cli_options import ROLES, Command, CommandGroup, Lifetime, json_option
+from elche_client.cli_options import LIFETIME, ROLES, Command, CommandGroup, json_option
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -37,7 +37,7 @@ def certs() -> None:
 
 def _options(command: Command) -> Command:
     expires = click.option(
-        "--expires", type=Lifetime(), default="90d", show_default=True, metavar="TIME", help="Such as 12h or 90d."
+        "--expires", type=LIFETIME, default="90d", show_default=True, metavar="TIME", help="Such as 12h or 90d."
     )
     return _dir_option(expires(json_option(command)))
 

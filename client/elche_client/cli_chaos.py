@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
-from elche_client.cli_options import SECONDS, address_option, json_option, quantity_of
+from elche_client.cli_options import SECONDS, Parsed, address_option, json_option, quantity_of
 from elche_client.events import Fault
 
 USUAL = (Fault.RANK, Fault.STOP, Fault.NETWORK)
 """Faults after which nobody has to start anything again."""
 
 
-class Time(click.ParamType[float]):
-    """A time such as 30s or 5min, in seconds."""
-
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Returns the seconds. Raises click's `BadParameter` for another text."""
-        seconds = value if isinstance(value, float) else quantity_of(str(value), SECONDS)
-        if seconds is None:
-            self.fail(f"{value!r} is no time: write it such as 30s, 5min or 2h", param, ctx)
-        return seconds
+def seconds_of(text: str) -> float:
+    """Seconds of a time such as 30s or 5min."""
+    seconds = quantity_of(text, SECONDS)
+    if seconds is None:
+        raise ValueError(f"{text!r} is no time: write it such as 30s, 5min or 2h")
+    return seconds
 
 
-class Faults(click.ParamType["tuple[Fault, ...]"]):
-    """Kinds of faults, separated by commas."""
+def faults_of(text: str) -> tuple[Fault, ...]:
+    """Kinds of faults, separated by commas; one more often that is named more often."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in list(Fault)]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no fault; there are {', '.join(Fault)}")
+    return tuple(map(Fault, names))
 
-    name = "FAULTS"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Fault, ...]:
-        """Returns them, one more often that is named more often. Raises click's `BadParameter` for other text."""
-        names = [name.strip() for name in str(value).split(",")]
-        unknown = [name for name in names if name not in list(Fault)]
-        if unknown:
-            self.fail(f"{unknown[0]!r} is no fault; there are {', '.join(Fault)}", param, ctx)
-        return tuple(map(Fault, names))
+TIME = Parsed("TIME", seconds_of)
 
 
 @click.command()
 @click.argument("job")
 @click.option(
-    "--mtbf", type=Time(), default="30s", show_default=True, help="Mean time between two faults, such as 10s or 5min."
+    "--mtbf", type=TIME, default="30s", show_default=True, help="Mean time between two faults, such as 10s or 5min."
 )
 @click.option(
     "--what",
-    type=Faults(),
+    type=Parsed("FAULTS", faults_of),
     default=",".join(USUAL),
     show_default=True,
     help="What is broken: rank (killed), stop (stopped for 1 to 15 s), network (connections with the coordinator are "
@@ -55,7 +46,7 @@ class Faults(click.ParamType["tuple[Fault, ...]"]):
     "that is named twice comes twice as often.",
 )
 @click.option("--seed", type=int, metavar="N", help="Repeats the order of faults of an earlier run.")
-@click.option("--for", "limit", type=Time(), metavar="TIME", help="Stop after this time; default: when JOB ends.")
+@click.option("--for", "limit", type=TIME, metavar="TIME", help="Stop after this time; default: when JOB ends.")
 @address_option
 @json_option
 def chaos(

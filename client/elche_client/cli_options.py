@@ -26,6 +26,7 @@ MAX_DAYS = 3650
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 """Units of times, in seconds."""
 Command = TypeVar("Command", bound=Callable[..., Any])
+Value = TypeVar("Value")
 
 
 def quantity_of(text: str, units: dict[str, float]) -> float | None:
@@ -35,71 +36,66 @@ def quantity_of(text: str, units: dict[str, float]) -> float | None:
     return value or None
 
 
-class SlowFactor(click.ParamType[tuple[int, float]]):
+class Parsed(click.ParamType[Value]):
+    """The type of an argument that a function parses, which raises `ValueError` with what is wrong."""
+
+    def __init__(self, name: str, parse: Callable[[str], Value]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Value:
+        """Returns the value. Raises click's `BadParameter` for a text that is none."""
+        try:
+            parsed: Value = self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return parsed
+
+
+def slow_factor(text: str) -> tuple[int, float]:
     """RANK=FACTOR."""
-
-    name = "RANK=FACTOR"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        rank, _, factor = str(value).partition("=")
-        try:
-            return int(rank), float(factor)
-        except ValueError:
-            self.fail(f"{value!r} is not RANK=FACTOR, such as 1=2.3", param, ctx)
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise ValueError(f"{text!r} is not RANK=FACTOR, such as 1=2.3") from None
 
 
-class RankCount(click.ParamType[tuple[int, int]]):
+def rank_count(text: str) -> tuple[int, int]:
     """N, MIN..MAX, or MIN+ without a maximum: the job begins with MIN ranks and has at most MAX."""
-
-    name = "N|MIN..MAX|MIN+"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        text = str(value)
-        try:
-            least, most = 0, int(text) if text.isascii() and text.isdigit() else 0
-            if text.endswith("+"):
-                least, most = int(text[:-1]), MAX_RANKS
-            elif ".." in text:
-                least, most = (int(part) for part in text.split(".."))
-        except ValueError:
-            most = 0
-        if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
-            self.fail(f"{value!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+", param, ctx)
-        return least, most
+    try:
+        least, most = 0, int(text) if text.isascii() and text.isdigit() else 0
+        if text.endswith("+"):
+            least, most = int(text[:-1]), MAX_RANKS
+        elif ".." in text:
+            least, most = (int(part) for part in text.split(".."))
+    except ValueError:
+        most = 0
+    if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
+        raise ValueError(f"{text!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+")
+    return least, most
 
 
-class Lifetime(click.ParamType["float | None"]):
-    """A time such as 12h or 90d, in seconds; None for `never`."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        """Returns the seconds. Raises click's `BadParameter` for another text."""
-        if value == "never":
-            return None
-        found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", str(value), re.ASCII)
-        seconds = int(found[1]) * UNITS[found[2]] if found else 0
-        if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
-            self.fail(f"{value!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`", param, ctx)
-        return float(seconds)
+def lifetime(text: str) -> float | None:
+    """Seconds of a time such as 12h or 90d; None for `never`."""
+    if text == "never":
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text, re.ASCII)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
+        raise ValueError(f"{text!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`")
+    return float(seconds)
 
 
-class Variable(click.ParamType[tuple[str, str]]):
+LIFETIME = Parsed("time", lifetime)
+
+
+def variable(text: str) -> tuple[str, str]:
     """NAME=VALUE, or NAME alone for its value in this environment."""
-
-    name = "NAME=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, equals, text = str(value).partition("=")
-        if not equals and name not in os.environ:
-            self.fail(f"{name} has no value: write {name}=VALUE, or set it in the environment", param, ctx)
-        return name, text if equals else os.environ[name]
+    name, equals, value = text.partition("=")
+    if not equals and name not in os.environ:
+        raise ValueError(f"{name} has no value: write {name}=VALUE, or set it in the environment")
+    return name, value if equals else os.environ[name]
 
 
 class SettingOption(click.Option):
@@ -169,7 +165,7 @@ class CommandGroup(click.Group):
 
 env_option = click.option(
     "--env",
-    type=Variable(),
+    type=Parsed("NAME=VALUE", variable),
     multiple=True,
     metavar="NAME=VALUE",
     help="Set an environment variable for the file; NAME alone passes its value from here. Can be repeated.",
@@ -182,13 +178,13 @@ def training_options(command: Command) -> Command:
     options = [
         click.option(
             "--ranks",
-            type=RankCount(),
+            type=Parsed("N|MIN..MAX|MIN+", rank_count),
             metavar="N",
             help="Number of ranks. MIN..MAX or MIN+: begin with MIN; others join when there are slots (elche submit).",
         ),
         click.option(
             "--slow",
-            type=SlowFactor(),
+            type=Parsed("RANK=FACTOR", slow_factor),
             multiple=True,
             metavar="RANK=FACTOR",
             help="Slow a rank down to FACTOR times its own time per batch, to simulate a slow device.",

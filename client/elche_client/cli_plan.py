@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import click
 
 from elche.plan import MAX_DEVICES, OPTIMIZERS
 from elche.settings import SETTINGS
-from elche_client.cli_options import SECONDS, address_option, json_option, quantity_of
+from elche_client.cli_options import SECONDS, Parsed, address_option, json_option, quantity_of
 
 # Units that a user may write, each in the base unit.
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -19,67 +18,54 @@ BYTES_PER_S = {
 }
 
 
-class BatchTimes(click.ParamType["tuple[float, ...]"]):
-    """Times per batch such as 25ms,57ms or 8x25ms, in milliseconds."""
-
-    name = "TIMES"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        """Returns one for each device. Raises click's `BadParameter` for another text."""
-        times: list[float] = []
-        for part in str(value).split(","):
-            found = re.fullmatch(r"(?:([0-9]{1,4}) ?x)?(.*)", part.strip(), re.ASCII)
-            assert found is not None
-            seconds, count = quantity_of(found[2], SECONDS), int(found[1] or 1)
-            if seconds is None or count < 1:
-                self.fail(f"{part!r} is no time per batch: write it such as 25ms,57ms,0.4s or 8x25ms", param, ctx)
-            times += [seconds * 1000] * count
-        if len(times) > MAX_DEVICES:
-            self.fail(f"{len(times)} devices are too many to simulate: at most {MAX_DEVICES}", param, ctx)
-        return tuple(times)
+def batch_times(text: str) -> tuple[float, ...]:
+    """Milliseconds for each device, of times per batch such as 25ms,57ms or 8x25ms."""
+    times: list[float] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(?:([0-9]{1,4}) ?x)?(.*)", part.strip(), re.ASCII)
+        assert found is not None
+        seconds, count = quantity_of(found[2], SECONDS), int(found[1] or 1)
+        if seconds is None or count < 1:
+            raise ValueError(f"{part!r} is no time per batch: write it such as 25ms,57ms,0.4s or 8x25ms")
+        times += [seconds * 1000] * count
+    if len(times) > MAX_DEVICES:
+        raise ValueError(f"{len(times)} devices are too many to simulate: at most {MAX_DEVICES}")
+    return tuple(times)
 
 
-class Size(click.ParamType[int]):
-    """A size such as 350MB, in bytes."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Returns the bytes. Raises click's `BadParameter` for another text."""
-        size = quantity_of(str(value), BYTES)
-        if size is None:
-            self.fail(f"{value!r} is no size: write it such as 350MB or 1.5GiB", param, ctx)
-        return round(size)
+TIMES = Parsed("TIMES", batch_times)
 
 
-class Link(click.ParamType[tuple[float, float]]):
-    """A bandwidth, and after a comma the round trip, such as 50Mbit/s,20ms; in bytes per second and seconds."""
-
-    name = "BANDWIDTH[,RTT]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
-        """Returns both, with a round trip of 1 ms unless given. Raises click's `BadParameter` for another text."""
-        bandwidth, comma, trip = str(value).partition(",")
-        bytes_per_s = quantity_of(bandwidth, BYTES_PER_S)
-        round_trip_s = quantity_of(trip, SECONDS) if comma else 1e-3
-        if bytes_per_s is None or round_trip_s is None:
-            self.fail(f"{value!r} is no bandwidth: write it such as 50Mbit/s, 10Gbit/s or 50Mbit/s,20ms", param, ctx)
-        return bytes_per_s, round_trip_s
+def size_of(text: str) -> int:
+    """Bytes of a size such as 350MB."""
+    size = quantity_of(text, BYTES)
+    if size is None:
+        raise ValueError(f"{text!r} is no size: write it such as 350MB or 1.5GiB")
+    return round(size)
 
 
-class Failures(click.ParamType[tuple[float, float]]):
-    """The mean time between failures, and after a comma that of a restart, such as 2h,5min; in seconds."""
+def link_of(text: str) -> tuple[float, float]:
+    """A bandwidth, and after a comma the round trip, 1 ms unless given, such as 50Mbit/s,20ms; in bytes per second and
+    seconds.
+    """
+    bandwidth, comma, trip = text.partition(",")
+    bytes_per_s = quantity_of(bandwidth, BYTES_PER_S)
+    round_trip_s = quantity_of(trip, SECONDS) if comma else 1e-3
+    if bytes_per_s is None or round_trip_s is None:
+        raise ValueError(f"{text!r} is no bandwidth: write it such as 50Mbit/s, 10Gbit/s or 50Mbit/s,20ms")
+    return bytes_per_s, round_trip_s
 
-    name = "TIME[,RESTART]"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
-        """Returns both, with a restart of 30 s unless given. Raises click's `BadParameter` for another text."""
-        mtbf, comma, restart = str(value).partition(",")
-        mtbf_s = quantity_of(mtbf, SECONDS)
-        restart_s = quantity_of(restart, SECONDS) if comma else 30.0
-        if mtbf_s is None or restart_s is None:
-            self.fail(f"{value!r} is no time between failures: write it such as 2h, 30min or 2h,5min", param, ctx)
-        return mtbf_s, restart_s
+def failures_of(text: str) -> tuple[float, float]:
+    """The mean time between failures, and after a comma that of a restart, 30 s unless given, such as 2h,5min; in
+    seconds.
+    """
+    mtbf, comma, restart = text.partition(",")
+    mtbf_s = quantity_of(mtbf, SECONDS)
+    restart_s = quantity_of(restart, SECONDS) if comma else 30.0
+    if mtbf_s is None or restart_s is None:
+        raise ValueError(f"{text!r} is no time between failures: write it such as 2h, 30min or 2h,5min")
+    return mtbf_s, restart_s
 
 
 def _choice(name: str) -> click.Choice[str]:
@@ -87,18 +73,27 @@ def _choice(name: str) -> click.Choice[str]:
 
 
 @click.command()
-@click.option("--ranks", type=BatchTimes(), help="Time per batch of each device: 25ms,57ms or 8x25ms.")
+@click.option("--ranks", type=TIMES, help="Time per batch of each device: 25ms,57ms or 8x25ms.")
 @click.option("--like", metavar="JOB|RUN", help="Instead of --ranks: the times of a job, or of a run's folder.")
-@click.option("--model", type=Size(), required=True, help="Size of the trained parameters in float32, such as 350MB.")
+@click.option(
+    "--model",
+    type=Parsed("SIZE", size_of),
+    required=True,
+    help="Size of the trained parameters in float32, such as 350MB.",
+)
 @click.option(
     "--link",
-    type=Link(),
+    type=Parsed("BANDWIDTH[,RTT]", link_of),
     default="10Gbit/s,1ms",
     show_default=True,
     help="What each device can send and receive, and the round trip to others.",
 )
-@click.option("--mtbf", type=Failures(), help="Mean time between failures of one device, and until it is back.")
-@click.option("--add", type=BatchTimes(), help="Show beside it the plan with these devices more.")
+@click.option(
+    "--mtbf",
+    type=Parsed("TIME[,RESTART]", failures_of),
+    help="Mean time between failures of one device, and until it is back.",
+)
+@click.option("--add", type=TIMES, help="Show beside it the plan with these devices more.")
 @click.option("--epoch", type=click.IntRange(min=1, max=10**9), metavar="N", help="Batches of an epoch.")
 @click.option("--policy", type=_choice("policy"), default="cadence", show_default=True, help="When ranks average.")
 @click.option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elche_client.cli_options import ROLES, CommandGroup, Lifetime, address_option, json_option
+from elche_client.cli_options import LIFETIME, ROLES, CommandGroup, address_option, json_option
 
 if TYPE_CHECKING:
     from elche_client.tokens import Token
@@ -35,7 +35,7 @@ def token() -> None:
 @click.argument("name")
 @click.option("--role", required=True, type=click.Choice(ROLES), help="What its bearer may do.")
 @click.option(
-    "--expires", type=Lifetime(), default="90d", show_default=True, metavar="TIME", help="Such as 12h, 90d or never."
+    "--expires", type=LIFETIME, default="90d", show_default=True, metavar="TIME", help="Such as 12h, 90d or never."
 )
 @address_option
 @json_option

@@ -7,26 +7,11 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import assert_never
 
 from elche.mapping import from_message, to_message
 from elche.network import user_at_host
 from elche.v1 import job_pb2 as pb
-from elche_client.events import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    Event,
-    Fault,
-    JobResult,
-    JobState,
-    JobView,
-    LinkView,
-    MembershipReport,
-    RoundReport,
-    StallReport,
-    UserEvent,
-)
+from elche_client.events import EVENT_NAMES, Event, Fault, JobResult, JobState, JobView, LinkView, RoundReport
 from elche_client.options import MAX_NAME_CHARS, JobOptions, has_own_loop
 
 STATES: dict[int, JobState] = {
@@ -41,6 +26,8 @@ STATES: dict[int, JobState] = {
     pb.JOB_STATE_FAILED: JobState.FAILED,
     pb.JOB_STATE_CANCELLED: JobState.CANCELLED,
 }
+
+EVENT_KINDS = {name: kind for kind, name in EVENT_NAMES.items()}
 
 FAULTS: dict[Fault | None, pb.Fault.ValueType] = {
     None: pb.FAULT_UNSPECIFIED,
@@ -91,24 +78,12 @@ def decode_event(message: pb.WatchJobResponse) -> Event | None:
             return decode_view(message.view)
         case "round":
             return decode_round(message.round)
-        case "epoch":
-            return from_message(message.epoch, EpochReport)
-        case "evaluation":
-            return from_message(message.evaluation, EvaluationReport)
-        case "stall":
-            return from_message(message.stall, StallReport)
-        case "membership":
-            return from_message(message.membership, MembershipReport)
-        case "checkpoint":
-            return from_message(message.checkpoint, Checkpoint)
-        case "user_event":
-            return from_message(message.user_event, UserEvent)
         case "result":
             return from_message(message.result, JobResult, state=decode_state(message.result.state))
         case None:
             return None
-        case unreachable:
-            assert_never(unreachable)
+        case name:
+            return from_message(getattr(message, name), EVENT_KINDS[name])
 
 
 def decode_link(found: pb.MeasureLinksResponse) -> LinkView:

@@ -9,7 +9,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import click
-from rich.console import Console
 
 from elche.errors import InvalidJob, Unreachable
 from elche.requirements import inline_requirements
@@ -30,12 +29,12 @@ from elche_client.notifications import (
     wait_for_result,
 )
 from elche_client.options import JobOptions, check_loop, has_own_loop, read_source
-from elche_client.output import PIPE_WIDTH, UploadNotice, exit_code_of, print_ending, resume_hint
+from elche_client.output import UploadNotice, exit_code_of, print_ending, resume_hint
 from elche_client.processes import ChildProcesses
 from elche_client.progress import make_progress
 from elche_client.rank_output import RankOutput
 from elche_client.record import JobRecord, to_json
-from elche_client.summary import hosts_table, jobs_table
+from elche_client.summary import hosts_table, jobs_table, wide_console
 from elche_client.upload import file_of_module, folder_of
 
 
@@ -105,9 +104,7 @@ def jobs(address: str, *, as_json: bool) -> int:
     if as_json:
         click.echo(to_json([asdict(view) for view in views]))
         return 0
-    console = Console(highlight=False)
-    if not console.file.isatty():
-        console.width = PIPE_WIDTH
+    console = wide_console()
     console.print(jobs_table(views) if views else "no jobs")
     for view in views:
         is_stalled = any(rank.stalled_s for rank in view.ranks) and not view.state.has_ended
@@ -122,10 +119,7 @@ def hosts(address: str, *, as_json: bool) -> int:
     if as_json:
         click.echo(to_json([asdict(host) for host in found]))
         return 0
-    console = Console(highlight=False)
-    if not console.file.isatty():
-        console.width = PIPE_WIDTH
-    console.print(hosts_table(found) if found else "no hosts: start elche-worker on those that are to train")
+    wide_console().print(hosts_table(found) if found else "no hosts: start elche-worker on those that are to train")
     return 0
 
 

@@ -18,6 +18,7 @@ from elche.reports import (
 from elche.views import JobState, RankView
 
 __all__ = [
+    "EVENT_NAMES",
     "Checkpoint",
     "EpochReport",
     "EvaluationReport",
@@ -141,3 +142,15 @@ Event = (
     | UserEvent
     | JobResult
 )
+EVENT_NAMES: dict[type[Event], str] = {
+    JobView: "view",
+    RoundReport: "round",
+    EpochReport: "epoch",
+    EvaluationReport: "evaluation",
+    StallReport: "stall",
+    MembershipReport: "membership",
+    Checkpoint: "checkpoint",
+    UserEvent: "user_event",
+    JobResult: "result",
+}
+"""For each event, its field of `WatchJobResponse`, and its name in lines of JSON."""

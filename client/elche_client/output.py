@@ -16,8 +16,6 @@ from elche_client.record import JobRecord, result_document, to_json
 MAX_LOGS = 4
 SHOWN_BYTES = 10 << 20
 """Progress is shown for uploads of more bytes than this."""
-PIPE_WIDTH = 400
-"""Columns of a table that is not printed on a terminal: enough that no id or path is cut."""
 
 
 def exit_code_of(result: JobResult) -> int:
@@ -84,15 +82,11 @@ def print_ending(
 
 def print_summary(result: JobResult, record: JobRecord, record_path: Path | None) -> None:
     """Prints the summary as a panel, as wide as the terminal."""
-    from rich.console import Console
+    from elche_client.summary import summary_panel, wide_console
 
-    from elche_client.summary import summary_panel
-
-    console = Console(highlight=False)
+    console = wide_console()
     where = str(record_path) if record_path else ""
     width = console.width if console.file.isatty() else None
-    if width is None:
-        console.width = PIPE_WIDTH
     artifacts = record.last_view.artifacts if record.last_view else ""
     console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,8 +17,8 @@ from elche.errors import ElcheError, InvalidJob
 from elche.formatting import duration
 from elche.plan import MAX_DEVICES, DevicePlan, Plan, PlanRequest
 from elche_client.formatting import percent, quantity, si
-from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
+from elche_client.summary import wide_console
 
 RECORD = "record.json"
 MODULE = "elche_coordinator.planning"
@@ -41,9 +41,7 @@ def show(request: PlanRequest, added_ms: Sequence[float], *, as_json: bool) -> i
     if as_json:
         click.echo(to_json(document(plans)))
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = wide_console()
     console.print(panel(plans, with_unicode=console.encoding.startswith("utf")))
     return 0
 

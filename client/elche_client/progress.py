@@ -2,9 +2,10 @@
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
-from typing import ClassVar, Protocol, Self, assert_never
+from typing import Self, assert_never
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,7 @@ from rich.text import Text
 from elche.formatting import duration, membership_text, stall_text
 from elche_client import kubeflow
 from elche_client.events import (
+    EVENT_NAMES,
     Checkpoint,
     EpochReport,
     EvaluationReport,
@@ -39,18 +41,24 @@ leave its old border behind.
 MIN_WIDTH = 20
 
 
-class ProgressDisplay(Protocol):
-    """Shows a job's events and the output of its ranks, between `__enter__` and `__exit__`."""
+class ProgressDisplay(ABC):
+    """Shows a job's events and the output of its ranks, inside its context."""
 
-    def show(self, event: Event) -> None: ...
+    @abstractmethod
+    def show(self, event: Event) -> None:
+        """Shows an event."""
 
-    def write(self, printed: RankOutput) -> None: ...
+    @abstractmethod
+    def write(self, printed: RankOutput) -> None:
+        """Shows what a rank has printed."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
+    def __exit__(  # noqa: B027  # most displays have nothing to end
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        pass
 
 
 def make_progress(*, on_stderr: bool, as_events: bool = False) -> ProgressDisplay:
@@ -69,7 +77,7 @@ def _shown(*, on_stderr: bool, as_events: bool) -> ProgressDisplay:
     return LineProgress(console)
 
 
-class Told:
+class Told(ProgressDisplay):
     """Wraps a display, and reports events to Kubeflow."""
 
     def __init__(self, shown: ProgressDisplay, reporter: Reporter) -> None:
@@ -94,7 +102,7 @@ class Told:
         self._reporter.close()
 
 
-class LiveProgress:
+class LiveProgress(ProgressDisplay):
     """Redraws the job's panel in place; a line per finished epoch scrolls away above it."""
 
     def __init__(self, console: Console) -> None:
@@ -131,21 +139,13 @@ class LiveProgress:
         self._console.print(Text("\n").join(lines))
 
 
-class LineProgress:
+class LineProgress(ProgressDisplay):
     """Prints a line when the job's state changes, an epoch ends or an evaluation is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines = ReportLines()
         self._state: tuple[JobState, str] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
@@ -165,31 +165,12 @@ class LineProgress:
         return f"{printable(view.name)}: {view.state}" + (f", {reason}" if reason else "")
 
 
-class EventLines:
+class EventLines(ProgressDisplay):
     """Prints every event except the result as one line of JSON on stdout; the output of ranks goes to stderr."""
 
-    KINDS: ClassVar[dict[type[Event], str]] = {
-        JobView: "view",
-        EpochReport: "epoch",
-        EvaluationReport: "evaluation",
-        RoundReport: "round",
-        StallReport: "stall",
-        MembershipReport: "membership",
-        Checkpoint: "checkpoint",
-        UserEvent: "user_event",
-    }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def show(self, event: Event) -> None:
-        if type(event) in self.KINDS:
-            sys.stdout.write(to_json({"event": self.KINDS[type(event)], **event_document(event)}) + "\n")
+        if not isinstance(event, JobResult):
+            sys.stdout.write(to_json({"event": EVENT_NAMES[type(event)], **event_document(event)}) + "\n")
             sys.stdout.flush()
 
     def write(self, printed: RankOutput) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 from google.protobuf.message import DecodeError
-from rich.console import Console
 
 from elche.errors import InvalidJob, UnknownJob, Unreachable
 from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
@@ -20,10 +19,9 @@ from elche_client.local_run import CADENCE, COMMAND, LocalRun
 from elche_client.naming import find, of_job
 from elche_client.notices import print_notice
 from elche_client.options import JobOptions
-from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
 from elche_client.script_run import ScriptRun
-from elche_client.summary import checkpoints_table
+from elche_client.summary import checkpoints_table, wide_console
 
 DEPTH = 4
 """Number of folders above a checkpoint that are searched for its run's folder."""
@@ -184,10 +182,7 @@ def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
     if as_json:
         click.echo(to_json([asdict(one) for one in found]))
         return 0
-    console = Console(highlight=False)
-    if not console.file.isatty():
-        console.width = PIPE_WIDTH
-    console.print(checkpoints_table(found) if found else "no checkpoints")
+    wide_console().print(checkpoints_table(found) if found else "no checkpoints")
     return 0
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +17,17 @@ from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 
 MIN_NAME = 12
 """Least columns for names that a user has to type, which are folded and never cut."""
+
+PIPE_WIDTH = 400
+"""Columns of a table that is not printed on a terminal: enough that no id or path is cut."""
+
+
+def wide_console() -> Console:
+    """The console of standard output; if that is no terminal, so wide that nothing is cut."""
+    console = Console(highlight=False)
+    if not console.file.isatty():
+        console.width = PIPE_WIDTH
+    return console
 
 
 def summary_panel(

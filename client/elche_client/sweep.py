@@ -117,10 +117,6 @@ class Sweep:
             resume=resume,
         )
 
-    def is_better(self, one: float, other: float) -> bool:
-        """True if the first metric is better."""
-        return one > other if self.is_max else one < other
-
     def ranked(self, results: Results, keys: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Keys of trials that have not failed, the best first."""
         sign = -1 if self.is_max else 1

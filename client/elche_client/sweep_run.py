@@ -21,9 +21,9 @@ from elche_client.events import JobResult, JobState, JobView
 from elche_client.formatting import figure, printable
 from elche_client.interrupts import interrupted
 from elche_client.notices import print_notice
-from elche_client.output import PIPE_WIDTH
 from elche_client.panel import STATE_STYLES
 from elche_client.record import to_json
+from elche_client.summary import wide_console
 from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials
 from elche_client.upload import folder_of
 
@@ -241,10 +241,7 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
     if as_json:
         click.echo(to_json(runner.rows()))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = PIPE_WIDTH
-        console.print(runner.table())
+        wide_console().print(runner.table())
     best = next(iter(runner.ranked()), None)
     if best is None or runner.results.get(best) is None:
         print_notice("no trial has succeeded")

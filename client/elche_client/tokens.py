@@ -1,7 +1,5 @@
 """Makes, lists and revokes the tokens of a coordinator."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -67,26 +65,21 @@ class Tokens:
         """
         seconds = 0.0 if expires is None else expires.total_seconds()
         request = pb.MakeTokenRequest(name=name, role=pb.Role.Value(f"ROLE_{role.upper()}"), expires_s=seconds)
-        with self._calling():
+        with calling(self.address):
             made = self._stub.MakeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return _token(made.token), made.text
 
     def all(self) -> list[Token]:
         """The tokens that have not been revoked, oldest first."""
-        with self._calling():
+        with calling(self.address):
             found = self._stub.ListTokens(pb.ListTokensRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         return [_token(one) for one in found.tokens]
 
     def revoke(self, token_id: str) -> Token:
         """Revokes the token, and ends its open streams. Raises `InvalidJob` for an unknown id."""
-        with self._calling():
+        with calling(self.address):
             request = pb.RevokeTokenRequest(id=token_id)
             return _token(self._stub.RevokeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).token)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        with calling(self.address):
-            yield
 
 
 def _token(message: pb.Token) -> Token:

@@ -13,9 +13,8 @@ from elche_client.client import Client
 from elche_client.events import HostView, JobState, JobView
 from elche_client.formatting import printable
 from elche_client.interrupts import interrupted
-from elche_client.output import PIPE_WIDTH
 from elche_client.record import to_json
-from elche_client.summary import hosts_table, jobs_table
+from elche_client.summary import hosts_table, jobs_table, wide_console
 
 MAX_ENDED = 5
 """Newest ended jobs that are shown below the others."""
@@ -62,8 +61,7 @@ def top(address: str, *, every_s: float, as_json: bool = False) -> int:
             click.echo(to_json({"jobs": jobs, "hosts": hosts}))
             return 0
         if not console.is_terminal:
-            console.width = PIPE_WIDTH
-            console.print(shown)
+            wide_console().print(shown)
             return 0
         with interrupted() as stop, Live(shown, console=console, screen=True, auto_refresh=False) as live:
             while not stop.wait(every_s):

@@ -5,7 +5,6 @@ from typing import Any
 import grpc
 
 from elche.errors import InvalidJob
-from elche.status import answering
 from elche.v1 import access_pb2, access_pb2_grpc
 from elche_coordinator.access import Credentials
 from elche_coordinator.roles import CALLER, Role, Token
@@ -30,33 +29,30 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         self._tokens = tokens
 
     async def MakeToken(self, request: access_pb2.MakeTokenRequest, context: Context) -> access_pb2.MakeTokenResponse:  # noqa: N802
-        async with answering(context):
-            if not self._credentials.are_needed:
-                raise InvalidJob(
-                    "this coordinator asks nobody for a token: start it with one of its own (ELCHE_TOKEN or "
-                    "ELCHE_TOKEN_FILE), then make others"
-                )
-            if request.role not in ROLES:
-                raise InvalidJob(f"a token needs one of the roles {', '.join(Role)}")
-            if request.expires_s < 0:
-                raise InvalidJob("a token cannot have expired before it is made")
-            token, text = self._tokens.make(
-                request.name, ROLES[request.role], expires_s=request.expires_s, made_by=CALLER.get().name
+        if not self._credentials.are_needed:
+            raise InvalidJob(
+                "this coordinator asks nobody for a token: start it with one of its own (ELCHE_TOKEN or "
+                "ELCHE_TOKEN_FILE), then make others"
             )
+        if request.role not in ROLES:
+            raise InvalidJob(f"a token needs one of the roles {', '.join(Role)}")
+        if request.expires_s < 0:
+            raise InvalidJob("a token cannot have expired before it is made")
+        token, text = self._tokens.make(
+            request.name, ROLES[request.role], expires_s=request.expires_s, made_by=CALLER.get().name
+        )
         return access_pb2.MakeTokenResponse(token=_message(token), text=text)
 
     async def ListTokens(  # noqa: N802
         self, request: access_pb2.ListTokensRequest, context: Context
     ) -> access_pb2.ListTokensResponse:
-        async with answering(context):
-            tokens = [_message(one) for one in self._tokens.all()]
+        tokens = [_message(one) for one in self._tokens.all()]
         return access_pb2.ListTokensResponse(tokens=tokens)
 
     async def RevokeToken(  # noqa: N802
         self, request: access_pb2.RevokeTokenRequest, context: Context
     ) -> access_pb2.RevokeTokenResponse:
-        async with answering(context):
-            token = self._tokens.revoke(request.id)
+        token = self._tokens.revoke(request.id)
         return access_pb2.RevokeTokenResponse(token=_message(token))
 
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar, assert_never
 import grpc
 
 from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
-from elche.status import answering
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.budgets import HELLO_S
@@ -40,8 +39,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         first = await _next(request_iterator, HELLO_S)
         if first is None or not first.HasField("hello"):
             raise InvalidJob("the first message of an agent must be its hello")
-        async with answering(context):
-            agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
+        agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for response in queue:
@@ -101,14 +99,13 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
     ) -> agent_pb2.DeliverResponse:
         transfer = ""
-        async with answering(context):
-            while (request := await _next(request_iterator, BEGIN_S)) is not None:
-                transfer = transfer or request.transfer
-                if request.error:
-                    await self._transfers.deliver(transfer, InvalidJob(request.error))
-                    return agent_pb2.DeliverResponse()
-                await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
-            await self._transfers.deliver(transfer, None)
+        while (request := await _next(request_iterator, BEGIN_S)) is not None:
+            transfer = transfer or request.transfer
+            if request.error:
+                await self._transfers.deliver(transfer, InvalidJob(request.error))
+                return agent_pb2.DeliverResponse()
+            await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
+        await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()
 
 

@@ -40,7 +40,7 @@ class Agents:
 
     def hosts(self) -> list[HostView]:
         """All hosts, in the order in which they joined."""
-        return self._core.hosts()
+        return self._core.fleet.hosts()
 
     def hosts_of(self, view: JobView) -> list[AgentId]:
         """The connected hosts that may have the output of the job's ranks."""
@@ -62,10 +62,10 @@ class Agents:
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
         return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_model=send))
 
-    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> None:
-        """Asks a host to deliver the weights of the checkpoint at `path`."""
+    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> bool:
+        """Asks a host to deliver the weights of the checkpoint at `path`. Returns False if it is not connected."""
         send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
-        self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
+        return self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: RankView, transfer: str, max_bytes: int, **how: bool) -> bool:
         """Asks a host that has a rank's log to deliver its end and, with `follow=True`, what is appended; with
@@ -77,7 +77,7 @@ class Agents:
 
     def holders(self, job_id: str, agent_id: AgentId, folder: str) -> list[AgentId]:
         """The connected hosts that may have what the job left with an agent that had this work folder."""
-        return list(filter(self._is_connected, self._core.holders(JobId(job_id), agent_id, folder)))
+        return list(filter(self._is_connected, self._core.fleet.holders(JobId(job_id), agent_id, folder)))
 
     def _is_connected(self, agent_id: AgentId) -> bool:
         stream = self._streams.agents.get(agent_id)

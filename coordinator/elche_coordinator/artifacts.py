@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -47,6 +47,8 @@ STAMP_CHARS = 21
 """Before each line of a log in the store: the time, and a space."""
 
 Result = TypeVar("Result")
+Ask = Callable[[str], bool]
+"""Asks a host to deliver a file to the transfer of a name. Returns False if no host with the file is connected."""
 
 
 @dataclass(slots=True)
@@ -281,18 +283,21 @@ class Artifacts:
 
     async def from_host(
         self,
-        transfer: str,
+        asks: Iterable[Ask],
         job_id: str,
         name: str,
         absent: str,
         stored: Callable[[], AsyncGenerator[bytes]] | None = None,
     ) -> AsyncGenerator[bytes]:
-        """Yields a file as its host delivers it, or from the store where the host does not begin to, or there is no
-        `transfer`. Raises `ElcheError`, with the text `absent` where neither has it.
+        """Yields a file as the first host delivers it that begins to, or else from the store. Raises `ElcheError`, with
+        the text `absent` where nobody has it.
         """
         problem: ElcheError = InvalidJob(absent)
-        if transfer:
-            has_begun = False
+        for ask in asks:
+            transfer, has_begun = self._transfers.begin(), False
+            if not ask(transfer):
+                self._transfers.drop(transfer)
+                continue
             try:
                 async with aclosing(self._transfers.chunks(transfer)) as chunks:
                     async for data in chunks:
@@ -310,11 +315,11 @@ class Artifacts:
                 yield data
 
     def log_end(
-        self, transfer: str, job_id: str, rank: int, max_bytes: int, absent: str, *, with_times: bool = False
+        self, asks: Iterable[Ask], job_id: str, rank: int, max_bytes: int, absent: str, *, with_times: bool = False
     ) -> AsyncGenerator[bytes]:
         """The same for the end of a rank's log."""
         stored = partial(self._stored_log_end, job_id, rank, max_bytes, with_times=with_times)
-        return self.from_host(transfer, job_id, rank_log(rank), absent, stored)
+        return self.from_host(asks, job_id, rank_log(rank), absent, stored)
 
     async def _stored_log_end(
         self, job_id: str, rank: int, max_bytes: int, *, with_times: bool
@@ -328,13 +333,13 @@ class Artifacts:
             end = end.partition(b"\n")[2]
         yield end if with_times else b"\n".join(line[STAMP_CHARS:] for line in end.split(b"\n"))
 
-    def weights_of(self, job_id: str, path: str) -> str | None:
-        """The name of the weights of the checkpoint that was at a path; None where the store has none, or has parts."""
+    def weights_of(self, job_id: str, path: str) -> str:
+        """The name of the weights of the checkpoint that was at a path; "" where the store has none, or has parts."""
         folder = f"{CHECKPOINTS}/{PurePath(path).name}"
         entry = self._find(job_id, f"{folder}/{MANIFEST}")
         if entry is None or any(name.startswith(f"{folder}/pieces/") for name in entry["files"]):
-            return None
-        return next((name for one in (EMA, WEIGHTS) if (name := f"{folder}/{one}") in entry["files"]), None)
+            return ""
+        return next((name for one in (EMA, WEIGHTS) if (name := f"{folder}/{one}") in entry["files"]), "")
 
     def checkpoints_place(self, job_id: str, path: str) -> str:
         """Returns the place in the store of the checkpoint that was at a path; empty if it is not there, or a host that

@@ -5,7 +5,6 @@ from typing import Any
 
 import grpc
 
-from elche.status import answering
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.access import authenticated
 from elche_coordinator.averaging import Averager, RelayAborted, take_part
@@ -36,23 +35,21 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
     async def Average(  # noqa: N802
         self, request_iterator: AsyncIterator[averaging_pb2.AverageRequest], context: Context
     ) -> AsyncIterator[averaging_pb2.AverageResponse]:
-        async with answering(context):
-            address = authenticated(self._driver, context)
-            first = await anext(request_iterator, None)
-            join = first.join if first is not None else averaging_pb2.JoinRound()
-            generation, round_id = GenerationId(join.generation), RoundId(join.round)
-            seat = self._driver.core.position_in_round(address, generation, round_id)
-            if seat is None:
-                raise RelayAborted(f"round {round_id} is not open")
-            position, size = seat
-            relay = self._averager.relay(address["job_id"], round_id, size)
-            async for data in take_part(relay, position, request_iterator):
-                yield averaging_pb2.AverageResponse(data=data)
+        address = authenticated(self._driver, context)
+        first = await anext(request_iterator, None)
+        join = first.join if first is not None else averaging_pb2.JoinRound()
+        generation, round_id = GenerationId(join.generation), RoundId(join.round)
+        seat = self._driver.core.position_in_round(address, generation, round_id)
+        if seat is None:
+            raise RelayAborted(f"round {round_id} is not open")
+        position, size = seat
+        relay = self._averager.relay(address["job_id"], round_id, size)
+        async for data in take_part(relay, position, request_iterator):
+            yield averaging_pb2.AverageResponse(data=data)
 
     async def GetVerdict(  # noqa: N802
         self, request: averaging_pb2.GetVerdictRequest, context: Context
     ) -> averaging_pb2.GetVerdictResponse:
-        async with answering(context):
-            job_id = authenticated(self._driver, context)["job_id"]
-            is_complete = await self._averager.is_complete(job_id, RoundId(request.round))
+        job_id = authenticated(self._driver, context)["job_id"]
+        is_complete = await self._averager.is_complete(job_id, RoundId(request.round))
         return averaging_pb2.GetVerdictResponse(is_complete=is_complete)

@@ -6,7 +6,6 @@ from typing import Any
 import grpc
 
 from elche.errors import InvalidJob
-from elche.status import answering
 from elche.v1 import bundle_pb2, bundle_pb2_grpc
 from elche_coordinator.access import authenticated
 from elche_coordinator.budgets import MAX_ANNOUNCED_BYTES_OF_CALLER, Budget
@@ -28,28 +27,25 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
     async def FindBundle(  # noqa: N802
         self, request: bundle_pb2.FindBundleRequest, context: Context
     ) -> bundle_pb2.FindBundleResponse:
-        async with answering(context):
-            size_bytes, is_complete = self._bundles.find(request.bundle)
+        size_bytes, is_complete = self._bundles.find(request.bundle)
         return bundle_pb2.FindBundleResponse(size_bytes=size_bytes, is_complete=is_complete)
 
     async def UploadBundle(  # noqa: N802
         self, request_iterator: AsyncIterator[bundle_pb2.UploadBundleRequest], context: Context
     ) -> bundle_pb2.UploadBundleResponse:
-        async with answering(context):
-            first = await anext(aiter(request_iterator), None)
-            if first is None:
-                raise InvalidJob("an upload begins with the bundle's name")
-            chunks = (request.data async for request in request_iterator)
-            with self._announced.taking(CALLER.get().name, max(0, first.size_bytes)):
-                await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            raise InvalidJob("an upload begins with the bundle's name")
+        chunks = (request.data async for request in request_iterator)
+        with self._announced.taking(CALLER.get().name, max(0, first.size_bytes)):
+            await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
         return bundle_pb2.UploadBundleResponse()
 
     async def FetchBundle(  # noqa: N802
         self, request: bundle_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[bundle_pb2.FetchBundleResponse]:
-        async with answering(context):
-            spec = self._driver.core.spec(authenticated(self._driver, context)["job_id"])
-            if spec is None or not spec.bundle:
-                raise InvalidJob("this job has no folder")
-            async for data in self._bundles.chunks(spec.bundle, request.offset):
-                yield bundle_pb2.FetchBundleResponse(data=data)
+        spec = self._driver.core.spec(authenticated(self._driver, context)["job_id"])
+        if spec is None or not spec.bundle:
+            raise InvalidJob("this job has no folder")
+        async for data in self._bundles.chunks(spec.bundle, request.offset):
+            yield bundle_pb2.FetchBundleResponse(data=data)

@@ -28,15 +28,15 @@ class JobCatalogue:
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
-        return self._core.submitted_as(key) or self._history.submitted_as(key)
+        return self._core.keys.get(key) or self._history.keys.get(key)
 
     def job_ids(self) -> list[str]:
         """All jobs, oldest first."""
-        return [*self._history.job_ids(), *self._core.job_ids()]
+        return [*self._history.jobs, *self._core.job_ids()]
 
     def past_views(self) -> list[JobView]:
         """The jobs that had ended before this run, oldest first."""
-        return list(map(self._with_artifacts, self._history.views()))
+        return [self._with_artifacts(job.view) for job in self._history.jobs.values()]
 
     def present_views(self) -> list[JobView]:
         """The jobs of this run as they are now, oldest first; why and how long queued ones wait may be older."""
@@ -45,11 +45,13 @@ class JobCatalogue:
 
     def is_past(self, job_id: str) -> bool:
         """True if the job had ended before this run, so that some of its figures are not available."""
-        return self._history.view(job_id) is not None
+        return job_id in self._history.jobs
 
     def view(self, job_id: str) -> JobView | None:
         """One job as it is now; None when it is not known."""
-        view = self._present_view(JobId(job_id), self._core.view) or self._history.view(job_id)
+        view = self._present_view(JobId(job_id), self._core.view)
+        if view is None and (past := self._history.jobs.get(job_id)) is not None:
+            view = past.view
         return None if view is None else self._with_artifacts(view)
 
     def known_view(self, job_id: str) -> JobView:
@@ -61,16 +63,20 @@ class JobCatalogue:
 
     def details(self, job_id: str) -> JobDetails | None:
         """A job's submission and outcome; None for an unknown job."""
-        return self._core.details(JobId(job_id), self._driver.now_s) or self._history.details(job_id)
+        if (past := self._history.jobs.get(job_id)) is not None:
+            return JobDetails(spec=past.spec, result=past.result)
+        return self._core.details(JobId(job_id), self._driver.now_s)
 
     def result(self, job_id: str) -> JobResult | None:
         """The job's result; None before it is durable, and for an unknown job."""
-        present = None if job_id in self._driver.ending else self._core.result(JobId(job_id))
-        return present or self._history.result(job_id)
+        if (past := self._history.jobs.get(job_id)) is not None:
+            return past.result
+        return None if job_id in self._driver.ending else self._core.result(JobId(job_id))
 
     def spec(self, job_id: str) -> JobSpec | None:
         """The job's present spec, whose number of ranks may have been changed; None for an unknown job."""
-        return self._core.spec(JobId(job_id)) or self._history.spec(job_id)
+        past = self._history.jobs.get(job_id)
+        return self._core.spec(JobId(job_id)) if past is None else past.spec
 
     def submission(self, job_id: str) -> JobSpec:
         """The job's submission, without rounds to repeat. Raises `KeyError` before it is durable."""
@@ -92,7 +98,7 @@ class JobCatalogue:
         present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
         views = [view for view in present if view is not None]
         views.sort(key=lambda view: -(view.ended_for_s or 0.0))
-        ended = [*self._history.job_ids(), *(view.job_id for view in views)]
+        ended = [*self._history.jobs, *(view.job_id for view in views)]
         old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
         if old:
             self._history.forget(old)

@@ -44,7 +44,6 @@ from elche_coordinator.leadership import Leadership
 from elche_coordinator.open_files import max_connections, raise_limit
 from elche_coordinator.rank_service import RankServicer
 from elche_coordinator.releasing import ReleasingInterceptor
-from elche_coordinator.retention import forget_old
 from elche_coordinator.shared_bundles import SharedBundles
 from elche_coordinator.standby import lead, loading, open_store, start_over
 from elche_coordinator.stopping import Stop, save_jobs
@@ -63,6 +62,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Seconds for which open calls may take to end at shutdown."""
+FORGET_EVERY_S = 60.0
+"""Seconds between two looks for ended jobs to forget."""
 
 
 async def serve(config: Config) -> None:
@@ -96,7 +97,7 @@ async def _serve(
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
     access = AccessInterceptor(credentials, audit, partial(rank_caller, driver))
     server, port = _new_server(config, access, encryption)
-    driver.begin_incarnations_at(history.last_incarnation + 1)
+    driver.core.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
     bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
@@ -116,9 +117,9 @@ async def _serve(
     async with (
         _running(driver.health.measure()),
         _running(timelines.write()),
-        _running(forget_old(catalogue, config.keep_jobs)),
+        _running(_forget_old(catalogue, config.keep_jobs)),
         _running(artifacts.run()),
-        _page(config, driver, catalogue, transfers, artifacts, journals, credentials, audit, encryption, tokens),
+        _page(config, driver, catalogue, artifacts, journals, credentials, audit, encryption, tokens),
     ):
         await server.start()
         host, _ = split_address(config.listen)
@@ -143,12 +144,17 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
+async def _forget_old(catalogue: JobCatalogue, keep_jobs: int) -> None:
+    while True:
+        catalogue.forget_oldest(keep_jobs)
+        await asyncio.sleep(FORGET_EVERY_S)
+
+
 @asynccontextmanager
 async def _page(
     config: Config,
     driver: Driver,
     catalogue: JobCatalogue,
-    transfers: Transfers,
     artifacts: Artifacts,
     journals: JournalFiles,
     credentials: Credentials,
@@ -163,7 +169,7 @@ async def _page(
     server, host = _bind_http(config.http), split_address(config.http)[0]
     recordings = Recordings(config.data / "recordings")
     upkeep = Upkeep(config.data, tokens, encryption)
-    web = Web(driver, catalogue, transfers, credentials, audit, artifacts, recordings, journals, upkeep)
+    web = Web(driver, catalogue, credentials, audit, artifacts, recordings, journals, upkeep)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_running(web.record()))
         presented = server.start(web.app, encryption.page_files if encryption is not None else None)

@@ -130,10 +130,6 @@ class Driver:
         if recorded is not None:
             self._repeat(recorded)
 
-    def begin_incarnations_at(self, number: int) -> None:
-        """Numbers later incarnations from `number` on, or from the highest so far."""
-        self.core.begin_incarnations_at(number)
-
     @property
     def now_s(self) -> float:
         """The core's time."""

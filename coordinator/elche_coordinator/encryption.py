@@ -48,7 +48,7 @@ class Encryption:
 
     @property
     def held(self) -> Certificates:
-        """What is presented to the page's next visitor."""
+        """The certificates that the page's next visitor is shown."""
         return self._of_page.held
 
     @property

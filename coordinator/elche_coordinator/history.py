@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elche_coordinator.core.describe import JobDetails, JobView, from_json
+from elche_coordinator.core.describe import JobView, from_json
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
@@ -36,8 +36,10 @@ class History:
     def __init__(self, store: Store, living: Collection[str] = ()) -> None:
         """Leaves out `living` jobs, which the core has."""
         self._store = store
-        self._jobs: dict[str, PastJob] = {}
-        self._keys: dict[str, str] = {}
+        self.jobs: dict[str, PastJob] = {}
+        """All jobs, oldest first."""
+        self.keys: dict[str, str] = {}
+        """Keys of submissions, with their jobs."""
         self.unfinished: list[JobSubmitted] = []
         """Jobs that go on, oldest first."""
         self.last_incarnation = 0
@@ -71,9 +73,9 @@ class History:
         if was_running:
             record = _closed(record)
         key = str(record.get("key", ""))
-        self._jobs[job_id] = PastJob(spec=_spec(record["spec"]), view=_view(job_id, record), result=_result(record))
+        self.jobs[job_id] = PastJob(spec=_spec(record["spec"]), view=_view(job_id, record), result=_result(record))
         if key:
-            self._keys[key] = job_id
+            self.keys[key] = job_id
         if was_running:
             lost[job_id] = record
 
@@ -106,46 +108,14 @@ class History:
         except StoreFailed as error:
             log.error("the jobs that have failed cannot be recorded: %s", error.reason)
 
-    def submitted_as(self, key: str) -> str | None:
-        """The job that was submitted with the key; None when none was."""
-        return self._keys.get(key)
-
     def forget(self, job_ids: Iterable[str]) -> None:
         """Forgets these jobs."""
-        gone = {job_id for job_id in job_ids if self._jobs.pop(job_id, None) is not None}
-        self._keys = {key: job_id for key, job_id in self._keys.items() if job_id not in gone}
-
-    def job_ids(self) -> list[str]:
-        """All jobs, oldest first."""
-        return list(self._jobs)
-
-    def views(self) -> list[JobView]:
-        """All jobs, oldest first."""
-        return [job.view for job in self._jobs.values()]
-
-    def view(self, job_id: str) -> JobView | None:
-        """One job; None when it is not known."""
-        job = self._jobs.get(job_id)
-        return job.view if job else None
-
-    def spec(self, job_id: str) -> JobSpec | None:
-        """The job's spec; None for an unknown job."""
-        job = self._jobs.get(job_id)
-        return job.spec if job else None
+        gone = {job_id for job_id in job_ids if self.jobs.pop(job_id, None) is not None}
+        self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def submission(self, job_id: str) -> JobSpec:
         """The submission of any job with a durable record. Raises `KeyError` without one."""
         return _spec(_record(self._store.load_row(job_id))["spec"])
-
-    def details(self, job_id: str) -> JobDetails | None:
-        """A job's submission and outcome; None for an unknown job."""
-        job = self._jobs.get(job_id)
-        return JobDetails(spec=job.spec, result=job.result) if job else None
-
-    def result(self, job_id: str) -> JobResult | None:
-        """The job's result; None for an unknown job."""
-        job = self._jobs.get(job_id)
-        return job.result if job else None
 
 
 def _records(rows: Iterable[JobRow]) -> dict[str, Record]:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import grpc
 
 from elche.errors import InvalidJob, UnknownJob
-from elche.status import answering
 from elche.v1 import (
     job_pb2,
     job_pb2_grpc,
@@ -78,46 +77,42 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._journals = journals
         self._driver = driver
         self._catalogue = catalogue
-        self._transfers = transfers
         self._artifacts = artifacts
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
         self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
         self._links = LinkTrials(driver.agents, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
-        async with answering(context):
-            key = CALLER.get().own_key(request.key)
-            known = self._catalogue.submitted_as(key)
-            if known:
-                HAS_CHANGED.set(False)
-                await self._driver.durable()
-                return job_pb2.SubmitJobResponse(job_id=known)
-            if request.finds:
-                raise UnknownJob(request.key)
-            check_spec(request.spec)
-            if request.spec.bundle:
-                self._bundles.require(request.spec.bundle)
-            spec = codec.spec(request.spec, self._driver.sources.add(request.spec.source))
-            spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
-            job_id = await submit(self._driver, spec, key)
+        key = CALLER.get().own_key(request.key)
+        known = self._catalogue.submitted_as(key)
+        if known:
+            HAS_CHANGED.set(False)
+            await self._driver.durable()
+            return job_pb2.SubmitJobResponse(job_id=known)
+        if request.finds:
+            raise UnknownJob(request.key)
+        check_spec(request.spec)
+        if request.spec.bundle:
+            self._bundles.require(request.spec.bundle)
+        spec = codec.spec(request.spec, self._driver.sources.add(request.spec.source))
+        spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
+        job_id = await submit(self._driver, spec, key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
-        async with answering(context):
-            page = job_pb2.ListJobsResponse()
-            page.next_page_token = _fill(
-                page.jobs,
-                self._catalogue.job_ids(),
-                lambda job_id: _view_message(self._catalogue.known_view(job_id)),
-                request,
-            )
+        page = job_pb2.ListJobsResponse()
+        page.next_page_token = _fill(
+            page.jobs,
+            self._catalogue.job_ids(),
+            lambda job_id: _view_message(self._catalogue.known_view(job_id)),
+            request,
+        )
         return page
 
     async def WatchJob(  # noqa: N802
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
-        async with answering(context):
-            self._views.newest(request.job_id)
+        self._views.newest(request.job_id)
         queue = self._driver.watchers.watch(request.job_id)
         try:
             async for response in self._responses(request.job_id, queue):
@@ -126,114 +121,99 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._driver.watchers.unwatch(request.job_id, queue)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
-        async with answering(context):
-            before = cancel(self._driver, own_view(self._catalogue, request.job_id))
-            await self._driver.durable()
+        before = cancel(self._driver, own_view(self._catalogue, request.job_id))
+        await self._driver.durable()
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
-        async with answering(context):
-            check_settings(request.settings)
-            view = own_view(self._catalogue, request.job_id)
-            submitter = CALLER.get().submitter(request.submitted_by)
-            job_id, path = await resume(
-                self._driver, self._catalogue, self._artifacts, view, request.settings, submitter
-            )
+        check_settings(request.settings)
+        view = own_view(self._catalogue, request.job_id)
+        submitter = CALLER.get().submitter(request.submitted_by)
+        job_id, path = await resume(self._driver, self._catalogue, self._artifacts, view, request.settings, submitter)
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
     async def CheckpointJob(  # noqa: N802
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
-        async with answering(context):
-            request_checkpoint(self._driver, own_view(self._catalogue, request.job_id))
-            await self._driver.durable()
+        request_checkpoint(self._driver, own_view(self._catalogue, request.job_id))
+        await self._driver.durable()
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
-        async with answering(context):
-            view = own_view(self._catalogue, request.job_id)
-            is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
-            HAS_CHANGED.set(is_open)
-            if is_open:
-                pause(self._driver, view, is_paused=request.is_paused)
-                await self._driver.durable()
+        view = own_view(self._catalogue, request.job_id)
+        is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
+        HAS_CHANGED.set(is_open)
+        if is_open:
+            pause(self._driver, view, is_paused=request.is_paused)
+            await self._driver.durable()
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
-        async with answering(context):
-            before = scale(self._driver, self._catalogue, own_view(self._catalogue, request.job_id), request.num_ranks)
-            await self._driver.durable()
+        before = scale(self._driver, self._catalogue, own_view(self._catalogue, request.job_id), request.num_ranks)
+        await self._driver.durable()
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
     async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802
-        async with answering(context):
-            num_ranks = drain(self._driver, request.host, is_drained=request.is_drained)
-            await self._driver.durable()
+        num_ranks = drain(self._driver, request.host, is_drained=request.is_drained)
+        await self._driver.durable()
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
-        async with answering(context):
-            page = job_pb2.ListHostsResponse(now=time.time())
-            page.next_page_token = _fill(page.hosts, self._driver.agents.hosts(), codec.host_message, request)
+        page = job_pb2.ListHostsResponse(now=time.time())
+        page.next_page_token = _fill(page.hosts, self._driver.agents.hosts(), codec.host_message, request)
         return page
 
     async def MeasureLinks(  # noqa: N802
         self, request: job_pb2.MeasureLinksRequest, context: Context
     ) -> AsyncIterator[job_pb2.MeasureLinksResponse]:
-        async with answering(context), aclosing(self._links.measure(request.hosts)) as found:
+        async with aclosing(self._links.measure(request.hosts)) as found:
             async for one in found:
                 yield one
 
     async def InjectFault(  # noqa: N802
         self, request: job_pb2.InjectFaultRequest, context: Context
     ) -> job_pb2.InjectFaultResponse:
-        async with answering(context):
-            host = self._faults.inject(own_view(self._catalogue, request.job_id), request)
+        host = self._faults.inject(own_view(self._catalogue, request.job_id), request)
         return job_pb2.InjectFaultResponse(host=host)
 
     async def FetchModel(  # noqa: N802
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
-        async with answering(context):
-            view = self._catalogue.known_view(request.job_id)
-            find = best_weights if request.best else model_chunks
-            found = find(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
-            async with aclosing(found) as chunks:
-                async for data in chunks:
-                    yield job_pb2.FetchModelResponse(data=data)
+        view = self._catalogue.known_view(request.job_id)
+        find = best_weights if request.best else model_chunks
+        found = find(self._catalogue, self._driver.agents, self._artifacts, view)
+        async with aclosing(found) as chunks:
+            async for data in chunks:
+                yield job_pb2.FetchModelResponse(data=data)
 
     async def StreamLogs(  # noqa: N802
         self, request: job_pb2.StreamLogsRequest, context: Context
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
-        async with answering(context):
-            parts = stream_logs(
-                request,
-                lambda: self._catalogue.known_view(request.job_id),
-                self._driver.agents,
-                self._transfers,
-                self._artifacts,
-                self._logs,
-            )
-            async with aclosing(parts):
-                async for part in parts:
-                    yield part
+        parts = stream_logs(
+            request,
+            lambda: self._catalogue.known_view(request.job_id),
+            self._driver.agents,
+            self._artifacts,
+            self._logs,
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
 
     async def FetchTimeline(  # noqa: N802
         self, request: job_pb2.FetchTimelineRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
-        async with answering(context):
-            self._catalogue.known_view(request.job_id)
-            async for data in self._timelines.chunks(request.job_id):
-                yield job_pb2.FetchTimelineResponse(data=data)
+        self._catalogue.known_view(request.job_id)
+        async for data in self._timelines.chunks(request.job_id):
+            yield job_pb2.FetchTimelineResponse(data=data)
 
     async def FetchJournal(  # noqa: N802
         self, request: job_pb2.FetchJournalRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
-        async with answering(context):
-            self._catalogue.known_view(request.job_id)
-            num_events = request.num_events if request.HasField("num_events") else None
-            async for data in self._journals.chunks(request.job_id, num_events):
-                yield job_pb2.FetchJournalResponse(data=data)
+        self._catalogue.known_view(request.job_id)
+        num_events = request.num_events if request.HasField("num_events") else None
+        async for data in self._journals.chunks(request.job_id, num_events):
+            yield job_pb2.FetchJournalResponse(data=data)
 
     async def _responses(
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]

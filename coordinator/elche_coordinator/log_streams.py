@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from elche.errors import ElcheError, InvalidJob
 from elche.v1 import job_pb2
@@ -13,7 +14,6 @@ from elche_coordinator.budgets import Budget
 from elche_coordinator.core.describe import JobView, RankView
 from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
 from elche_coordinator.roles import CALLER
-from elche_coordinator.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ async def stream_logs(
     request: job_pb2.StreamLogsRequest,
     view: Callable[[], JobView],
     agents: Agents,
-    transfers: Transfers,
     artifacts: Artifacts,
     budget: Budget,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
@@ -42,7 +41,7 @@ async def stream_logs(
     """
     ranks = await _begun(request, view)
     with budget.taking(CALLER.get().name, len(ranks)):
-        async with aclosing(_merged(request, view, ranks, agents, transfers, artifacts)) as parts:
+        async with aclosing(_merged(request, view, ranks, agents, artifacts)) as parts:
             async for part in parts:
                 yield part
 
@@ -52,14 +51,11 @@ async def _merged(
     view: Callable[[], JobView],
     ranks: list[RankView],
     agents: Agents,
-    transfers: Transfers,
     artifacts: Artifacts,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     parts: Parts = asyncio.Queue(DEPTH)
     job_id = view().job_id
-    readers = [
-        asyncio.ensure_future(_read(request, job_id, rank, agents, transfers, artifacts, parts)) for rank in ranks
-    ]
+    readers = [asyncio.ensure_future(_read(request, job_id, rank, agents, artifacts, parts)) for rank in ranks]
     problems: list[str] = []
     num_open = len(readers)
     try:
@@ -111,21 +107,17 @@ async def _read(
     job_id: str,
     rank: RankView,
     agents: Agents,
-    transfers: Transfers,
     artifacts: Artifacts,
     parts: Parts,
 ) -> None:
     """Puts the chunks of one rank's log into `parts`, then None."""
-    transfer = transfers.begin()
     limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
-        how = {"follow": request.follow, "with_times": request.with_times}
-        if not agents.ask_for_log(job_id, rank, transfer, limit, **how):
-            transfers.drop(transfer)
-            transfer = ""
+        follow, with_times = request.follow, request.with_times
+        ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, follow=follow, with_times=with_times)
         where = f"{rank.host}:{rank.log_path}"
         absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
-        log_end = artifacts.log_end(transfer, job_id, rank.rank, limit, absent, with_times=request.with_times)
+        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, with_times=with_times)
         async with aclosing(log_end) as chunks:
             async for data in chunks:
                 # A host whose rank writes nothing sends empty chunks, by which it notices that the client has left.

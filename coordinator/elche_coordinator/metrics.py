@@ -48,8 +48,8 @@ def snapshot(
     driver: Driver,
     catalogue: JobCatalogue,
     artifacts: Artifacts,
-    upkeep: Upkeep | None = None,
-    disk: tuple[int, int] | None = None,
+    upkeep: Upkeep,
+    disk: tuple[int, int] | None,
 ) -> MetricsSnapshot:
     """All that is exported, as it is now. `disk` is that of `upkeep`, which may take a while to find."""
     hosts, streams = driver.agents.hosts(), driver.streams
@@ -71,7 +71,7 @@ def snapshot(
         num_artifact_failures=artifacts.num_failures,
         num_artifacts_waiting=artifacts.num_waiting,
         disk=disk,
-        terms=[] if upkeep is None else upkeep.terms(time.time()),
+        terms=upkeep.terms(time.time()),
     )
 
 

@@ -1,4 +1,4 @@
-"""How many files the process may have open: each connection is one."""
+"""The limit of open files of this process: each connection is one."""
 
 import resource
 
@@ -28,5 +28,5 @@ def raise_limit() -> int:
 
 
 def max_connections(num_files: int) -> int:
-    """How many of the files connections to the gRPC server may take."""
+    """The number of files that connections to the gRPC server may take."""
     return num_files - min(OTHER_FILES, num_files // 2)

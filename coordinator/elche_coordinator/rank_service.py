@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from elche.errors import ElcheError, InvalidJob, NotAllowed
-from elche.status import answering
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.access import authenticated, num_heard_of
@@ -38,43 +37,41 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self._timelines = timelines
 
     async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:  # noqa: N802
-        async with answering(context):
-            if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
-                raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
-            self._driver.open_jobs.require_room(CALLER.get().name)
-            job_id = new_job_id(request.name)
-            spec = JobSpec(
-                name=request.name,
-                source_hash="",
-                file_name=request.name,
-                num_ranks=len(request.ranks),
-                output_dir=request.checkpoint_dir,
-                resume=request.resumed,
-                is_loop=True,
-                submitted_by=CALLER.get().submitter(request.submitted_by),
-            )
-            attached = LoopAttached(
-                job_id=job_id,
-                spec=spec,
-                ranks=tuple((rank.host, rank.device) for rank in request.ranks),
-                policy=request.policy,
-                submitted_at=time.time(),
-                can_regroup=request.can_regroup,
-            )
-            self._driver.handle(attached)
-            secrets = [self._driver.secrets.new(address) for address in self._driver.core.addresses(job_id)]
-            await self._driver.durable()
+        if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
+            raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
+        self._driver.open_jobs.require_room(CALLER.get().name)
+        job_id = new_job_id(request.name)
+        spec = JobSpec(
+            name=request.name,
+            source_hash="",
+            file_name=request.name,
+            num_ranks=len(request.ranks),
+            output_dir=request.checkpoint_dir,
+            resume=request.resumed,
+            is_loop=True,
+            submitted_by=CALLER.get().submitter(request.submitted_by),
+        )
+        attached = LoopAttached(
+            job_id=job_id,
+            spec=spec,
+            ranks=tuple((rank.host, rank.device) for rank in request.ranks),
+            policy=request.policy,
+            submitted_at=time.time(),
+            can_regroup=request.can_regroup,
+        )
+        self._driver.handle(attached)
+        secrets = [self._driver.secrets.new(address) for address in self._driver.core.addresses(job_id)]
+        await self._driver.durable()
         return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 
     async def Converse(  # noqa: N802
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
-        async with answering(context):
-            address, num_heard = authenticated(self._driver, context), num_heard_of(context)
-            queue = open_session(self._driver, address, num_heard)
-            stream = self._driver.streams.of_rank(address)
-            if queue is None or stream is None:
-                raise NotAllowed("this secret has been used for a session before")
+        address, num_heard = authenticated(self._driver, context), num_heard_of(context)
+        queue = open_session(self._driver, address, num_heard)
+        stream = self._driver.streams.of_rank(address)
+        if queue is None or stream is None:
+            raise NotAllowed("this secret has been used for a session before")
         reading = asyncio.ensure_future(self._read(address, request_iterator, stream, queue))
         try:
             async for response in queue:

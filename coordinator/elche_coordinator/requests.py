@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 
 from elche.artifacts import MODEL
@@ -28,7 +29,6 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.roles import CALLER, HAS_CHANGED
-from elche_coordinator.transfers import Transfers
 
 MAX_NAMED = 20
 """Hosts that an error names."""
@@ -122,9 +122,7 @@ def own_view(catalogue: JobCatalogue, job_id: str) -> JobView:
     return view
 
 
-def model_chunks(
-    catalogue: JobCatalogue, agents: Agents, transfers: Transfers, artifacts: Artifacts, view: JobView
-) -> AsyncGenerator[bytes]:
+def model_chunks(catalogue: JobCatalogue, agents: Agents, artifacts: Artifacts, view: JobView) -> AsyncGenerator[bytes]:
     """The job's model, from its host, or from the artifact store where none has it any more. Raises `InvalidJob`."""
     result = catalogue.result(view.job_id)
     spec = catalogue.spec(view.job_id)
@@ -132,12 +130,9 @@ def model_chunks(
         raise InvalidJob(f"job {view.job_id} has its own training loop, and such scripts save their models themselves")
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
-    transfer = transfers.begin()
-    if not agents.ask_for_model(view.job_id, result, transfer):
-        transfers.drop(transfer)
-        transfer = ""
+    ask = partial(agents.ask_for_model, view.job_id, result)
     absent = f"the host that has the model is not here any more; the model is {result.model} there"
-    return artifacts.from_host(transfer, view.job_id, MODEL, absent)
+    return artifacts.from_host([ask], view.job_id, MODEL, absent)
 
 
 def cancel(driver: Driver, view: JobView) -> str:

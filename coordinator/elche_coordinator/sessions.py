@@ -37,7 +37,7 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
     driver.agents.hold(agent_id, caller, hello)
     if is_new:
         log.info("agent=%s host=%s offers %d slots", agent_id, hello.host, len(hello.slots))
-        if others := driver.core.holders(JobId(""), AgentId(""), hello.folder):
+        if others := driver.core.fleet.holders(JobId(""), AgentId(""), hello.folder):
             log.info("agent=%s has the work folder of %s: it is shared, or one is a copy", agent_id, ", ".join(others))
         driver.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
     stream = driver.streams.agents[agent_id]

@@ -1,4 +1,4 @@
-"""What ends unless somebody acts: room on the coordinator's disk, its certificates, and tokens."""
+"""Things that run out unless somebody acts: room on the coordinator's disk, its certificates, and tokens."""
 
 import shutil
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Upkeep:
         return None
 
     def terms(self, now_s: float) -> list[Term]:
-        """What ends, or has ended within `FORGOTTEN_S`: certificates, and of each holder's tokens the last to end."""
+        """Those that end, or ended within `FORGOTTEN_S`: certificates, and of each holder's tokens the last to end."""
         found = [*self._certificates(), *self._tokens()]
         return [one for one in found if one.ends_at > now_s - FORGOTTEN_S]
 

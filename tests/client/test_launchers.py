@@ -7,7 +7,7 @@ import pytest
 
 from elche_client.launchers import ENGINES, AgentFleet, BadFleet, launcher_of
 from elche_client.launchers.slurm import script_of
-from elche_client.launchers.ssh import Host, _files, hosts_of
+from elche_client.launchers.ssh import SshHost, _files, hosts_of
 
 
 def fleet(**changes: object) -> AgentFleet:
@@ -58,7 +58,7 @@ def test_the_command_knows_every_engine() -> None:
 def test_hosts(tmp_path: Path) -> None:
     path = tmp_path / "hosts.txt"
     path.write_text("anna@gpu1\n\n# none\n  gpu2 --devices cuda:0,cuda:1 --label zone=eu  # the second\n")
-    assert hosts_of(path) == [Host("anna@gpu1"), Host("gpu2", "--devices cuda:0,cuda:1 --label zone=eu")]
+    assert hosts_of(path) == [SshHost("anna@gpu1"), SshHost("gpu2", "--devices cuda:0,cuda:1 --label zone=eu")]
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,11 @@ def test_the_end_of_a_stored_log(tmp_path: Path) -> None:
     found = artifacts("", {"job": json.dumps({"folder": part}), "damaged": "[1]"})
 
     async def end(max_bytes: int, *, with_times: bool) -> bytes:
-        parts = found.log_end("", "job", 0, max_bytes, "it is gone", with_times=with_times)
+        parts = found.log_end((), "job", 0, max_bytes, "it is gone", with_times=with_times)
         return b"".join([data async for data in parts])
 
     assert asyncio.run(end(1 << 20, with_times=True)) == b"".join(lines)
     assert asyncio.run(end(1 << 20, with_times=False)) == b"one\ntwo\rthree\nfour"
     assert asyncio.run(end(len(lines[2]) + 1, with_times=False)) == b"four"
     with pytest.raises(InvalidJob, match="it is gone"):
-        asyncio.run(anext(found.log_end("", "damaged", 0, 1, "it is gone")))
+        asyncio.run(anext(found.log_end((), "damaged", 0, 1, "it is gone")))

@@ -13,6 +13,7 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.job_service import PAGE_BYTES, JobServicer
+from elche_coordinator.validation import ValidationInterceptor
 
 FAT = Slot(device="d" * 255, model="m" * 255)
 NAMES = [f"host-{number}" for number in range(7)]
@@ -23,7 +24,7 @@ async def listed() -> list[str]:
     views = [HostView(agent_id=AgentId(name), host=name, slots=(FAT,) * 1024, ranks={}) for name in NAMES]
     driver: Any = SimpleNamespace(agents=SimpleNamespace(hosts=lambda: views))
     nothing: Any = None
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[ValidationInterceptor()])
     servicer = JobServicer(driver, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     job_pb2_grpc.add_JobServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

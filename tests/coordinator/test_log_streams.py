@@ -42,7 +42,7 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
             CALLER.set(Caller(caller, Role.VIEWER))
             agents: Any = hosts
             request = job_pb2.StreamLogsRequest(follow=True)
-            return stream_logs(request, lambda: view, agents, transfers, artifacts, budget)
+            return stream_logs(request, lambda: view, agents, artifacts, budget)
 
         first = follow("eve")
         reading = asyncio.create_task(anext(first))

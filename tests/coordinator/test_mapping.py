@@ -11,7 +11,6 @@ from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_client.codec import decode_event
 from elche_client.options import JobOptions
-from elche_client.progress import EventLines
 from elche_coordinator import codec, timelines
 from elche_coordinator.core import describe
 from elche_coordinator.core.messages import commands, events, ids, reports, spec
@@ -170,7 +169,7 @@ def test_clients_get_every_kind_of_report() -> None:
         assert type(event).__name__ == kind.__name__
         if kind in get_args(client.Event):  # declared once for both sides
             assert event == report
-    assert {*EventLines.KINDS, client.JobResult} == set(get_args(client.Event))
+    assert set(client.EVENT_NAMES) == set(get_args(client.Event))
 
 
 # How values are mapped

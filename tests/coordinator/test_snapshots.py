@@ -63,7 +63,7 @@ def test_what_was_saved_part_by_part_is_what_was_there() -> None:
     assert streams.ranks == {}
     event = JobCancelled(job_id=JobId("a"))
     assert core.handle(event, now_s=3.0) == one.core.handle(event, now_s=3.0)
-    assert core.submitted_as("key of c") == "c"
+    assert core.keys.get("key of c") == "c"
 
 
 def test_a_job_that_is_in_no_part_is_missed() -> None:

@@ -87,7 +87,7 @@ def test_only_jobs_that_have_ended_are_forgotten() -> None:
     core.handle(JobCancelled(job_id=JobId("ended")), now_s=1)
     core.handle(JobsForgotten(job_ids=(JobId("ended"), JobId("waits"), JobId("nobody"))), now_s=2)
     assert core.job_ids() == ["waits"]
-    assert (core.submitted_as("ended"), core.submitted_as("waits")) == (None, "waits")
+    assert (core.keys.get("ended"), core.keys.get("waits")) == (None, "waits")
     core.handle(JobSubmitted(job_id=JobId("new"), spec=spec, submitted_at=0.0, key="ended"), now_s=3)
     assert core.job_ids() == ["waits", "new"]
 

@@ -55,7 +55,7 @@ def test_a_rank_that_is_dismissed_is_not_asked_again(simulate):
     simulation.run_until(lambda: bool(simulation.sent(SendMakeMetrics)))
     (asked,) = simulation.sent(SendMakeMetrics)
     simulation.training.lose(simulation.job.ranks[asked.rank])
-    assert [one.rank for one in simulation.job.take_commands()] == [1 - asked.rank]
+    assert [one.rank for one in simulation.job.outbox.take()] == [1 - asked.rank]
 
 
 def test_the_coordinator_dies_while_metrics_are_made(simulate):

@@ -27,9 +27,9 @@ def ended(simulation: WatchedSimulation, folder: str) -> WatchedSimulation:
     join(simulation, FIRST, folder, num_slots=2)
     simulation.handle(submitted(JOB, 2))
     simulation.run()
-    assert simulation.core.holders(JOB, FIRST, folder) == [FIRST]
+    assert simulation.core.fleet.holders(JOB, FIRST, folder) == [FIRST]
     simulation.handle(AgentLost(agent_id=FIRST))
-    assert simulation.core.holders(JOB, FIRST, folder) == []
+    assert simulation.core.fleet.holders(JOB, FIRST, folder) == []
     return simulation
 
 
@@ -44,21 +44,21 @@ def test_the_next_agent_with_the_work_folder_has_it(simulate):
     core = (simulation := ended(simulate(ranks(5, 5), dataset_size=300), "folder")).core
     join(simulation, "another", "other folder")
     join(simulation, "next", "folder")
-    assert core.holders(JOB, FIRST, "folder") == ["next"]
+    assert core.fleet.holders(JOB, FIRST, "folder") == ["next"]
 
 
 def test_of_a_folder_and_its_copy_the_one_that_holds_the_job_is_asked_and_of_others_whoever_tells_of_it(simulate):
     core = (simulation := ended(simulate(ranks(5, 5), dataset_size=300), "folder")).core
     join(simulation, "told", "moved", "other", JOB)
-    assert core.holders(JOB, FIRST, "folder") == ["told"]
+    assert core.fleet.holders(JOB, FIRST, "folder") == ["told"]
     join(simulation, "copy", "folder", "other")
     join(simulation, "original", "folder", JOB)
-    assert core.holders(JOB, FIRST, "folder") == ["original", "copy", "told"]
+    assert core.fleet.holders(JOB, FIRST, "folder") == ["original", "copy", "told"]
     simulation.handle(AgentLost(agent_id=AgentId("original")))
-    assert core.holders(JOB, FIRST, "folder") == ["copy", "told"]
+    assert core.fleet.holders(JOB, FIRST, "folder") == ["copy", "told"]
 
 
 def test_agents_without_ids_of_their_folders_are_not_taken_for_each_other(simulate):
     core = (simulation := ended(simulate(ranks(5, 5), dataset_size=300), "")).core
     join(simulation, "old", "")
-    assert core.holders(JOB, FIRST, "") == []
+    assert core.fleet.holders(JOB, FIRST, "") == []

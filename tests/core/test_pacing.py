@@ -13,7 +13,7 @@ from elche_coordinator.core.pacing.cadence import Cadence
 from elche_coordinator.core.pacing.counts import arrivals_ms, counts_near, counts_to_finish
 from elche_coordinator.core.pacing.likeness import likenesses
 from elche_coordinator.core.pacing.policies import KINDS, new_policy
-from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
 from elche_coordinator.core.pacing.sync import SYNC_LEASE, SYNC_WINDOW
 from support.rounds import numbered
 from support.watched import LONG_ROUNDS
@@ -186,7 +186,7 @@ def test_what_is_left_of_an_epoch_is_dealt_by_speed():
 # Plans
 
 
-def check_plan(plan: Plan, some: list[Pace], left: Work) -> None:
+def check_plan(plan: RoundPlan, some: list[Pace], left: Work) -> None:
     assert all(num >= 0 for num in (*plan.lease_samples.values(), *plan.lease_later.values()))
     assert sum(plan.lease_samples.values()) <= left.free_batches * 10
     assert sum(plan.lease_later.values()) <= 10 * left.free_later

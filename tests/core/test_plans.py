@@ -18,7 +18,7 @@ from elche_coordinator.core.pacing.counts import (
     with_ms_per_batch,
 )
 from elche_coordinator.core.pacing.policies import new_policy
-from elche_coordinator.core.pacing.policy import Pace, Plan, Policy, Work
+from elche_coordinator.core.pacing.policy import Pace, Policy, RoundPlan, Work
 from elche_coordinator.core.pacing.sync import SYNC_LEASE, SYNC_WINDOW
 from support.effort import lines_run
 from support.rounds import numbered
@@ -48,7 +48,7 @@ def work(free: int, **more: float) -> Work:
     return Work(**{"free_later": 0, **options, **more})  # type: ignore[arg-type]
 
 
-def planned(policy: Policy, some: list[Pace], left: Work) -> Plan:
+def planned(policy: Policy, some: list[Pace], left: Work) -> RoundPlan:
     plan = policy.plan(some, left)
     assert plan is not None
     return plan

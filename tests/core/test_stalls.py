@@ -82,7 +82,7 @@ def test_what_the_coordinator_was_away_is_no_silence(simulate):
     simulation = simulate(ranks(25.0), dataset_size=1_000)
     simulation.run_until(lambda: len(simulation.events(BatchesTrained)) > 3)
     outbox, duties = Outbox(JOB), {Rank(0): Duty(is_busy=True, stall_s=10.7)}
-    watch = SilenceWatch(JOB, simulation.job.ranks, outbox, set_check=lambda _: None)
+    watch = SilenceWatch(simulation.job.ranks, outbox, set_check=lambda _: None)
     watch.stalls.on_progress(Rank(0), 0.0)
     watch.watch(0.0)
     watch.check(duties, 1.0)

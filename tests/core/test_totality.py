@@ -52,7 +52,7 @@ def ordered(commands: list[Command]) -> Counter[str]:
 
 def states(core: Coordinator) -> Any:
     """What of all jobs and hosts events may change."""
-    hosts = [(host.agent_id, host.is_drained) for host in core.hosts()]
+    hosts = [(host.agent_id, host.is_drained) for host in core.fleet.hosts()]
     return list(map(state_of, core.jobs.values())), hosts, dict(core.quotas)
 
 

@@ -5,9 +5,11 @@ import asyncio
 import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from elche.errors import UnknownJob
 from elche_coordinator.access import Credentials
@@ -18,8 +20,8 @@ from elche_coordinator.core.messages.reports import EpochReport, EvaluationRepor
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.transfers import Transfers
 from elche_coordinator.web.app import Web
+from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer
 
 NUM_HOSTS = 60
@@ -157,7 +159,8 @@ class Jobs:
 
 async def main() -> None:
     server = WebServer("127.0.0.1", 0)
-    web = Web(Crowd(), Jobs(), Transfers(), Credentials("", None), None, None)  # type: ignore[arg-type]
+    recordings = Recordings(Path(tempfile.mkdtemp()))
+    web = Web(Crowd(), Jobs(), Credentials("", None), None, None, recordings, None, None)  # type: ignore[arg-type]
     recording = asyncio.create_task(web.record())
     server.start(web.app)
     print(f"http://127.0.0.1:{server.port}", flush=True)

@@ -1,4 +1,4 @@
-"""How all dashboards look: one data source, one colour per rank, units, thresholds and legends chosen once."""
+"""The look of all dashboards: one data source, one colour per rank, units, thresholds and legends chosen once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
@@ -34,7 +34,7 @@ Steps = Sequence[tuple[float | None, str]]
 
 
 class Panel(Protocol):
-    """What the builders of all kinds of panels share."""
+    """The methods that builders of all kinds of panels have."""
 
     def build(self) -> models.Panel: ...
     def title(self, title: str) -> Self: ...
@@ -119,7 +119,7 @@ def with_rank_colors(panel: Kind) -> Kind:
 
 
 def framed(panel: Kind, title: str, text: str, queries: Sequence[Query], unit: str, steps: Steps) -> Kind:
-    """What every panel must say: its title, what is good or bad, and its unit."""
+    """Adds what every panel must say: its title, what is good or bad, and its unit."""
     targets = [query.ref_id(chr(ord("A") + index)) for index, query in enumerate(queries)]
     framed = panel.title(title).description(text).datasource(SOURCE).unit(unit).targets(list(targets))
     return framed.thresholds(thresholds(steps))

@@ -68,7 +68,7 @@ class Ray:
         self._leave(sorted(names, key=_number)[fleet.num_agents :])
 
     def _start(self, name: str, fleet: AgentFleet) -> None:
-        self._ray.remote(Agent).options(
+        self._ray.remote(AgentActor).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
@@ -109,7 +109,7 @@ class Ray:
             self._ray.kill(handle, no_restart=True)
 
 
-class Agent:
+class AgentActor:
     """The actor: an agent is its child, and ends with it."""
 
     def __init__(self, command: str, files: Mapping[str, str]) -> None:

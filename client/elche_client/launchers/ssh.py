@@ -66,7 +66,7 @@ echo told
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class SshHost:
     """A line of the file."""
 
     place: str
@@ -91,7 +91,7 @@ class Ssh:
         files = _files(fleet)
         names = {name: f'"$PWD/{_basename(name)}"' for name in fleet.environment}
 
-        def script(host: Host) -> str:
+        def script(host: SshHost) -> str:
             return (ENTER + UP).format(
                 name=fleet.name,
                 files="\n".join(files),
@@ -115,7 +115,7 @@ class Ssh:
     def down(self, name: str) -> None:
         self._checked(lambda _: (ENTER + DOWN).format(name=name))
 
-    def _checked(self, script: Callable[[Host], str]) -> None:
+    def _checked(self, script: Callable[[SshHost], str]) -> None:
         """Runs a script on each host. Raises `BadFleet`, which names the hosts on which it failed, after all have
         ended.
         """
@@ -123,18 +123,18 @@ class Ssh:
         if failed:
             raise BadFleet("; ".join(failed))
 
-    def _on_all(self, script: Callable[[Host], str]) -> list[tuple[Host, tuple[int, str]]]:
+    def _on_all(self, script: Callable[[SshHost], str]) -> list[tuple[SshHost, tuple[int, str]]]:
         with ThreadPoolExecutor(min(MAX_AT_ONCE, len(self._hosts))) as pool:
             return list(zip(self._hosts, pool.map(partial(_run, self._options, script), self._hosts), strict=True))
 
 
-def hosts_of(path: Path) -> list[Host]:
+def hosts_of(path: Path) -> list[SshHost]:
     """The hosts of a file. Raises `BadFleet`."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise BadFleet(f"the hosts cannot be read from {path}: {error}") from None
-    found = [Host(*line.split(maxsplit=1)) for line in lines if line]
+    found = [SshHost(*line.split(maxsplit=1)) for line in lines if line]
     for host in found:
         if host.place.startswith("-"):
             raise BadFleet(f"{path}: a line begins with a host as ssh knows it, not {host.place!r}")
@@ -171,7 +171,7 @@ def _basename(variable: str) -> str:
     return "token" if variable.endswith("TOKEN_FILE") else "tls"
 
 
-def _run(options: Sequence[str], script: Callable[[Host], str], host: Host) -> tuple[int, str]:
+def _run(options: Sequence[str], script: Callable[[SshHost], str], host: SshHost) -> tuple[int, str]:
     """Exit code of a script on a host, and its output, or its errors if it failed."""
     command = ["ssh", *OPTIONS, *options, host.place, "sh -s"]
     try:

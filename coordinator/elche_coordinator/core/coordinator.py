@@ -45,7 +45,7 @@ from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnati
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.deadlines import Deadlines
-from elche_coordinator.core.records.fleet import AgentRecord, Fleet, HostView
+from elche_coordinator.core.records.fleet import AgentRecord, Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.core.records.ranks import Address, RankRecord
@@ -115,12 +115,12 @@ class Coordinator:
             self.asked = self._placing.asked
         touched, self._touched = self._touched, {}
         self.last_touched = list(touched)
-        self.last_refusals = [refusal for job in touched.values() for refusal in job.take_refusals()]
+        self.last_refusals = [refusal for job in touched.values() for refusal in job.outbox.take_refusals()]
         for job in touched.values():
             job.began_s.setdefault(job.phase, now_s)
             self._set_timers(job)
             self._kept_views.pop(job.id, None)
-        return [command for job in touched.values() for command in job.take_commands()]
+        return [command for job in touched.values() for command in job.outbox.take()]
 
     def __getstate__(self) -> dict[str, object]:
         """The state for a restarted coordinator, without jobs that have ended: those are in the records."""
@@ -179,10 +179,6 @@ class Coordinator:
         return min((at_s for at_s in times if at_s is not None), default=None)
 
     # Queries. None of them changes anything.
-
-    def submitted_as(self, key: str) -> JobId | None:
-        """The job that was submitted with the key; None when none was."""
-        return self.keys.get(key)
 
     def job_ids(self) -> list[JobId]:
         """All jobs, oldest first."""
@@ -308,14 +304,6 @@ class Coordinator:
     def being_saved(self) -> list[JobId]:
         """The trainings that write a checkpoint or their final state, or are about to."""
         return [job_id for job_id, training in self.trainings.items() if is_being_saved(training)]
-
-    def hosts(self) -> list[HostView]:
-        """All hosts, in the order in which they joined."""
-        return self.fleet.hosts()
-
-    def holders(self, job_id: JobId, agent_id: AgentId, folder: str) -> list[AgentId]:
-        """The hosts that may have a job's output, which was on an agent with this work folder; the likeliest first."""
-        return self.fleet.holders(job_id, agent_id, folder)
 
     # Events
 

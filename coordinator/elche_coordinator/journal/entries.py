@@ -66,7 +66,7 @@ class Found:
     """Lowest incarnation of the job's ranks; 0 when it has none."""
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """One event, and the core's answer as far as it concerns the job."""
 
     at_s: float
@@ -89,7 +89,7 @@ def new_entry(
     refusals: Sequence[Refusal],
     found: Found | None,
     error: str,
-) -> Entry:
+) -> JournalEntry:
     """A new entry. `event` is shortened already; the commands are shortened here."""
     num_bytes = ENTRY_BYTES + weight(event)
     kept = tuple(map(kept_command, commands)) if commands else ()
@@ -97,7 +97,7 @@ def new_entry(
         num_bytes += weight(command)
     if found is not None or refusals or error:
         num_bytes += (weight(found) if found else 0) + sum(map(weight, refusals)) + getsizeof(error)
-    return Entry(at_s, event, kept, tuple(refusals), found, error, num_bytes)
+    return JournalEntry(at_s, event, kept, tuple(refusals), found, error, num_bytes)
 
 
 def found_by(job: Job, core: Coordinator) -> Found:

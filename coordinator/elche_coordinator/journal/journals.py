@@ -14,7 +14,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.records.outbox import Refusal
 from elche_coordinator.journal.coding import encode, plain
-from elche_coordinator.journal.entries import Elsewhere, Entry, found_by, kept_event, new_entry
+from elche_coordinator.journal.entries import Elsewhere, JournalEntry, found_by, kept_event, new_entry
 
 FORMAT = 2
 
@@ -38,7 +38,7 @@ class Journal:
     """One job's entries, oldest first."""
 
     job_id: JobId
-    entries: deque[Entry] = field(default_factory=deque)
+    entries: deque[JournalEntry] = field(default_factory=deque)
     num_bytes: int = 0
     num_dropped: int = 0
     """Older entries that were dropped."""
@@ -59,7 +59,7 @@ class Extract:
 
     job_id: JobId
     num_dropped: int
-    entries: tuple[Entry, ...]
+    entries: tuple[JournalEntry, ...]
     wall_s: float
     """Seconds since 1970 at time 0 of the entries."""
 
@@ -129,7 +129,7 @@ class Journals:
         journal = self._journals[job_id] = Journal(job_id, num_dropped=0 if is_first else 1)
         return journal
 
-    def _add(self, journal: Journal, entry: Entry) -> None:
+    def _add(self, journal: Journal, entry: JournalEntry) -> None:
         journal.entries.append(entry)
         journal.num_bytes += entry.num_bytes
         self.num_bytes += entry.num_bytes
@@ -165,7 +165,7 @@ def _kept_of(journal: Journal, event: Event) -> Event | Elsewhere:
     return kept_event(event)
 
 
-def _encode_entry(entry: Entry) -> dict[str, Any]:
+def _encode_entry(entry: JournalEntry) -> dict[str, Any]:
     line: dict[str, Any] = {"at": entry.at_s, "event": encode(entry.event)}
     if entry.commands:
         line["commands"] = [encode(command) for command in entry.commands]

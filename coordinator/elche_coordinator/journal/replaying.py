@@ -30,7 +30,7 @@ class Differs(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedEntry:
     """One entry as read: the event decoded, the core's answer (`said`) as JSON values."""
 
     at_s: float
@@ -46,7 +46,7 @@ class RecordedFleet(Fleet):
         super().__init__()
         self._given: dict[Rank, tuple[Place, ...]] = {}
 
-    def begin(self, entry: Recorded) -> int | None:
+    def begin(self, entry: RecordedEntry) -> int | None:
         """Begins the replay of the next entry. Returns the first incarnation that is started in it."""
         starts = [command["StartRank"] for command in entry.said.get("commands", ()) if "StartRank" in command]
         self._given = {
@@ -101,7 +101,7 @@ def replay(lines: Iterable[str]) -> int:
     return len(entries)
 
 
-def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[Recorded]]:
+def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[RecordedEntry]]:
     """The journal's first line and its entries. Raises `CannotReplay` for other content, and for a newer format."""
     try:
         about, *rows = (json.loads(line) for line in lines if line.strip())
@@ -112,14 +112,14 @@ def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[Recorded]]:
         raise CannotReplay(f"this is no journal: {error}") from error
 
 
-def _entry(row: dict[str, Any]) -> Recorded:
+def _entry(row: dict[str, Any]) -> RecordedEntry:
     event = decode({**EVENTS, "Elsewhere": Elsewhere}, row["event"])
     found = decode({"Found": Found}, {"Found": row["found"]}) if "found" in row else None
     said: dict[str, Any] = {name: row[name] for name in ("commands", "refusals", "error") if name in row}
-    return Recorded(float(row["at"]), event, said, found)
+    return RecordedEntry(float(row["at"]), event, said, found)
 
 
-def _handle(core: Coordinator, job_id: str, entry: Recorded) -> dict[str, Any]:
+def _handle(core: Coordinator, job_id: str, entry: RecordedEntry) -> dict[str, Any]:
     """The core's answer to the event, as JSON values."""
     event = NOTHING if isinstance(entry.event, Elsewhere) else entry.event
     commands: list[Command] = []
@@ -159,7 +159,7 @@ def _add_host(core: Coordinator, host: FreeSlots, num_slots: int = 0) -> None:
             core.fleet.taken[Place(agent_id=host.agent_id, slot=slot)] = NOBODY
 
 
-def _difference(index: int, entry: Recorded, said: dict[str, Any]) -> str:
+def _difference(index: int, entry: RecordedEntry, said: dict[str, Any]) -> str:
     return (
         f"event {index}, {type(entry.event).__name__} at {entry.at_s} s:\n"
         f"  the journal has {json.dumps(entry.said)}\n  the core says   {json.dumps(said)}"

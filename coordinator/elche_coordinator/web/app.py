@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from elche_coordinator.journal_files import JournalFiles
 from elche_coordinator.metrics import SnapshotCollector, snapshot
 from elche_coordinator.requests import cancel, drain, model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
-from elche_coordinator.transfers import Transfers
 from elche_coordinator.upkeep import Upkeep
 from elche_coordinator.validation import MAX_RANKS
 from elche_coordinator.web import payloads
@@ -64,17 +64,15 @@ class Web:
         self,
         driver: Driver,
         catalogue: JobCatalogue,
-        transfers: Transfers,
         credentials: Credentials,
         audit: Audit,
         artifacts: Artifacts,
-        recordings: Recordings | None = None,
-        journals: JournalFiles | None = None,
-        upkeep: Upkeep | None = None,
+        recordings: Recordings,
+        journals: JournalFiles,
+        upkeep: Upkeep,
     ) -> None:
         self._driver = driver
         self._catalogue = catalogue
-        self._transfers = transfers
         self._artifacts = artifacts
         self._upkeep = upkeep
         self._recordings = recordings
@@ -135,12 +133,12 @@ class Web:
         """Saves the recordings that are not saved yet; with `is_told`, only those of jobs whose result is durable."""
         for view in views:
             recording = self._recorder.jobs.get(view.job_id)
-            if self._recordings is None or recording is None or view.job_id in self._saved:
+            if recording is None or view.job_id in self._saved:
                 continue
             if is_told and self._catalogue.result(view.job_id) is None:
                 continue
             self._saved.add(view.job_id)
-            await self._write(self._recordings, view, recording)
+            await self._write(view, recording)
 
     async def _save_running(self) -> None:
         """Saves the least recently saved running job's recording, in case the coordinator is killed."""
@@ -152,23 +150,23 @@ class Web:
         }
         self._saved_at_s = times_s
         oldest = min(times_s, key=lambda job_id: times_s[job_id], default=None)
-        if self._recordings is None or oldest is None or now_s - times_s[oldest] < SAVE_RUNNING_EVERY_S:
+        if oldest is None or now_s - times_s[oldest] < SAVE_RUNNING_EVERY_S:
             return
         times_s[oldest] = now_s
         view = next(view for view in self._views if view.job_id == oldest)
-        await self._write(self._recordings, view, recordings[oldest].copy(payloads.charted(view)))
+        await self._write(view, recordings[oldest].copy(payloads.charted(view)))
 
-    async def _write(self, recordings: Recordings, view: JobView, recording: JobRecording) -> None:
+    async def _write(self, view: JobView, recording: JobRecording) -> None:
         try:
             job, about = self._shown(view, SavedRecording(recording=recording))
             ranks = payloads.charted(view)
-            await asyncio.to_thread(recordings.save, view.job_id, recording, ranks, {**job, **about})
+            await asyncio.to_thread(self._recordings.save, view.job_id, recording, ranks, {**job, **about})
         except Exception:
             log.exception("job=%s its recording could not be saved", view.job_id)
 
     def _recorded_before(self, job_id: str) -> JobRecording | None:
         """A previous coordinator's recording of an open job."""
-        saved = self._recordings.load(job_id) if self._recordings is not None else None
+        saved = self._recordings.load(job_id)
         return saved.recording if saved is not None else None
 
     def stop(self) -> None:
@@ -188,7 +186,7 @@ class Web:
 
     async def _metrics(self, request: Request) -> Response:
         registry = CollectorRegistry()
-        disk = None if self._upkeep is None else await asyncio.to_thread(self._upkeep.disk)
+        disk = await asyncio.to_thread(self._upkeep.disk)
         now = snapshot(self._driver, self._catalogue, self._artifacts, self._upkeep, disk)
         registry.register(SnapshotCollector(now))
         registry.register(self._process)
@@ -238,7 +236,7 @@ class Web:
         """The job's recording: of this run, or of an earlier one."""
         if view.job_id in self._recorder.jobs:
             return SavedRecording(recording=self._recorder.jobs[view.job_id])
-        if view.job_id not in self._loaded and self._recordings is not None:
+        if view.job_id not in self._loaded:
             kept = await asyncio.to_thread(self._recordings.load, view.job_id)
             self._loaded = {**dict(list(self._loaded.items())[-MAX_LOADED:]), view.job_id: kept or SavedRecording()}
         return self._loaded.get(view.job_id) or SavedRecording()
@@ -276,14 +274,9 @@ class Web:
         rank = next((one for one in view.ranks if one.rank == number), None)
         if rank is None:
             return JSONResponse({"error": f"job {view.job_id} has no rank {text[:20]!r}"}, 404)
-        transfer = self._transfers.begin()
-        if not self._driver.agents.ask_for_log(view.job_id, rank, transfer, MAX_LOG_BYTES):
-            self._transfers.drop(transfer)
-            transfer = ""
+        ask = partial(self._driver.agents.ask_for_log, view.job_id, rank, max_bytes=MAX_LOG_BYTES)
         absent = "the host of the rank, which has its log, is not connected"
-        parts = [
-            data async for data in self._artifacts.log_end(transfer, view.job_id, rank.rank, MAX_LOG_BYTES, absent)
-        ]
+        parts = [data async for data in self._artifacts.log_end([ask], view.job_id, rank.rank, MAX_LOG_BYTES, absent)]
         return PlainTextResponse(b"".join(parts).decode("utf-8", "replace"))
 
     async def _model(self, request: Request) -> Response:
@@ -305,13 +298,11 @@ class Web:
         return DownloadResponse(await self._begin_journal(self._known(request)))
 
     async def _begin_journal(self, view: JobView) -> Download:
-        if self._journals is None:
-            raise ElcheError("no journals are kept here")
         chunks = self._journals.chunks(view.job_id)
         return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
-        chunks = model_chunks(self._catalogue, self._driver.agents, self._transfers, self._artifacts, view)
+        chunks = model_chunks(self._catalogue, self._driver.agents, self._artifacts, view)
         return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
     async def _link(self, download: Download) -> str:

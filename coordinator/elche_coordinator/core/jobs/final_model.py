@@ -2,7 +2,7 @@
 
 from elche_coordinator.core.messages.commands import SendKeepBest
 from elche_coordinator.core.messages.events import BestKept, FinalStateSaved
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.training import Training
@@ -11,7 +11,7 @@ from elche_coordinator.core.results.training import Training
 class FinalModel:
     """The place of the final model, and which model it is."""
 
-    def __init__(self, job_id: JobId, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self.path = ""
         """The file on the host of the rank that wrote it; empty: not written yet."""
         self.agent_id = AgentId("")
@@ -22,7 +22,6 @@ class FinalModel:
         """"last", or "best of epoch N", once that is known."""
         self.best_problem = ""
         """The reason why the best model is not stored."""
-        self._job_id = job_id
         self._outbox = outbox
         self._saver: RankRecord | None = None
         """The rank that has written the last model."""
@@ -71,5 +70,5 @@ class FinalModel:
         else:
             path = checkpoint.path if checkpoint is not None and best != training.version else ""
             restores = training.settings.restore == "best"
-            self._outbox.add(SendKeepBest(**saver.address(self._job_id), checkpoint=path, restores=restores))
+            self._outbox.add(SendKeepBest(**saver.address(self._outbox.job_id), checkpoint=path, restores=restores))
             self._awaits_best = True

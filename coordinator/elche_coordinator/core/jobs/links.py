@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from elche_coordinator.core.messages.commands import SendProbe
 from elche_coordinator.core.messages.events import LinksProbed
-from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Peer
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
@@ -25,8 +25,7 @@ BUILD_S = 5.0
 class LinkWatch:
     """Has the ranks of one training test their links, and decides whom to leave out if not all are connected."""
 
-    def __init__(self, job_id: JobId, outbox: Outbox) -> None:
-        self._job_id = job_id
+    def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._watched: tuple[str, int] | None = None
         """The averaging, or the group being built, that is watched."""
@@ -78,7 +77,7 @@ class LinkWatch:
         self._asked, self._answers = there, {}
         for rank, record in there.items():
             peers = tuple(Peer(rank=one.rank, address=one.links_address) for one in there.values() if one.rank != rank)
-            self._outbox.add(SendProbe(**record.address(self._job_id), peers=peers))
+            self._outbox.add(SendProbe(**record.address(self._outbox.job_id), peers=peers))
 
     def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str] | None:
         """Records a rank's answer. Once all have answered, returns the ranks to leave out, with reasons; among equally

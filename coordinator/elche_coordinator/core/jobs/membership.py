@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from elche_coordinator.core.messages.commands import Publish, SendAbandon, SendFormGroup
+from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned, GroupFormed
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
 from elche_coordinator.core.records.machine import RankPhase, RankTrigger
@@ -38,7 +38,6 @@ class Membership:
 
     def __init__(
         self,
-        job_id: JobId,
         roster: Roster,
         outbox: Outbox,
         training: Training,
@@ -53,7 +52,6 @@ class Membership:
         """
         self.newest = GenerationId(0)
         """The highest generation so far. Ids are never reused: news of a dropped generation must not fit another."""
-        self._job_id = job_id
         self._roster = roster
         self._outbox = outbox
         self._training = training
@@ -71,11 +69,11 @@ class Membership:
         self.newest = GenerationId(self.newest + 1)
         members = dict(sorted(members.items()))
         backend = self._relay if self._relay is not None and num_hosts(members) > 1 else self._choose(members)
-        self.forming = Generation(self._job_id, self.newest, members, backend, self._training, self._outbox)
+        self.forming = Generation(self.newest, members, backend, self._training, self._outbox)
         for position, record in enumerate(members.values()):
             self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._job_id),
+                    **record.address(self._outbox.job_id),
                     attempt=self._attempt,
                     generation=self.newest,
                     position=position,
@@ -150,7 +148,7 @@ class Membership:
                 again = " again" if record.num_before else ""
                 text = f"rank {record.rank} trains{again} on {record.host} ({record.device})"
                 report = MembershipReport(rank=record.rank, text=text, num_ranks=len(now.members), is_back=True)
-                self._outbox.add(Publish(job_id=self._job_id, report=report))
+                self._outbox.publish(report)
 
     def change_members(self) -> None:
         """Forms a generation with ranks that have become ready, and without ranks that leave, unless one is forming or
@@ -191,7 +189,7 @@ class Membership:
         if standing is not None and standing.abandoned is None:
             standing.abandoned = {}
             for record in present(standing.members).values():
-                self._outbox.add(SendAbandon(**record.address(self._job_id), generation=standing.id))
+                self._outbox.add(SendAbandon(**record.address(self._outbox.job_id), generation=standing.id))
         self.forming = None  # its members may have changed: another one is formed afterwards
         return self._resolve(now_s)
 

@@ -1,12 +1,15 @@
 """A job whose processes agents start, as the queue and the placing of slots see it."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from elche_coordinator.core.jobs.deaths import Death
+from elche_coordinator.core.jobs.places import NextIncarnation, Places
 from elche_coordinator.core.life.job import Job
-from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.fleet import Fleet, Place
+from elche_coordinator.core.records.machine import JobPhase, JobTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 
 
@@ -17,21 +20,20 @@ class PlacedJob(Job):
     """Its place among all placed jobs, by submission."""
     retry_at_s = 0.0
     """Time from which a queued job may be placed."""
+    when_placed = "its ranks load the file"
+    """The reason of its phase once it is placed, for people."""
+    places: Places
+    """The ranks that it should have, and their slots."""
 
     @property
-    @abstractmethod
-    def missing(self) -> Mapping[Rank, float]:
-        """Ranks to restart, with the earliest time of each."""
+    def num_wanted(self) -> int:
+        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
+        return self.places.num_wanted
 
     @property
     @abstractmethod
     def num_lacking(self) -> int:
         """Number of ranks that could be added now."""
-
-    @property
-    @abstractmethod
-    def next_rank(self) -> Rank:
-        """The rank to add next."""
 
     @property
     @abstractmethod
@@ -42,19 +44,25 @@ class PlacedJob(Job):
         """True if a process of the rank that has no session any more may be dead."""
         return True
 
-    @abstractmethod
-    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
+    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: NextIncarnation) -> None:
         """Starts one rank in each place, or group of places of one host."""
+        self.advance(JobTrigger.PLACED, self.when_placed)
+        self.places.place(groups, self.spec, fleet, next_incarnation)
 
-    @abstractmethod
     def place_again(
-        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
+        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: NextIncarnation
     ) -> None:
-        """Restarts a rank, or adds one."""
+        """Restarts a missing rank, or adds one that is lacking."""
+        warms_up = self.phase is JobPhase.TRAINING
+        self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
 
-    @abstractmethod
     def refuse_places(self, num_places: int) -> bool:
-        """Fails the job, and returns True, if it cannot run with `num_places` places."""
+        """Fails the job, and returns True, if it slows a rank that it will not have with `num_places` places."""
+        num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
+        if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
+            error = f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0"
+            self.fail(Failure(error, invalid=True))
+        return bool(missing)
 
     @abstractmethod
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:

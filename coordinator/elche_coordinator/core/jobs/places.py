@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count
 
 from elche_coordinator.core.messages.commands import StartRank
-from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import Incarnation, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import Model, RankPhase
@@ -19,11 +19,10 @@ NextIncarnation = Callable[[], Incarnation]
 class Places:
     """Starts a job's ranks. `num_wanted` is their number; 0 until it is placed, if the submission has none."""
 
-    def __init__(self, job_id: JobId, roster: Roster, outbox: Outbox, num_wanted: int) -> None:
+    def __init__(self, roster: Roster, outbox: Outbox, num_wanted: int) -> None:
         self.num_wanted = num_wanted
         self.missing: dict[Rank, float] = {}
         """Ranks to restart, with the earliest time of each."""
-        self._job_id = job_id
         self._roster = roster
         self._outbox = outbox
 
@@ -84,7 +83,7 @@ class Places:
         self._roster.add(record)
         self._outbox.add(
             StartRank(
-                **record.address(self._job_id),
+                **record.address(self._outbox.job_id),
                 agent_id=first.agent_id,
                 slot=first.slot,
                 more_slots=record.more_slots,

@@ -157,7 +157,7 @@ class Placing:
     def _place_missing(self, jobs: Iterable[PlacedJob], fleet: Fleet) -> None:
         """Gives free slots to ranks to be restarted."""
         for job in jobs:
-            for rank, at_s in list(job.missing.items()):
+            for rank, at_s in list(job.places.missing.items()):
                 if at_s > self._now_s:
                     self._try_again(job.id, rank, at_s)
                     continue
@@ -217,7 +217,7 @@ class Placing:
         """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""
         num_free = len(set(fleet.free_places()) - kept)
         for job in shares.in_turn(repeat(job, min(num_free, job.num_lacking)) for job in jobs):
-            rank = job.next_rank if job.num_lacking and shares.room(job) > 0 else None
+            rank = job.places.next_rank if job.num_lacking and shares.room(job) > 0 else None
             places = fleet.take_again(job.id, rank, job.spec, (), kept) if rank is not None else None
             if rank is not None and places is not None:
                 self._touch(job.id)

@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.reports import Checkpoint
 from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
 from elche_coordinator.core.records.failure import Failure
@@ -27,6 +27,7 @@ from elche_coordinator.core.records.machine import Hold
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, num_hosts, present
 from elche_coordinator.core.records.roster import Roster
+from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
@@ -39,7 +40,6 @@ class Run:
 
     def __init__(
         self,
-        job_id: JobId,
         spec: JobSpec,
         roster: Roster,
         outbox: Outbox,
@@ -48,7 +48,6 @@ class Run:
         kept: Iterable[Checkpoint] = (),
     ) -> None:
         """`kept`: the checkpoints of the attempt before."""
-        self._job_id = job_id
         self._spec = spec
         self._roster = roster
         self._outbox = outbox
@@ -59,8 +58,8 @@ class Run:
         """The state of training that lasts over generations; set once, when all first ranks are ready and agree."""
         self.membership: Membership | None = None
         """The generations; set together with `training`."""
-        self.model = FinalModel(job_id, outbox)
-        self.links = LinkWatch(job_id, outbox)
+        self.model = FinalModel(outbox)
+        self.links = LinkWatch(outbox)
 
     @property
     def attempt(self) -> Attempt:
@@ -120,9 +119,7 @@ class Run:
         if failure := self._startup.failure(self._roster.ranks) or self._begin_training(record):
             return failure
         assert self.training is not None
-        self.membership = Membership(
-            self._job_id, self._roster, self._outbox, self.training, self._choose_backend, self.attempt
-        )
+        self.membership = Membership(self._roster, self._outbox, self.training, self._choose_backend, self.attempt)
         self.membership.form(dict(self._roster.ranks))
         return None
 
@@ -134,7 +131,6 @@ class Run:
             builds = {rank: other.build for rank, other in self._roster.ranks.items() if other.build is not None}
             self._first_choice = choose_backend(settings.backend, builds, num_hosts(self._roster.ranks))
             training = Training(
-                self._job_id,
                 settings,
                 self._roster.ranks,
                 self._outbox,
@@ -256,6 +252,23 @@ class Run:
     def has_saved(self) -> bool:
         """True once this attempt has completed a checkpoint."""
         return self.training is not None and self.training.checkpoints.saved_at_s is not None
+
+    @property
+    def counts(self) -> Counts:
+        """Its counts so far; all zero before its ranks agree."""
+        training = self.training
+        if training is None:
+            return Counts()
+        return Counts(
+            samples=training.ledger.total_committed() - training.restored_samples,
+            made_samples=training.num_made,
+            rounds=training.version - training.restored_version,
+            sent_bytes=training.sent_bytes,
+            given_up_rounds=training.num_given_up,
+            regroups=max(0, self.generation_id - 1),
+            discarded_samples=training.discarded_samples,
+            checkpoint_failures=training.checkpoints.num_failures,
+        )
 
     # For people, and for those who average through the coordinator
 

@@ -1,12 +1,11 @@
 """A job whose ranks elche starts: they load the user's file, form a process group, train, and save a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import assert_never
 
 from elche.evaluation import never_finite
-from elche_coordinator.core.jobs.counting import counts_of
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
 from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
@@ -17,7 +16,6 @@ from elche_coordinator.core.jobs.places import Places
 from elche_coordinator.core.jobs.run import RoundEvent, Run
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import WATCHED
-from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     BestKept,
@@ -48,7 +46,6 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
-from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import (
     RankRecord,
@@ -79,7 +76,7 @@ class TrainingJob(PlacedJob):
             key=event.key,
             last_incarnation=event.last_incarnation,
         )
-        self.places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
+        self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self.retry_at_s = 0.0
         """Time from which a job that has gone back may be placed again."""
         self._gives: frozenset[Incarnation] = frozenset()
@@ -89,7 +86,7 @@ class TrainingJob(PlacedJob):
         self._deaths = Deaths()
         self._counted = Counts()
         """Counts of earlier attempts."""
-        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
+        self.run = Run(self.spec, self.roster, self.outbox, past_attempts=event.past_attempts)
 
     @property
     def attempt(self) -> Attempt:
@@ -112,46 +109,11 @@ class TrainingJob(PlacedJob):
         return self.run.resume_point
 
     @property
-    def num_wanted(self) -> int:
-        """The number of ranks that it should have; 0 until it is placed, if the submission has none."""
-        return self.places.num_wanted
-
-    @property
     def counts(self) -> Counts:
         """Counts of all attempts."""
-        return self._counted + counts_of(self.run)
+        return self._counted + self.run.counts
 
     # Places
-
-    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
-        """Starts one rank in each place, or group of places of one host."""
-        self.advance(JobTrigger.PLACED, "its ranks load the file")
-        self.places.place(groups, self.spec, fleet, next_incarnation)
-
-    def place_again(
-        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
-    ) -> None:
-        """Restarts a rank, or adds one."""
-        warms_up = self.phase is JobPhase.TRAINING
-        self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
-
-    def refuse_places(self, num_places: int) -> bool:
-        """Fails the job, and returns True, if it slows a rank that it will not have with `num_places` places."""
-        num_ranks = max(num_places, self.spec.num_ranks)  # others may come later
-        if missing := [rank for rank in self.spec.slow_factors if rank >= num_ranks]:
-            error = f"rank {missing[0]} cannot be slowed: the job has {num_ranks} ranks, from 0"
-            self.fail(Failure(error, invalid=True))
-        return bool(missing)
-
-    @property
-    def missing(self) -> Mapping[Rank, float]:
-        """Ranks to restart, with the earliest time of each."""
-        return self.places.missing
-
-    @property
-    def next_rank(self) -> Rank:
-        """The rank to add next: the lowest unused one."""
-        return self.places.next_rank
 
     @property
     def num_lacking(self) -> int:
@@ -358,7 +320,7 @@ class TrainingJob(PlacedJob):
         waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
         text = f"the job has {num_ranks} ranks and goes on" if is_over else waits
         report = MembershipReport(rank=rank, text=text, num_ranks=num_ranks, is_back=is_over)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     # Silence
 
@@ -539,7 +501,7 @@ class TrainingJob(PlacedJob):
         least = self.spec.min_ranks if self.spec.num_ranks else 1  # else it takes the free slots again
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self._counted = self.counts
-        self.run = Run(self.id, self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
+        self.run = Run(self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
         self.advance(JobTrigger.WENT_BACK, notice)
         self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
         self.places.missing.clear()
@@ -550,7 +512,7 @@ class TrainingJob(PlacedJob):
         self.silence.forgive()
         where = f"checkpoint {self.spec.resume}" if self.spec.resume else "its start"
         report = MembershipReport(rank=rank, text=f"{notice}; the job goes back to {where}", num_ranks=0)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     @property
     def can_begin_again(self) -> bool:

@@ -6,7 +6,6 @@ from enum import Enum, auto
 
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
-from elche_coordinator.core.messages.commands import Command, Publish
 from elche_coordinator.core.messages.events import (
     JobEvent,
     PingAnswered,
@@ -23,7 +22,7 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEven
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase
-from elche_coordinator.core.records.outbox import Outbox, Refusal
+from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.roster import Roster
 
@@ -73,11 +72,11 @@ class Job(ABC):
         """Set once, when the outcome is decided and no process is left; the job changes no more then."""
         self.outbox = Outbox(job_id)
         """Commands and refusals since `Coordinator` took them."""
-        self.roster = Roster(job_id, self.outbox, last_incarnation)
+        self.roster = Roster(self.outbox, last_incarnation)
         """Its ranks' records, and the start and end of their processes."""
         self.timers: dict[Timer, float | None] = {}
         """Changes of timers since `Coordinator` took them, in seconds from now; None: cancelled."""
-        self.silence = SilenceWatch(job_id, self.ranks, self.outbox, set_check=self._set_check)
+        self.silence = SilenceWatch(self.ranks, self.outbox, set_check=self._set_check)
         self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
         self._decided: tuple[Outcome, Failure | None] | None = None
         """The outcome, and the failure if there was one; None while the job is open. Never changed once set."""
@@ -183,14 +182,6 @@ class Job(ABC):
     def _set_check(self, delay_s: float | None) -> None:
         self.timers[Timer.CHECK] = delay_s
 
-    def take_commands(self) -> list[Command]:
-        """Removes and returns the commands since the last call."""
-        return self.outbox.take()
-
-    def take_refusals(self) -> list[Refusal]:
-        """Removes and returns the refusals since the last call."""
-        return self.outbox.take_refusals()
-
     def refuse(self, trigger: object, state: str, why: str) -> None:
         """Records that the trigger, an event or its name, does not fit the state and so changed nothing."""
         self.outbox.refuse(trigger, state, why)
@@ -242,7 +233,7 @@ class Job(ABC):
         """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
         if self.result is None:
             report = UserEvent(rank=event.rank, text=event.text, num_dropped=event.num_dropped)
-            self.outbox.add(Publish(job_id=self.id, report=report))
+            self.outbox.publish(report)
         else:
             self.refuse_now(event, "nothing follows the result")
 
@@ -310,7 +301,7 @@ class Job(ABC):
             self.result = self.decided_result()
             self.spec = replace(self.spec, replay=())  # a job that resumes this one goes on after the recording
             assert self.result is not None
-            self.outbox.add(Publish(job_id=self.id, report=self.result))
+            self.outbox.publish(self.result)
 
     def decided_result(self) -> JobResult | None:
         """The decided result; None before."""

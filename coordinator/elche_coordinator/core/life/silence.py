@@ -5,7 +5,7 @@ from math import inf
 
 from elche_coordinator.core.life.hangs import CHECK_S, Duty, HangWatch
 from elche_coordinator.core.life.stalls import StallWatch
-from elche_coordinator.core.messages.commands import AskStacks, Publish, SendPing
+from elche_coordinator.core.messages.commands import AskStacks, SendPing
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     EvaluationDone,
@@ -14,7 +14,7 @@ from elche_coordinator.core.messages.events import (
     StacksTold,
     WorkEvent,
 )
-from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.reports import StallReport
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
@@ -26,10 +26,7 @@ LATE_S = 0.25
 class SilenceWatch:
     """Checks a job's ranks some time after any of them is heard; `set_check` schedules that, in seconds."""
 
-    def __init__(
-        self, job_id: JobId, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]
-    ) -> None:
-        self._job_id = job_id
+    def __init__(self, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]) -> None:
         self._ranks = ranks
         self._outbox = outbox
         self._set_check = set_check
@@ -73,10 +70,10 @@ class SilenceWatch:
             record = self._ranks[rank]
             self._report(record, now_s - self.stalls.stalled[rank])
             if record.agent_id:  # only an agent can read another process's stacks
-                self._outbox.add(AskStacks(**record.address(self._job_id), agent_id=record.agent_id))
+                self._outbox.add(AskStacks(**record.address(self._outbox.job_id), agent_id=record.agent_id))
         to_ask, left_out, sooner_s = self.hangs.check(duties, now_s)
         for rank in to_ask:
-            self._outbox.add(SendPing(**self._ranks[rank].address(self._job_id)))
+            self._outbox.add(SendPing(**self._ranks[rank].address(self._outbox.job_id)))
         times_s = [delay_s for delay_s in (next_s, sooner_s) if delay_s is not None]
         if times_s:
             self._set_next(min(times_s), now_s)
@@ -146,4 +143,4 @@ class SilenceWatch:
             is_over=is_over,
             stacks=stacks,
         )
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
+        self._outbox.publish(report)

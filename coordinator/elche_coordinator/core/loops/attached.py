@@ -52,6 +52,11 @@ class AttachedLoop(Loop):
         record.life.advance(RankTrigger.GROUPED)
         self.roster.add(record)
 
+    @property
+    def num_wanted(self) -> int:
+        """The number of ranks with which it began."""
+        return self.spec.num_ranks
+
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """Handles a rank's reports of its loop."""
         match event:

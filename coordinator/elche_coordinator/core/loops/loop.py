@@ -6,7 +6,7 @@ from elche.sums import added
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.loops.regrouping import Regrouping
-from elche_coordinator.core.messages.commands import Publish, SendPauseLoop, SendSaveCheckpoint
+from elche_coordinator.core.messages.commands import SendPauseLoop, SendSaveCheckpoint
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     CheckpointFailed,
@@ -78,7 +78,7 @@ class Loop(Job):
         """By epoch that was reported: the ranks that had not ended it, and may say later that they have."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
-        self._groups = Regrouping(self.id, self.ranks, self.outbox)
+        self._groups = Regrouping(self.ranks, self.outbox)
 
     def has_batch_due(self, record: RankRecord) -> bool:
         """True unless the loop is paused: a step is expected, since other work of the user's code is unknown."""
@@ -112,11 +112,6 @@ class Loop(Job):
                 self.num_checkpoint_failures += 1
             case _:
                 self.refuse_now(event, "it is a loop of the user's own")
-
-    @property
-    def num_wanted(self) -> int:
-        """The number of ranks with which it began."""
-        return self.spec.num_ranks
 
     @property
     def generation_id(self) -> GenerationId:
@@ -200,13 +195,13 @@ class Loop(Job):
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
         report: EpochReport = tally.report(epoch=epoch, ranks=list(self.ranks), committed=num_samples, dropped=0)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     def _on_evaluated(self, event: EvaluationDone) -> None:
         """Records an evaluation of the loop."""
         self.metrics = {name: total / count for name, (total, count) in event.sums.items() if count}
         report = EvaluationReport(epoch=event.epoch, metrics=self.metrics, duration_s=event.duration_ms / 1000)
-        self.outbox.add(Publish(job_id=self.id, report=report))
+        self.outbox.publish(report)
 
     def _on_checkpoint_saved(self, event: CheckpointSaved, now_s: float) -> None:
         """Records a complete checkpoint."""
@@ -222,7 +217,7 @@ class Loop(Job):
         )
         self.checkpoints = [*(one for one in self.checkpoints if one.path != saved.path), saved][-MAX_CHECKPOINTS:]
         self.saved_at_s = now_s
-        self.outbox.add(Publish(job_id=self.id, report=saved))
+        self.outbox.publish(saved)
 
     def save(self) -> None:
         """Asks the first rank for a checkpoint; it tells the others."""

@@ -2,7 +2,7 @@
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup
 from elche_coordinator.core.messages.events import GenerationAbandoned
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, JobId, Rank
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import RankPhase
 from elche_coordinator.core.records.outbox import Outbox
@@ -19,10 +19,9 @@ class Regrouping:
     next one is formed.
     """
 
-    def __init__(self, job_id: JobId, ranks: RankRecords, outbox: Outbox) -> None:
+    def __init__(self, ranks: RankRecords, outbox: Outbox) -> None:
         self.generation_id = GenerationId(0)
         """The present group; 0 is the one that the script has made."""
-        self._job_id = job_id
         self._ranks = ranks
         self._outbox = outbox
         self._answered: set[Rank] | None = None
@@ -64,7 +63,7 @@ class Regrouping:
         if self._answered is None:
             self._answered = set()
             for record in self.members:
-                command = SendAbandon(**record.address(self._job_id), generation=self.generation_id)
+                command = SendAbandon(**record.address(self._outbox.job_id), generation=self.generation_id)
                 self._outbox.add(command)
         return self._answered
 
@@ -91,7 +90,7 @@ class Regrouping:
         for position, record in enumerate(members):
             self._outbox.add(
                 SendFormGroup(
-                    **record.address(self._job_id),
+                    **record.address(self._outbox.job_id),
                     attempt=ATTEMPT,
                     generation=self.generation_id,
                     position=position,

@@ -1,6 +1,6 @@
 """A user-owned loop whose processes agents start: a submitted script."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.jobs.deaths import Death
@@ -10,10 +10,9 @@ from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.job import STOP_GRACE_S
 from elche_coordinator.core.loops.loop import Loop
 from elche_coordinator.core.messages.events import JobSubmitted, LoopBegan, LoopLeft, SessionOpened, WorkEvent
-from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.failure import Failure
-from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord
 
@@ -27,7 +26,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     can_scale = False
     num_lacking = 0
-    next_rank = Rank(0)
+    when_placed = "its ranks start the script"
 
     def __init__(self, event: JobSubmitted, now_s: float) -> None:
         super().__init__(
@@ -38,7 +37,7 @@ class SubmittedLoop(Loop, PlacedJob):
             key=event.key,
             last_incarnation=event.last_incarnation,
         )
-        self._places = Places(self.id, self.roster, self.outbox, event.spec.num_ranks)
+        self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self._left: set[Rank] = set()
         """Ranks that have ended their loop, and whose processes may run on."""
         self._left_alone: Failure | None = None
@@ -54,35 +53,7 @@ class SubmittedLoop(Loop, PlacedJob):
         """True until its processes are started."""
         return self.phase is JobPhase.QUEUED
 
-    @property
-    def num_wanted(self) -> int:
-        """The number of its ranks; 0 until it is placed, if the submission has none."""
-        return self._places.num_wanted
-
-    @property
-    def missing(self) -> Mapping[Rank, float]:
-        """None: no rank is started again."""
-        return {}
-
     # Places
-
-    def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: Callable[[], Incarnation]) -> None:
-        """Starts one rank in each place."""
-        self.advance(JobTrigger.PLACED, "its ranks start the script")
-        self._places.place(groups, self.spec, fleet, next_incarnation)
-
-    def place_again(
-        self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
-    ) -> None:
-        """Is not called, since no rank is missing or lacking."""
-        raise AssertionError(f"rank {rank} of a submitted loop is started once")
-
-    def refuse_places(self, num_places: int) -> bool:
-        """Fails the job, and returns True, if it slows a rank that it does not have."""
-        if missing := [rank for rank in self.spec.slow_factors if rank >= num_places]:
-            error = f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0"
-            self.fail(Failure(error, invalid=True))
-        return bool(missing)
 
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
         """Refuses: its ranks train together or not at all."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from elche_coordinator.core.pacing.cadence import SOLO_ROUND_MS, Cadence
 from elche_coordinator.core.pacing.counts import within
-from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
 
 
 class Async(Cadence):
@@ -18,7 +18,7 @@ class Async(Cadence):
 
     can_revise = False
 
-    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+    def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)

@@ -23,7 +23,7 @@ from elche_coordinator.core.pacing.counts import (
     within,
 )
 from elche_coordinator.core.pacing.divergence import Drift
-from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
 
 SHORTER = 0.8
 """Factor by which a round is shortened until the work that is left suffices for it."""
@@ -77,7 +77,7 @@ class Cadence:
     def is_calibrated(self) -> bool:
         return self._el_che.is_calibrated if self._el_che else self._solo_calibrated
 
-    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+    def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         if work.open_rounds:
             return None
         timed, wall_ms = self._timed(paces, work)
@@ -182,7 +182,7 @@ class Cadence:
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
         return False
 
-    def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> Plan:
+    def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> RoundPlan:
         """Leases what the counts need, and each rank's spare: of this epoch, then of the next."""
         lease = dealt_free(paces, counts, work.free_batches)
         with_spare = {pace.rank: counts[pace.rank] + self.spare(pace, work) for pace in paces}
@@ -199,14 +199,14 @@ class Cadence:
         leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
-        return Plan(
+        return RoundPlan(
             counts=counts,
             lease_samples=in_samples(paces, lease),
             lease_later=in_samples(paces, later),
             reason=reason,
         )
 
-    def _end_epoch(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+    def _end_epoch(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         """Leases all that is left of the epoch. A rank that is done before the others, or gets nothing of it, trains as
         much of later epochs as fits: nobody waits for an epoch's end.
 
@@ -226,7 +226,7 @@ class Cadence:
             later[pace.rank] = max(0, min(left, fits + self.spare(pace, work)) - leased_later)
             free = max(0.0, free - pace.ratio * later[pace.rank])
             counts[pace.rank] += min(fits, leased_later + later[pace.rank])
-        return Plan(
+        return RoundPlan(
             counts=within(counts, self._max_batch_diff),
             lease_samples=in_samples(paces, lease),
             lease_later=in_samples(paces, later),

@@ -52,7 +52,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RoundPlan:
     """The next round or rounds."""
 
     counts: dict[Rank, int]
@@ -89,7 +89,7 @@ class Policy(Protocol):
         """True if the ranks' speeds have been measured."""
         ...
 
-    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+    def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         """The next rounds; None when no more are to be granted now."""
         ...
 

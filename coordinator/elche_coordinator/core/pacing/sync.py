@@ -6,7 +6,7 @@ from typing import Any
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.pacing.counts import equal_shares
 from elche_coordinator.core.pacing.divergence import Drift
-from elche_coordinator.core.pacing.policy import Pace, Plan, Work
+from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
 
 SYNC_LEASE = 64
 """Batches to which a rank's leases are topped up; not all of the epoch, so that work is left for a rank that joins."""
@@ -24,7 +24,7 @@ class Sync:
     def __init__(self) -> None:
         self.is_calibrated = False
 
-    def plan(self, paces: Sequence[Pace], work: Work) -> Plan | None:
+    def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         leased = {pace.rank: pace.leased for pace in paces}
         shares = dict.fromkeys(leased, 0)
         if min(leased.values()) <= SYNC_WINDOW:
@@ -36,7 +36,7 @@ class Sync:
         num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(leased.values())) - granted
         if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
             return None
-        return Plan(
+        return RoundPlan(
             counts={pace.rank: granted + 1 for pace in paces},
             lease_samples=shares,
             num_rounds=num_rounds,

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from elche_coordinator.core.messages.commands import Command
+from elche_coordinator.core.messages.commands import Command, Publish
 from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Outbox:
     """Collects one job's commands, in the order in which they must be carried out, until `take`."""
 
     def __init__(self, job_id: JobId) -> None:
-        self._job_id = job_id
+        self.job_id = job_id
         self._commands: list[Command] = []
         self._refusals: list[Refusal] = []
 
@@ -30,10 +31,14 @@ class Outbox:
         """Appends a command."""
         self._commands.append(command)
 
+    def publish(self, report: Report) -> None:
+        """Appends the publication of a report."""
+        self.add(Publish(job_id=self.job_id, report=report))
+
     def refuse(self, trigger: object, state: str, why: str) -> None:
         """Records that the trigger, an event or its name, does not fit the state."""
         name = trigger if isinstance(trigger, str) else type(trigger).__name__
-        self._refusals.append(Refusal(job_id=self._job_id, state=state, trigger=name, why=why))
+        self._refusals.append(Refusal(job_id=self.job_id, state=state, trigger=name, why=why))
 
     def take_refusals(self) -> list[Refusal]:
         """Removes and returns the refusals since the last call."""

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from elche_coordinator.core.messages.commands import Publish, SendShutdown, StopRank
-from elche_coordinator.core.messages.ids import Incarnation, JobId
+from elche_coordinator.core.messages.commands import SendShutdown, StopRank
+from elche_coordinator.core.messages.ids import Incarnation
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.records.machine import DepartureTrigger, Machine, RankPhase, RankTrigger, rank_machine
 from elche_coordinator.core.records.outbox import Outbox
@@ -16,13 +16,12 @@ KILL_GRACE_S = 2.0
 class Roster:
     """The newest process of each rank, by rank. An earlier process of a rank has always exited."""
 
-    def __init__(self, job_id: JobId, outbox: Outbox, last_incarnation: Incarnation) -> None:
+    def __init__(self, outbox: Outbox, last_incarnation: Incarnation) -> None:
         self.ranks: RankRecords = {}
         self.last_incarnation = last_incarnation
         """The highest incarnation of its ranks so far."""
         self.num_lost = 0
         """Number of ranks that died or were left out while the job went on."""
-        self._job_id = job_id
         self._outbox = outbox
         self._census: Counter[RankPhase] = Counter()
         """Number of ranks in each phase."""
@@ -59,7 +58,7 @@ class Roster:
     def shut_down(self, record: RankRecord, reason: str, *, failed: bool = False) -> None:
         """Asks a rank to exit, over its session if it has one."""
         if record.is_connected:
-            self._outbox.add(SendShutdown(**record.address(self._job_id), reason=reason, failed=failed))
+            self._outbox.add(SendShutdown(**record.address(self._outbox.job_id), reason=reason, failed=failed))
         else:
             self.stop(record)
 
@@ -87,7 +86,7 @@ class Roster:
     def _stop(self, record: RankRecord, *, waits_while_stopped: bool = False) -> None:
         self._outbox.add(
             StopRank(
-                **record.address(self._job_id),
+                **record.address(self._outbox.job_id),
                 agent_id=record.agent_id,
                 grace_s=KILL_GRACE_S,
                 waits_while_stopped=waits_while_stopped,
@@ -106,4 +105,4 @@ class Roster:
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round
         report = MembershipReport(rank=record.rank, text=notice, num_ranks=num_ranks)
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
+        self._outbox.publish(report)

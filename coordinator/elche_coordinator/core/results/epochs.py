@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from elche_coordinator.core.messages.commands import Publish, SendEpochMetrics
-from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank
+from elche_coordinator.core.messages.commands import SendEpochMetrics
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank
 from elche_coordinator.core.messages.reports import EpochReport, UserEvent
 from elche_coordinator.core.messages.spec import EpochWork, Lease, RankPart, whole_number
 from elche_coordinator.core.records.failure import Failure
@@ -19,10 +19,7 @@ class Epochs:
     callbacks.
     """
 
-    def __init__(
-        self, job_id: JobId, outbox: Outbox, attempt: Attempt, *, tells_a_rank: bool, awaits_evaluation: bool
-    ) -> None:
-        self._job_id = job_id
+    def __init__(self, outbox: Outbox, attempt: Attempt, *, tells_a_rank: bool, awaits_evaluation: bool) -> None:
         self._outbox = outbox
         self._attempt = attempt
         self._tells_a_rank = tells_a_rank
@@ -74,10 +71,10 @@ class Epochs:
         """Reports a finished epoch."""
         tally = self._tallies.pop(epoch, EpochTally())
         report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped, attempt=self._attempt)
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
+        self._outbox.publish(report)
         if notice := tally.notice_of_skipped(epoch):
             rank, text = notice
-            self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
+            self._outbox.publish(UserEvent(rank=rank, text=text))
         has_trained = epoch > 0 or any(other.num_batches for other in self._tallies.values())
         if tally.is_all_skipped and not has_trained:
             self.untrained = self.untrained or Failure(
@@ -96,7 +93,7 @@ class Epochs:
             self._tell(members, epoch, report, shown)
 
     def _tell(self, members: RankRecords, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
-        address = members[min(members)].address(self._job_id)
+        address = members[min(members)].address(self._outbox.job_id)
         self.untaken[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
         self._outbox.add(self.untaken[epoch])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from elche.partition import throughput_sizes
 from elche.settings import AgreedSettings
-from elche_coordinator.core.messages.commands import Evaluate, Publish, SendMakeMetrics, SendOutcome, WriteCheckpoint
+from elche_coordinator.core.messages.commands import Evaluate, SendMakeMetrics, SendOutcome, WriteCheckpoint
 from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.events import (
     EvaluationDone,
     ResultReceived,
 )
-from elche_coordinator.core.messages.ids import Attempt, Epoch, JobId, Rank, RoundId, Version, by_rank
+from elche_coordinator.core.messages.ids import Attempt, Epoch, Rank, RoundId, Version, by_rank
 from elche_coordinator.core.messages.reports import Checkpoint, EvaluationReport, UserEvent
 from elche_coordinator.core.messages.spec import RankPart, RecordedRound, Slice, whole_number
 from elche_coordinator.core.pacing.divergence import DivergenceGuard
@@ -53,7 +53,6 @@ class Training:
 
     def __init__(
         self,
-        job_id: JobId,
         settings: AgreedSettings,
         members: RankRecords,
         outbox: Outbox,
@@ -81,7 +80,7 @@ class Training:
         self.evaluations = Evaluations(settings)
         self.checkpoints = Checkpoints(settings, attempt)
         self.epochs = Epochs(
-            job_id, outbox, attempt, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
+            outbox, attempt, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
         self.version = Version(0)
         """Version of the last committed result; 0 before the first round."""
@@ -123,7 +122,6 @@ class Training:
         """Longest recent averaging in ms; it decays by `OVERLAP_DECAY` per round."""
         self.round_trip_ms = 0.0
         """Round trip of a message in ms: from the first announcement to the last rank's entry, before any trains."""
-        self._job_id = job_id
         self._outbox = outbox
         self._shares = FairShares()
         self._guard = DivergenceGuard(settings.divergence_threshold)
@@ -203,7 +201,7 @@ class Training:
             return  # the job goes back, or ends
         maker = there[fastest(there)]
         for one in self.evaluations.ask(maker.rank):
-            address, names = maker.address(self._job_id), tuple(one.metrics)
+            address, names = maker.address(self._outbox.job_id), tuple(one.metrics)
             self._outbox.add(SendMakeMetrics(**address, epoch=one.epochs[-1], tensors=one.tensors, names=names))
 
     def _judge(self, complete: list[Evaluation]) -> Failure | None:
@@ -218,7 +216,7 @@ class Training:
                 report = EvaluationReport(
                     epoch=epoch, attempt=attempt, metrics=done.metrics, duration_s=seconds, is_final=is_final
                 )
-                self._outbox.add(Publish(job_id=self._job_id, report=report))
+                self._outbox.publish(report)
             self._tell_epochs(through=done.epochs[-1])
         reason = self.evaluations.lost_patience
         if reason is not None and not self.ledger.is_stopped and not self.is_complete:
@@ -230,7 +228,7 @@ class Training:
         """Records a complete checkpoint."""
         saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
         if saved is not None:
-            self._outbox.add(Publish(job_id=self._job_id, report=saved))
+            self._outbox.publish(saved)
         else:
             self._refuse_checkpoint(event)
 
@@ -273,7 +271,7 @@ class Training:
                     f"{received.difference_of(parted)}: a memory or a device may be faulty, or the job changes on one "
                     "rank what is averaged; --verify fails the job then"
                 )
-                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
+                self._outbox.publish(UserEvent(rank=rank, text=text))
         return None
 
     def discarded_in_vain(self, received: Round) -> Failure | None:
@@ -299,7 +297,7 @@ class Training:
         report = round_report(
             received, parts, list(self.ranks), version=self.version, anchor=self.policy.anchor, duration_s=elapsed_s
         )
-        self._outbox.add(Publish(job_id=self._job_id, report=report))
+        self._outbox.publish(report)
         if self.started is None:
             self.started = self.committed
             self.epochs.start_clock(now_s)
@@ -349,7 +347,7 @@ class Training:
         record.discarded_in_a_row += 1
         if record.discarded_in_a_row == 1:
             text = f"left out of the average {why}"
-            self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=record.rank, text=text)))
+            self._outbox.publish(UserEvent(rank=record.rank, text=text))
 
     def _take_in_result(self, record: RankRecord, result: ResultReceived) -> None:
         """Records the rank's report on its part of the round."""
@@ -369,7 +367,7 @@ class Training:
                 epoch, list(self.ranks), committed=self.ledger.size(epoch), dropped=self.ledger.dropped_size
             )
             for rank, text in self._shares.close(report, self.ranks, self.members).items():
-                self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
+                self._outbox.publish(UserEvent(rank=rank, text=text))
             if self.loss is None:  # it was over before any rank has reported one
                 self.loss = report.loss
         return closed
@@ -407,7 +405,7 @@ class Training:
         """Sends a member the outcome of the newest round, or a further order on its result."""
         self._outbox.add(
             SendOutcome(
-                **self.members[rank].address(self._job_id),
+                **self.members[rank].address(self._outbox.job_id),
                 round=self.last_round,
                 version=self.version,
                 global_step=self.global_step,

@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
     RoundFailed,
 )
-from elche_coordinator.core.messages.ids import GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import GenerationId, Rank, RoundId
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import Hold, RankPhase, RankTrigger
 from elche_coordinator.core.records.outbox import Outbox
@@ -33,7 +33,6 @@ class Generation:
 
     def __init__(
         self,
-        job_id: JobId,
         generation: GenerationId,
         members: RankRecords,
         backend: Choice,
@@ -51,7 +50,7 @@ class Generation:
         """Reason for which its group could not form, while its members test their links; else empty."""
         self.abandoned: dict[Rank, None] | None = None
         """Members that have abandoned it; None unless it is being abandoned."""
-        self.scheduler = RoundScheduler(job_id, generation, members, training, outbox)
+        self.scheduler = RoundScheduler(generation, members, training, outbox)
         """Has its open rounds."""
         self.is_closing = False
         """True if it announces no more rounds, since another generation will take over."""

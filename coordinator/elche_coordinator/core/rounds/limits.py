@@ -1,7 +1,7 @@
 """The step at which each rank stops: to stay within `max_batch_diff` of the slowest, and while training is paused."""
 
 from elche_coordinator.core.messages.commands import SendThrottle
-from elche_coordinator.core.messages.ids import JobId, Rank
+from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 from elche_coordinator.core.records.round import Round
@@ -17,8 +17,7 @@ class Limits:
     In lockstep (0) averaging must be blocking: in an overlapped one ranks would train on, some further than others.
     """
 
-    def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
-        self._job_id = job_id
+    def __init__(self, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self._members = members
         self._training = training
         self._outbox = outbox
@@ -70,4 +69,4 @@ class Limits:
             self._send(record, limit_step)
 
     def _send(self, record: RankRecord, limit_step: int) -> None:
-        self._outbox.add(SendThrottle(**record.address(self._job_id), limit_step=limit_step))
+        self._outbox.add(SendThrottle(**record.address(self._outbox.job_id), limit_step=limit_step))

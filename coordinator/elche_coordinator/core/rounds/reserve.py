@@ -3,7 +3,7 @@
 import math
 
 from elche_coordinator.core.messages.commands import SendLease, SendRecall
-from elche_coordinator.core.messages.ids import JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import Rank, RoundId
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 from elche_coordinator.core.records.round import Round
@@ -28,14 +28,13 @@ class Reserve:
     bit. While it is away ranks go on with both, at equal distances, until they are used up.
     """
 
-    def __init__(self, job_id: JobId, members: RankRecords, training: Training, outbox: Outbox) -> None:
+    def __init__(self, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self.every: dict[Rank, int] = {}
         """Batches of each rank between granted rounds."""
         self.count = 0
         """Number of rounds that are granted after the last announced one; 0: none, or they are being recalled."""
         self._revoked: dict[Rank, None] = {}
         """Members that were asked to enter no granted round any more; emptied when rounds are granted again."""
-        self._job_id = job_id
         self._members = members
         self._training = training
         self._outbox = outbox
@@ -114,10 +113,10 @@ class Reserve:
             return 0  # what is granted before it answers would be dropped, or not, depending on when it hears of which
         if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
-                self._outbox.add(SendLease(**record.address(self._job_id), lease=lease, is_reserve=True))
+                self._outbox.add(SendLease(**record.address(self._outbox.job_id), lease=lease, is_reserve=True))
         has = ledger.reserve_of(record.rank)
         return max(0, min(num_rounds, (has // record.batch_size + permitted - count) // every))
 
     def _recall(self, record: RankRecord) -> None:
         if self._training.ledger.recall(record.rank):
-            self._outbox.add(SendRecall(**record.address(self._job_id)))
+            self._outbox.add(SendRecall(**record.address(self._outbox.job_id)))

@@ -5,7 +5,7 @@ from math import inf
 
 from elche.sums import added
 from elche_coordinator.core.messages.commands import SendLease, SendPermit, SendSyncNow
-from elche_coordinator.core.messages.ids import Epoch, GenerationId, JobId, Rank, RoundId
+from elche_coordinator.core.messages.ids import Epoch, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.spec import Lease
 from elche_coordinator.core.pacing.counts import arrivals_ms, spare_batches
 from elche_coordinator.core.pacing.policy import Pace, Policy, Work
@@ -46,9 +46,7 @@ averagings rarer.
 class RoundScheduler:
     """Announces the rounds of one generation, revises them, and leases the work that they need."""
 
-    def __init__(
-        self, job_id: JobId, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox
-    ) -> None:
+    def __init__(self, generation: GenerationId, members: RankRecords, training: Training, outbox: Outbox) -> None:
         self.rounds: list[Round] = []
         """Open rounds, in order: announced, or entered by grant, and not committed."""
         self.reason = "no round yet"
@@ -57,20 +55,19 @@ class RoundScheduler:
         """True once the generation's first round, which spreads the start state, is committed."""
         self._goes_on = False
         """True if its members continue the training of an earlier generation."""
-        self._job_id = job_id
         self._generation = generation
         self._members = members
         self._training = training
         self._ledger = training.ledger
         self._settings = training.settings
         self._outbox = outbox
-        self._limits = Limits(job_id, members, training, outbox)
+        self._limits = Limits(members, training, outbox)
         self._arrivals = Arrivals()
         self._looked_s = -inf
         """Time at which `_train_on` last looked for members that evaluate or are late."""
         self._topped_up: tuple[float, Work] | None = None
         """Time at which all members last got leases for the first measured round, and the work that was left."""
-        self.reserve = Reserve(job_id, members, training, outbox)
+        self.reserve = Reserve(members, training, outbox)
         """Grants rounds and work for the coordinator's absence."""
 
     @property
@@ -278,7 +275,7 @@ class RoundScheduler:
         count_away = 0 if self.reserve.is_awaited else count_away
         self._outbox.add(
             SendSyncNow(
-                **self._members[rank].address(self._job_id),
+                **self._members[rank].address(self._outbox.job_id),
                 round=first,
                 generation=self._generation,
                 after_step=after_step,
@@ -298,7 +295,7 @@ class RoundScheduler:
         permitted = self._ledger.permit(rank, num_samples)
         if permitted:
             position = self._ledger.rank_leases[rank].permitted
-            self._outbox.add(SendPermit(**self._members[rank].address(self._job_id), num_samples=position))
+            self._outbox.add(SendPermit(**self._members[rank].address(self._outbox.job_id), num_samples=position))
         self._send_leases([(rank, lease) for lease in self._ledger.grant(rank, epoch, num_samples - permitted)])
 
     def _lease_later(self, rank: Rank, num_samples: int) -> None:
@@ -313,7 +310,7 @@ class RoundScheduler:
 
     def _send_leases(self, leases: list[tuple[Rank, Lease]]) -> None:
         for rank, lease in leases:
-            self._outbox.add(SendLease(**self._members[rank].address(self._job_id), lease=lease))
+            self._outbox.add(SendLease(**self._members[rank].address(self._outbox.job_id), lease=lease))
 
     def _paces(self, now_s: float) -> list[Pace]:
         return self._paces_of(self._members.values(), now_s)
