@@ -8,7 +8,7 @@ import pytest
 from elche_coordinator.core.messages.commands import SendRecall, SendSyncNow
 from elche_coordinator.core.messages.events import PauseRequested, ReserveRecalled, RoundEntered
 from elche_coordinator.core.messages.reports import Outcome
-from elche_coordinator.simulator.simulation import JOB
+from elche_coordinator.simulator.simulation import JOB, RankModel
 from support.disasters import crashes, deaths
 from support.stories import UNEQUAL, in_mid_training
 from support.watched import AT_RANDOM, WatchedSimulation, ranks
@@ -155,7 +155,8 @@ def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
 
 def test_a_reserve_that_is_wanted_back_was_begun_meanwhile(simulate):
     """The rank keeps what it has begun while its session was broken, and gives back the rest."""
-    simulation = simulate(ranks(*UNEQUAL), dataset_size=12_000, ride_out_s=10.0, latency_ms=20.0)
+    slower = [RankModel(batch_ms=25.0, changes=((8.0, 75.0),)), RankModel(batch_ms=57.5)]
+    simulation = simulate(slower, dataset_size=12_000, ride_out_s=10.0, latency_ms=20.0)
     in_mid_training(simulation, 8)
     simulation.run_until(lambda: bool(simulation.sent(SendRecall)))
     (command, *_) = simulation.sent(SendRecall)

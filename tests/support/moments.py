@@ -85,7 +85,7 @@ def _entered(number: int) -> Callable[[WatchedSimulation], None]:
 
 def _received(simulation: WatchedSimulation) -> None:
     in_mid_training(simulation)
-    simulation.run_until(lambda: bool(simulation.generation.rounds[0].results))
+    simulation.run_until(lambda: any(list(opened.results) == [Rank(0)] for opened in simulation.generation.rounds))
 
 
 def _regrouping(simulation: WatchedSimulation) -> None:
