@@ -398,13 +398,14 @@ class Settings(SharedSettings):
     compress: Annotated[
         str | None,
         Setting(
-            "Compress what rounds send; the error is added to the next round. topk: only for jobs of very many rounds.",
+            "Compress what rounds send; the error is added to the next round. int2 and topk lose in short jobs.",
             choices=COMPRESSIONS,
         ),
     ] = None
     """How rounds send values: None, in 32 bits; else compressed, with the error added to the next round's: "bf16" and
     "int8" in a half and a quarter of the bytes, "int4" in 1/7.5, "int2" in 1/15, and "topk", the largest 1/32 of the
-    values, in 1/73. With "topk" a change takes many rounds to arrive, and a job of some hundred rounds loses by it.
+    values, in 1/73. The fewer bits, the later a change has arrived: jobs of some hundred rounds lose
+    a little with "int2", and much with "topk" (docs/convergence.md).
     """
     memory: Annotated[
         str,
