@@ -7,6 +7,7 @@ and an agent run on one, an agent on the other. Each host's batches last as long
     python benchmarks/slow_link.py                                     # four rows, nine minutes
     python benchmarks/slow_link.py --rows overlapped --batches 2500    # a minute
     python benchmarks/slow_link.py --model-mb 10 --batches 12000
+    python benchmarks/slow_link.py --model-mb 100 --batches 400 --pad-ms 250 575 --loss 0.01 --rows "overlapped, int2"
 """
 
 import argparse
@@ -50,9 +51,10 @@ class Setting:
 
 SETTINGS = tuple(
     Setting(averaging=averaging, compress=compress)
-    for compress in ("", "int8")
+    for compress in ("", "int8", "int4", "int2", "topk")
     for averaging in ("blocking", "overlapped")
 )
+BY_DEFAULT = SETTINGS[:4]
 
 
 @dataclass(slots=True)
@@ -209,9 +211,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--rate-mbit", type=float, default=50.0, help="of the link, each way (default 50)")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="of the link, each way (default 20)")
-    names = [str(setting) for setting in SETTINGS]
+    parser.add_argument("--loss", type=float, default=0.0, help="how likely a packet is lost (default 0)")
+    names, chosen = [str(setting) for setting in SETTINGS], [str(setting) for setting in BY_DEFAULT]
     parser.add_argument(
-        "--rows", nargs="+", choices=names, default=names, metavar="ROW", help=f"of: {'; '.join(names)}"
+        "--rows", nargs="+", choices=names, default=chosen, metavar="ROW", help=f"of: {'; '.join(names)}"
     )
     parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, as JSON")
     return parser.parse_args(arguments)
@@ -222,7 +225,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that every `with` is left
     rows, details = {}, {}
-    with WanLink(delay_ms=arguments.delay_ms, rate_mbit=arguments.rate_mbit) as link:
+    with WanLink(delay_ms=arguments.delay_ms, rate_mbit=arguments.rate_mbit, loss=arguments.loss) as link:
         link.enter(0)
         for setting in SETTINGS:
             if str(setting) not in arguments.rows:
@@ -236,7 +239,7 @@ def main() -> None:
     print(table(rows) + "\n")
     print(json.dumps(rows))
     if arguments.details:
-        arguments.details.write_text(json.dumps(details, indent=1))
+        arguments.details.write_text(json.dumps(details, indent=1, default=bytes.hex))
 
 
 if __name__ == "__main__":

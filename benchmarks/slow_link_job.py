@@ -4,7 +4,7 @@ ELCHE_PAD_MS       duration of a batch on this host
 ELCHE_NUM_BATCHES  batches in the one epoch
 ELCHE_MODEL_MB     parameters, in 10^6 bytes
 ELCHE_AVERAGING    "blocking" or "overlapped"
-ELCHE_COMPRESS     "bf16", "int8", or empty
+ELCHE_COMPRESS     as `compress`, or empty
 """
 
 import os

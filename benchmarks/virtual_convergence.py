@@ -94,7 +94,7 @@ def way_of(name: str) -> Any:
                 fields["lr_scale_ratio"] = numbers[0]
             case "samples" | "uniform":
                 fields["weighting"] = kind
-            case "int8" | "bf16":
+            case "bf16" | "int8" | "int4" | "int2" | "topk":
                 fields["compress"] = kind
             case "keep":
                 fields["outliers"] = kind

@@ -2,7 +2,7 @@
 
 The coordinator's core decides on leases and rounds as in a real run; a rank's batch takes as long as is said, and costs
 only its computation here. So four unequal ranks take no longer than one device, nothing depends on how busy the machine
-is, and a run is repeated bit for bit. What it leaves out: NCCL, gloo, compression and replica groups.
+is, and a run is repeated bit for bit. What it leaves out: NCCL, gloo and replica groups.
 """
 
 from collections.abc import Callable, Sequence

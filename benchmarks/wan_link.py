@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a slow link in user space: delay, rate and a bounded queue (Linux, root).
+"""Two network namespaces joined by a slow link in user space: delay, rate, a bounded queue, loss (Linux, root).
 
 A process of its own holds two TUN devices, one in each namespace, and passes packets between them. The namespaces have
 no names: they are gone when the last process in them is, so that nothing is left behind, however it ends.
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from random import Random
 from types import TracebackType
 from typing import Self
 
@@ -41,10 +42,11 @@ class WanLink:
     """The link and its two namespaces, numbered 0 and 1, for the length of a `with`.
 
     delay_ms: one way. rate_mbit: each way, in Mbit/s. queue_ms: what waits longer than this to be sent is dropped.
+    loss: how likely a packet is lost on the way, at random.
     """
 
-    def __init__(self, *, delay_ms: float, rate_mbit: float, queue_ms: float = 100.0) -> None:
-        values = {"--delay-ms": delay_ms, "--rate-mbit": rate_mbit, "--queue-ms": queue_ms}
+    def __init__(self, *, delay_ms: float, rate_mbit: float, queue_ms: float = 100.0, loss: float = 0.0) -> None:
+        values = {"--delay-ms": delay_ms, "--rate-mbit": rate_mbit, "--queue-ms": queue_ms, "--loss": loss}
         self._arguments = [f"{name}={value}" for name, value in values.items()]
         self._process: subprocess.Popen[str] | None = None
         self._namespaces: list[str] = []
@@ -91,6 +93,8 @@ class Direction:
     delay_s: float
     queue_s: float
     bytes_per_s: float
+    loss: float
+    draws: Random
     line_free_s: float = 0.0
     """When the line will have sent what it has accepted."""
     under_way: deque[tuple[float, bytes]] = field(default_factory=deque)
@@ -107,7 +111,8 @@ class Direction:
             if begins_s - now_s > self.queue_s:
                 continue
             self.line_free_s = begins_s + len(packet) / self.bytes_per_s
-            self.under_way.append((self.line_free_s + self.delay_s, packet))
+            if self.draws.random() >= self.loss:
+                self.under_way.append((self.line_free_s + self.delay_s, packet))
 
     def deliver(self, now_s: float) -> None:
         """Hands over what has arrived."""
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, required=True)
     parser.add_argument("--rate-mbit", type=float, required=True)
     parser.add_argument("--queue-ms", type=float, required=True)
+    parser.add_argument("--loss", type=float, required=True)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     namespaces, devices = [], []
@@ -184,6 +190,8 @@ def main() -> None:
             delay_s=arguments.delay_ms / 1000,
             queue_s=arguments.queue_ms / 1000,
             bytes_per_s=arguments.rate_mbit * 1e6 / 8,
+            loss=arguments.loss,
+            draws=Random(source),
         )
         for source, sink in (devices, reversed(devices))
     ]

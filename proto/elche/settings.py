@@ -134,6 +134,7 @@ def _shown(value: object) -> str:
 
 
 SHARINGS = ("average", "from_source", "local")
+COMPRESSIONS = ("bf16", "int8", "int4", "int2", "topk")
 BLOCKING_ANCHOR = 10
 OVERLAPPED_ANCHOR = 1
 """Short rounds train better. In blocking ones ranks also wait for each other, which El Che does not count as overhead,
@@ -396,9 +397,15 @@ class Settings(SharedSettings):
     """What rounds do with the optimizer's moments: "local", "average" or "from_source", as above."""
     compress: Annotated[
         str | None,
-        Setting("Compress what rounds send; the error is added to the next round.", choices=("bf16", "int8")),
+        Setting(
+            "Compress what rounds send; the error is added to the next round. int2 and topk lose in short jobs.",
+            choices=COMPRESSIONS,
+        ),
     ] = None
-    """How rounds send values: None, in 32 bits; "bf16" or "int8", compressed, with the error added to the next round's.
+    """How rounds send values: None, in 32 bits; else compressed, with the error added to the next round's: "bf16" and
+    "int8" in a half and a quarter of the bytes, "int4" in 1/7.5, "int2" in 1/15, and "topk", the largest 1/32 of the
+    values, in 1/73. The fewer bits, the later a change has arrived: jobs of some hundred rounds lose
+    a little with "int2", and much with "topk" (docs/convergence.md).
     """
     memory: Annotated[
         str,

@@ -130,9 +130,10 @@ def after_three_rounds(backend: str, *, is_overlapped: bool, options: dict[str, 
         {"merge": "adascale"},
         {"compress": "bf16"},
         {"compress": "int8"},
+        {"compress": "topk"},
         {"outer": Nesterov(lr=0.5, momentum=0.5)},
     ],
-    ids=["samples", "uniform", "adascale", "bf16", "int8", "nesterov"],
+    ids=["samples", "uniform", "adascale", "bf16", "int8", "topk", "nesterov"],
 )
 def test_rounds_over_nccl_and_over_gloo_leave_the_same_bits(
     device: Device, options: dict[str, Any], is_overlapped: bool

@@ -52,12 +52,13 @@ def optimizer(model):
 
 def test_compressed_rounds_send_less(cluster: Cluster, job_file: JobFile) -> None:
     sent = {}
-    for compress in ("None", "'bf16'", "'int8'"):
+    for compress in ("None", "'bf16'", "'int8'", "'int2'"):
         fields = f"epochs=1, model=model, optimizer=optimizer, evaluate=None, merge='mean', compress={compress}"
         lines = WIDE, REPLACE.format(fields)
         sent[compress] = bytes_per_round(cluster, job_file("linear.py", *lines))
     assert sent["'bf16'"] < 0.52 * sent["None"]
     assert sent["'int8'"] < 0.28 * sent["None"]
+    assert sent["'int2'"] < 0.08 * sent["None"]
 
 
 POISON = """

@@ -14,7 +14,7 @@ from torch import nn
 
 from elche_worker import outer as outer_optimizers
 from elche_worker.collectives.averaging import Averaging
-from elche_worker.collectives.compression import CODECS, Compression
+from elche_worker.collectives.compression import BLOCK, CODECS, Compression
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
@@ -500,8 +500,10 @@ def compression(codec: str) -> tuple[Compression, SoloCollectives]:
 CHANGE = torch.tensor([1.0, 0.003, -0.0011, 0.2])
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "most"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.1), ("int2", 2.0), ("topk", 0.5)]
+)
+def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str, most: float) -> None:
     compressed, alone = compression(codec)
     total = torch.zeros(4)
     for _ in range(100):
@@ -509,10 +511,59 @@ def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str) -> None
         compressed.average(change, [1.0], alone)
         compressed.commit()
         total += change
-    assert torch.allclose(total, 100 * CHANGE, atol=0.02)
+    assert (total - 100 * CHANGE).abs().max() < most, "of the last round or two"
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def normal_blocks(num_rows: int = 2, *, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, 3 * BLOCK, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits", "lost"), [("int4", 4.25, 0.02), ("int2", 2.125, 0.13), ("topk", 0.4375, 0.9)]
+)
+def test_thin_values_take_few_bits_and_lose_no_more_than_is_known(codec: str, bits: float, lost: float) -> None:
+    """Of values with a normal distribution; no row depends on another."""
+    values = normal_blocks()
+    raw = CODECS[codec]().encode(values)
+    assert raw.dtype == torch.uint8
+    assert 8 * raw.numel() == bits * values.numel()
+    decoded = CODECS[codec]().decode(raw)
+    assert ((decoded - values).norm() / values.norm()) ** 2 < lost
+    assert torch.equal(CODECS[codec]().decode(raw[1:]), decoded[1:])
+    assert torch.equal(CODECS[codec]().encode(values[1:]), raw[1:])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(torch.zeros(1, BLOCK), id="nothing"),
+        pytest.param(torch.full((1, BLOCK), 1e-42), id="tiny"),
+        pytest.param(normal_blocks().div(10).clamp(-1, 1) * 3e38, id="huge"),
+        pytest.param(torch.eye(BLOCK)[:1] * 7 - torch.eye(BLOCK)[1:2], id="sparse"),
+        pytest.param(-torch.ones(1, BLOCK), id="equal"),
+    ],
+)
+def test_what_is_encoded_brings_values_nearer(codec: str, values: torch.Tensor) -> None:
+    """Else errors would grow with each round."""
+    decoded = CODECS[codec]().decode(CODECS[codec]().encode(values)).double()
+    assert decoded.isfinite().all()
+    assert (decoded - values).norm() <= values.double().norm()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_encoded_as_a_number(codec: str, number: float) -> None:
+    values = normal_blocks()
+    values[1, BLOCK + 5] = number
+    decoded = CODECS[codec]().decode(CODECS[codec]().encode(values))
+    assert not decoded[1, BLOCK + 5].isfinite()
+    assert decoded[0].isfinite().all()
+    assert decoded[1, :BLOCK].isfinite().all()
+    assert decoded[1, 2 * BLOCK :].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_round_that_is_given_up_keeps_what_compression_had_lost_before(codec: str) -> None:
     given_up, alone = compression(codec)
     plain, _ = compression(codec)
@@ -527,8 +578,13 @@ def test_a_round_that_is_given_up_keeps_what_compression_had_lost_before(codec: 
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8"])
-def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(compress: str) -> None:
+@pytest.mark.parametrize(
+    ("compress", "ratio", "most"),
+    [("bf16", 1.8, 0.01), ("int8", 3.5, 0.01), ("int4", 6.0, 0.05), ("int2", 11.0, 0.15), ("topk", 32.0, 0.7)],
+)
+def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(
+    compress: str, ratio: float, most: float
+) -> None:
     torch.manual_seed(0)
     models: list[nn.Module] = [nn.Linear(200, 50) for _ in range(3)]
     exact: list[nn.Module] = [nn.Linear(200, 50) for _ in range(3)]
@@ -545,18 +601,20 @@ def test_compressed_rounds_are_equal_everywhere_send_less_and_forget_nothing(com
         small = those_bytes(ranks)
         large = those_bytes(reference)
         assert len(ranks.digests()) == 1
-    assert small < large / (1.8 if compress == "bf16" else 3.5)
+    assert small < large / ratio
     error = (models[0].weight - exact[0].weight).norm() / exact[0].weight.norm()  # type: ignore[operator, union-attr]
-    assert error < 0.01
+    assert error < most
 
 
-@pytest.mark.parametrize("has_newcomer", [False, True])
-def test_what_compression_has_lost_is_sent_in_the_next_generation(has_newcomer: bool) -> None:
+@pytest.mark.parametrize(
+    ("compress", "has_newcomer"), [("int8", False), ("int8", True), ("int2", True), ("topk", True)]
+)
+def test_what_compression_has_lost_is_sent_in_the_next_generation(compress: str, has_newcomer: bool) -> None:
     """By each rank its own, and of the sum that of the part that it had; the next may be a round with a newcomer."""
     models: list[nn.Module] = [nn.Linear(300, 4, bias=False) for _ in range(3)]
     for model in models:
         nn.init.zeros_(model.weight)  # type: ignore[arg-type]
-    ranks = Ranks(models, compress="int8")
+    ranks = Ranks(models, compress=compress)
     start(ranks)
     with torch.no_grad():
         for at, model in enumerate(models):
@@ -565,7 +623,7 @@ def test_what_compression_has_lost_is_sent_in_the_next_generation(has_newcomer: 
     arrived = sum(model.weight.detach() for model in models) / 3  # type: ignore[operator, misc]
     ranks.round(lambda at, layout: row(layout))
     lost = (models[0].weight - arrived).abs().max()  # type: ignore[operator]
-    assert lost > 0.002, "what is small beside the largest of its block is not sent"
+    assert lost > 0.001, "what is small beside the largest of its block is not sent"
     ranks.regroup()
     second, third = ([1, 1, 1], [2, 2, 1]), ([1, 1, 1], [3, 3, 3])
     if not has_newcomer:
@@ -578,7 +636,7 @@ def test_what_compression_has_lost_is_sent_in_the_next_generation(has_newcomer: 
     assert len(ranks.digests()) == 1
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8"])
+@pytest.mark.parametrize("compress", CODECS)
 def test_a_newcomer_to_compressed_rounds_gets_the_model_whole(compress: str) -> None:
     """It knows no last result, of which the others send the change."""
     ranks = Ranks(weights(1.0, 2.0, 9.0), compress=compress)
@@ -593,8 +651,10 @@ def test_a_newcomer_to_compressed_rounds_gets_the_model_whole(compress: str) -> 
     assert torch.allclose(ranks.models[2].weight, (arrived[0] + arrived[1]) / 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int8"])
-def test_what_a_rank_without_weight_sends_compressed_is_in_no_round(compress: str) -> None:
+@pytest.mark.parametrize(
+    ("compress", "most"), [("bf16", 0.005), ("int8", 0.005), ("int4", 0.02), ("int2", 0.2), ("topk", 0.2)]
+)
+def test_what_a_rank_without_weight_sends_compressed_is_in_no_round(compress: str, most: float) -> None:
     """Neither in the round that leaves it out, nor as an error that is sent with the next."""
     ranks = Ranks(weights(1.0, 2.0, 3.0), compress=compress, nonfinite="skip")
     start(ranks)
@@ -605,7 +665,7 @@ def test_what_a_rank_without_weight_sends_compressed_is_in_no_round(compress: st
         ranks.round(lambda at, layout: row(layout))
         assert len(ranks.digests()) == 1
         mean = torch.stack(arrived[:parts]).mean(dim=0)
-        assert torch.allclose(ranks.models[0].weight, mean, atol=0.005)  # type: ignore[arg-type]
+        assert torch.allclose(ranks.models[0].weight, mean, atol=most)  # type: ignore[arg-type]
 
 
 def those_bytes(ranks: Ranks) -> int:

@@ -17,10 +17,12 @@ from torch import nn
 from elche import settings
 from elche.errors import InvalidJob
 from elche.policies import POLICIES
-from elche.settings import KINDS, SETTINGS, Kind
+from elche.settings import COMPRESSIONS, KINDS, SETTINGS, Kind
 from elche_client.cli import cli, main
 from elche_client.options import JobOptions
+from elche_coordinator.simulator.planned import SENT_FRACTIONS
 from elche_worker import TrainingJob
+from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.user.job import OUTER_OPTIMIZERS, STRATEGIES
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
@@ -149,7 +151,7 @@ BAD = [
     ("max_grad_norm", "NaN", "max_grad_norm must be a number or None, not float (nan)"),
     ("lr_scale_ratio", "Infinity", "lr_scale_ratio must be a number, not float (inf)"),
     ("policy", "weekly", f"policy must be one of {', '.join(POLICIES)}, not 'weekly'"),
-    ("compress", "fp8", "compress must be one of bf16, int8 or None, not 'fp8'"),
+    ("compress", "fp8", "compress must be one of bf16, int8, int4, int2, topk or None, not 'fp8'"),
     ("speed_hint", "1", "speed_hint must be (slowest rank, ratio), such as (1, 2.3) or None, not list"),
     ("speed_hint", "1=fast", "speed_hint must be (slowest rank, ratio), such as (1, 2.3) or None, not '1=fast'"),
     ("speed_hint", "-1=2", "speed_hint must be (slowest rank, ratio)"),
@@ -192,6 +194,12 @@ def test_what_the_metavar_shows_can_be_typed() -> None:
 @pytest.mark.parametrize("text", ["True", "False"])
 def test_a_flag_takes_the_words_that_its_error_names(text: str) -> None:
     assert SETTINGS["drop_last"].parse(text) is (text == "True")
+
+
+def test_compressions_are_those_that_ranks_know_and_plans_count_what_they_send() -> None:
+    assert tuple(CODECS) == COMPRESSIONS
+    sizes = {name: codec().encode(torch.zeros(1, BLOCK)).numel() for name, codec in CODECS.items()}
+    assert {None: 1.0} | {name: size / (4 * BLOCK) for name, size in sizes.items()} == SENT_FRACTIONS
 
 
 @pytest.mark.parametrize("name", ["max_steps", "max_grad_norm", "compress"])

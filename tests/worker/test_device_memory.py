@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "**the default**": {},
     '`outer_optimizer="nesterov"`': {"outer_optimizer": Nesterov()},
     '`outer_optimizer="adam"`': {"outer_optimizer": Adam()},
-    '`compress="int8"` or `"bf16"`': {"compress": "int8"},
+    "`compress` is set": {"compress": "int2"},
 }
 """As docs/gpus.md calls them."""
 

@@ -16,8 +16,8 @@ ROUND_TRIPS = 4
 and gloo's receiver says that it is ready. Fits what docs/benchmarks.md measured over a slow link."""
 FIXED_S = 0.005
 """Seconds that an averaging takes in addition, however small the model: over gloo on loopback at least 2 to 7 ms."""
-SENT_FRACTIONS = {None: 1.0, "bf16": 1 / 2, "int8": 260 / 1024}
-"""Bytes sent per byte of float32, by compression; 8-bit values have a scale of 4 bytes for each 256."""
+SENT_FRACTIONS = {None: 1.0, "bf16": 1 / 2, "int8": 260 / 1024, "int4": 34 / 256, "int2": 68 / 1024, "topk": 14 / 1024}
+"""Bytes sent per byte of float32, by compression: of a block's bytes with its scales, and of its values'."""
 OPTIMIZER_COPIES = {"adam": 2, "momentum": 1, "sgd": 0}
 """Tensors of the parameters' size that each optimizer keeps."""
 CHECKPOINT_S = 600.0

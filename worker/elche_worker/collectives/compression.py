@@ -1,4 +1,4 @@
-"""Compression of rounds' payload: bfloat16 or 8-bit blocks, with error feedback.
+"""Compression of rounds' payload, to 16 bits per value down to less than one, with error feedback.
 
 Each rank sends the change since the last result, in parts, to the ranks that own them; an owner adds up its part and
 sends the compressed sum to all. Every rank decodes the same bytes, so the results are equal bit for bit. The encoding
@@ -14,7 +14,13 @@ from elche_worker.collectives.operations import ValueCollectives
 from elche_worker.device import chunks
 
 BLOCK = 256
-"""Values that share one scale in 8-bit form."""
+"""Values that share one scale, or are chosen from together; rows are multiples of it long."""
+FINE_BLOCK = 64
+"""Values that share one scale in 4-bit form."""
+NUM_TOP = BLOCK // 32
+"""Values of a block that `TopK` sends."""
+LARGE = 1.2
+"""A magnitude counts as large above so many times the mean of its block: near the best for normal values."""
 
 
 class Codec(Protocol):
@@ -56,7 +62,102 @@ class Int8:
         return steps.float().mul_(scales).view(raw.shape[0], -1)
 
 
-CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8}
+class Int4:
+    """Half a byte per value, and one scale of two bytes per fine block."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        blocks = values.view(values.shape[0], -1, FINE_BLOCK)
+        scales = blocks.abs().amax(dim=2).div_(7).to(torch.bfloat16)
+        steps = blocks.div(scales.float().clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).round_().add_(8)
+        return _joined(_packed(steps.to(torch.uint8), 4), scales.view(torch.uint8))
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        packed, scales = _parted(raw, FINE_BLOCK // 2, 2)
+        steps = _unpacked(packed, 4).float().sub_(8)
+        return steps.mul_(scales.view(torch.bfloat16).float()).view(raw.shape[0], -1)
+
+
+class Int2:
+    """Two bits per value, and two magnitudes per block: the mean of its large values, and that of the others."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        codes, magnitudes = _two_bits(values.view(values.shape[0], -1, BLOCK))
+        return _joined(_packed(codes, 2), magnitudes)
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        packed, magnitudes = _parted(raw, BLOCK // 4, 4)
+        return _of_two_bits(_unpacked(packed, 2), magnitudes).view(raw.shape[0], -1)
+
+
+class TopK:
+    """The largest 1/32 of each block, with two bits per value, and their positions; nothing of the others."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        blocks = values.view(values.shape[0], -1, BLOCK)
+        positions = blocks.abs().topk(NUM_TOP, dim=2, sorted=False).indices
+        codes, magnitudes = _two_bits(blocks.gather(2, positions))
+        return _joined(positions.to(torch.uint8), _packed(codes, 2), magnitudes)
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        positions, packed, magnitudes = _parted(raw, NUM_TOP, NUM_TOP // 4, 4)
+        values = torch.zeros(*positions.shape[:2], BLOCK, device=raw.device)
+        values.scatter_(2, positions.long(), _of_two_bits(_unpacked(packed, 2), magnitudes))
+        return values.view(raw.shape[0], -1)
+
+
+def _two_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each value's sign (1) and whether it is large (2), and per block, as bytes, the mean of its small magnitudes and
+    by how much that of its large ones is larger.
+    """
+    length = blocks.shape[2]
+    magnitudes = blocks.abs().div_(length)  # else their sum may overflow
+    total = magnitudes.sum(dim=2, keepdim=True)
+    are_large = magnitudes > total * (LARGE / length)
+    of_large = are_large.float()
+    num_large = of_large.sum(dim=2)
+    large = torch.linalg.vecdot(magnitudes, of_large)
+    small = (total.squeeze(2) - large).clamp_(min=0).mul_(length / (length - num_large).clamp_(min=1))
+    large.mul_(length / num_large.clamp(min=1))
+    codes = are_large.view(torch.uint8) << 1
+    codes += torch.signbit(blocks)
+    return codes, torch.stack([small, large.sub_(small).clamp_(min=0)], dim=2).to(torch.bfloat16).view(torch.uint8)
+
+
+def _of_two_bits(codes: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    small, more = magnitudes.view(torch.bfloat16).float().split(1, dim=2)
+    values = (codes >> 1).float().mul_(more).add_(small)
+    return values.mul_((codes & 1).float().mul_(-2).add_(1))
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of so many bits (uint8, along the last dimension) in full bytes: its first part has the lowest bits."""
+    first, *others = codes.chunk(8 // bits, dim=-1)
+    packed = first.clone()
+    for at, part in enumerate(others, start=1):
+        packed |= part << (bits * at)
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `_packed`."""
+    mask = (1 << bits) - 1
+    return torch.cat([packed >> (bits * at) & mask for at in range(8 // bits)], dim=-1)
+
+
+def _joined(*parts: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes from parts of (rows, blocks, bytes of a block), all blocks of one part after the other."""
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+def _parted(raw: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """The inverse of `_joined` with so many bytes per block."""
+    num_blocks = raw.shape[1] // sum(sizes)
+    parts = raw.split([num_blocks * size for size in sizes], dim=1)
+    return [part.reshape(raw.shape[0], num_blocks, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+CODECS: dict[str, type[Codec]] = {"bf16": Bf16, "int8": Int8, "int4": Int4, "int2": Int2, "topk": TopK}
+"""In order of bytes, the most first."""
 
 
 class Compression:
