@@ -28,7 +28,7 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
     log.end(9)
     text = json.dumps({"rank": 0}).encode()
     records = [
-        b"ELCHEAUD" + struct.pack("<HHI", 1, 0, len(text)) + text,
+        b"ELCHEAUD" + struct.pack("<HHI", 2, 0, len(text)) + text,
         b"\1" + struct.pack("<QIQIQ", 1, 2, 3, 4, 5),
         b"\2" + struct.pack("<QQQQQQQ", *range(1, 8)),
         b"\3" + struct.pack("<QQQQQIBQQ", 2, 3, 4, 5, 6, 7, 1 | 2 | 4, 9, 10),
