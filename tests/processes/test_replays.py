@@ -27,8 +27,16 @@ def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, l
 
 @pytest.mark.parametrize(
     ("averaging", "more"),
-    [("blocking", ("--merge", "mean")), ("overlapped", ()), ("overlapped", ("--backend", "cpu", "--compress", "int8"))],
-    ids=["blocking", "overlapped", "relayed"],
+    [
+        pytest.param("blocking", ("--merge", "mean"), id="blocking"),
+        pytest.param("overlapped", (), id="overlapped"),
+        pytest.param(
+            "overlapped",
+            ("--backend", "cpu", "--compress", "int8"),
+            id="relayed",
+            marks=pytest.mark.long(reason="it goes the same way as the others, but for the sums"),
+        ),
+    ],
 )
 def test_a_run_in_which_a_rank_is_killed_and_another_process_joins(
     elche: Elche, job_file: JobFile, tmp_path: Path, averaging: str, more: tuple[str, ...]

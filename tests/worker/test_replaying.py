@@ -281,7 +281,7 @@ def no_files(place: Path) -> None:
         (an_older_format, "rank-0-1.bin has format 1, which lacks what replays need"),
         (no_files, "has no files of ranks: it was not run with --audit true"),
     ],
-    ids=lambda one: one.__name__ if callable(one) else "",
+    ids=["no_file_of_a_rank", "a_file_that_was_cut", "a_changed_byte", "no_job", "an_older_format", "no_files"],
 )
 def test_what_is_missing_or_damaged_is_named_in_one_line(
     recorded: Recorded, damage: Callable[[Path], None], why: str
