@@ -87,6 +87,8 @@ class Start:
         texts = [self.device, self.label, self.torch, self.file_name, self.source, self.code]
         if not all(isinstance(one, str) for one in [*texts, *self.arguments]) or not isinstance(self.settings, dict):
             raise ValueError
+        if not isinstance(self.arguments, list) or not isinstance(self.warms_up, bool):
+            raise ValueError
         if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in (self.members, self.threads)):
             raise ValueError
         if self.epochs > MAX_EPOCHS or min(self.dataset_size, self.batch_size) < 1:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from elche.errors import InvalidJob
 from elche_audit.rank_file import read
+from elche_worker import replay
 from support.real_processes import Command
 
 pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
@@ -54,11 +56,9 @@ def test_a_run_in_which_a_rank_is_killed_and_another_process_joins(
     assert told["num_compared"] == len({one.round for file in files for one in file.results.values()})
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
     first = joined.rounds[0].round
-    early = elche("replay", "out", "--until-round", str(first), "--out", "early", "--json", limit_s=100)
-    assert early.code == 0, early.out + early.err
-    told = json.loads(early.out)
-    assert (told["round"], told["difference"]) == (first, "")
-    assert told["samples"] == joined.results[joined.rounds[0].generation, first].samples
+    early = replay(tmp_path / "out", until_round=first)
+    assert (early.round, early.difference) == (first, "")
+    assert early.samples == joined.results[joined.rounds[0].generation, first].samples
 
 
 @pytest.mark.long(reason="all ranks are killed and started again")
@@ -66,15 +66,13 @@ def test_each_attempt_of_a_run_that_went_back_to_a_checkpoint(elche: Elche, job_
     lines = ("DIES_AT = {0: 70, 1: 72}",)
     settings = ("--checkpoint-every-epochs", "1", "--keep-checkpoints", "20")
     recorded(elche, job_file, tmp_path, "--ranks", "2", *settings, lines=lines)
-    for attempt in ("1", "2"):
-        done = elche("replay", "out", "--attempt", attempt, "--out", f"again-{attempt}", "--json", limit_s=100)
-        assert done.code == 0, done.out + done.err
-        told = json.loads(done.out)
-        assert (told["difference"], told["attempt"]) == ("", int(attempt))
-        assert told["num_compared"] > 1
-    assert (tmp_path / "again-2/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    first = replay(tmp_path / "out", attempt=1)
+    assert (first.difference, first.attempt) == ("", 1)
+    assert first.num_compared > 1
+    second = replay(tmp_path / "out", out=tmp_path / "again")
+    assert (second.difference, second.attempt) == ("", 2)
+    assert second.num_compared > 1
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "out/checkpoints")
-    lacking = elche("replay", "out", "--one-process", "--out", "none")
-    assert lacking.code == 2
-    assert "from which it went on, is missing" in lacking.err
-    assert elche("replay", "out", "--attempt", "1", "--out", "first").code == 0
+    with pytest.raises(InvalidJob, match="from which it went on, is missing"):
+        replay(tmp_path / "out")

@@ -38,7 +38,9 @@ job = TrainingJob(
     batch_size=4, epochs=2, audit=True, averaging="overlapped", compress="bf16",
 )
 """
-RECEIVED, RECEIVED_LAYOUT, DIGEST = 3, "<QQQQQIBQQ", -1
+ENTERED, RECEIVED, DIGEST = 2, 3, -1
+LAYOUTS = {1: "<QIQIQ", ENTERED: "<QQQQQQQ", RECEIVED: "<QQQQQIBQQ", 4: "<QQ", 5: "<QQQ", 6: "<Q", 7: "<QIQIQ"}
+LAYOUTS |= {8: "<QQIIB", 9: "<QIQQ", 10: "<QQ"}
 
 
 class Failing:
@@ -222,14 +224,12 @@ def test_a_difference_is_found_and_its_round_named(recorded: Recorded) -> None:
 def _change(path: Path, change: Callable[[list[int]], list[int]]) -> None:
     """Changes the records of results in a file of a rank, and makes its checksums right."""
     data = path.read_bytes()
-    layouts = {1: "<QIQIQ", 2: "<QQQQQQQ", RECEIVED: RECEIVED_LAYOUT, 4: "<QQ", 5: "<QQQ", 6: "<Q", 7: "<QIQIQ"}
-    layouts |= {8: "<QQIIB", 9: "<QIQQ", 10: "<QQ"}
     assert data.startswith(MAGIC)
     at = 16 + int.from_bytes(data[12:16], "little")
     made, crc = bytearray(data[: at + 4]), crc32(data[:at])
     at += 4
     while at < len(data):
-        layout = layouts[data[at]]
+        layout = LAYOUTS[data[at]]
         numbers = list(struct.unpack_from(layout, data, at + 1))
         if data[at] == RECEIVED:
             numbers = change(numbers)
@@ -255,6 +255,30 @@ def a_changed_byte(place: Path) -> None:
     (place / "rank-0-1.bin").write_bytes(data)
 
 
+def no_entry_into_a_round_that_all_have_lost(place: Path) -> None:
+    """A file that ends before round 4, of which the other rank had the header."""
+    path = place / "rank-1-2.bin"
+    data = path.read_bytes()
+    sizes = {kind: 1 + struct.calcsize(layout) + 4 for kind, layout in LAYOUTS.items()}
+    at = 20 + int.from_bytes(data[12:16], "little")
+    while not (data[at] == ENTERED and struct.unpack_from(LAYOUTS[ENTERED], data, at + 1)[2] == 4):
+        at += sizes[data[at]]
+    path.write_bytes(data[:at])
+    for other in ("rank-0-1.bin", "rank-2-3.bin"):
+        _end_after(place / other, 4)
+
+
+def _end_after(path: Path, number: int) -> None:
+    """Ends a file before the first round after this one."""
+    data = path.read_bytes()
+    at = 20 + int.from_bytes(data[12:16], "little")
+    while at < len(data) and not (
+        data[at] == ENTERED and struct.unpack_from(LAYOUTS[ENTERED], data, at + 1)[2] > number
+    ):
+        at += 1 + struct.calcsize(LAYOUTS[data[at]]) + 4
+    path.write_bytes(data[:at])
+
+
 def no_job(place: Path) -> None:
     next(place.glob("job-*.py")).unlink()
 
@@ -276,12 +300,21 @@ def no_files(place: Path) -> None:
     [
         (no_file_of_a_rank, "round 1 of generation 1 had 2 ranks, and files of 1 tell of it"),
         (a_file_that_was_cut, "had 2 ranks, and files of 1 tell of it|had 3 ranks, and files of 2 tell of it"),
+        (no_entry_into_a_round_that_all_have_lost, "round 4 of generation 1 had 2 ranks, and files of 1 tell of it"),
         (a_changed_byte, r"rank-0-1.bin is damaged at byte \d+"),
         (no_job, r"job-[0-9a-f]+\.py, the job's file, is missing"),
         (an_older_format, "rank-0-1.bin has format 1, which lacks what replays need"),
         (no_files, "has no files of ranks: it was not run with --audit true"),
     ],
-    ids=["no_file_of_a_rank", "a_file_that_was_cut", "a_changed_byte", "no_job", "an_older_format", "no_files"],
+    ids=[
+        "no_file_of_a_rank",
+        "a_file_that_was_cut",
+        "no_entry",
+        "a_changed_byte",
+        "no_job",
+        "an_older_format",
+        "no_files",
+    ],
 )
 def test_what_is_missing_or_damaged_is_named_in_one_line(
     recorded: Recorded, damage: Callable[[Path], None], why: str

@@ -162,16 +162,21 @@ def _generations(files: Mapping[str, RankFile]) -> dict[int, dict[str, Joined]]:
     return generations
 
 
-def _check_whole(rounds: Mapping[RoundKey, RecordedRound], generations: Mapping[int, Any], place: Path) -> None:
+def _check_whole(
+    rounds: Mapping[RoundKey, RecordedRound], generations: Mapping[int, Mapping[str, Joined]], place: Path
+) -> None:
     """Raises `InvalidJob` if the file of a rank that was in a round is missing, or lacks the round."""
     for one in rounds.values():
         if lacking := sorted(one.entries.keys() - generations.get(one.generation, {}).keys()):
             raise InvalidJob(f"{place}: {lacking[0]} does not say which place its rank had in {one.words}")
-        if not one.results:
+        if not one.results and not one.has_header:
             continue
-        num_rows = one.result.num_rows
+        places = generations[one.generation].values()
+        num_rows = one.result.num_rows if one.results else next(iter(places)).world_size
         if len(one.entries) != num_rows or len(generations.get(one.generation, {})) != num_rows:
             raise InvalidJob(f"{place}: {one.words} had {num_rows} ranks, and files of {len(one.entries)} tell of it")
+        if sorted((its.position, its.world_size) for its in places) != [(at, num_rows) for at in range(num_rows)]:
+            raise InvalidJob(f"{place}: the ranks of {one.words} do not agree on their places in it")
         if len({result.version for result in one.results.values()}) > 1:
             raise InvalidJob(f"{place}: {one.words} has two versions")
 

@@ -194,6 +194,8 @@ def _result(replayer: _Replayer, last: RecordedRound, *, writes: bool) -> Replay
         if writes:
             path = shown.save(last.number)
         shown.replica.keep_result()
+    for rank in ranks:
+        rank.replica.loader.stop()
     return Replayed(
         round=last.number,
         generation=last.generation,
