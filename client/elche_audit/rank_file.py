@@ -7,8 +7,8 @@ from struct import Struct, calcsize, unpack_from
 from typing import Any
 from zlib import crc32
 
-MAGIC, FORMAT = b"ELCHEAUD", 1
-"""The first bytes of every file, and the format's number."""
+MAGIC, FORMATS = b"ELCHEAUD", (1, 2)
+"""The first bytes of every file, and the numbers of formats that are read. The first one lacks what replays need."""
 HEAD = Struct("<8sHHI")
 CRC = Struct("<I")
 """The checksum after each record: a record that was cut off by the process's end is recognized by it."""
@@ -17,7 +17,7 @@ MAX_START_BYTES = 1 << 20
 MAX_EPOCHS = 1 << 20
 """Most epochs of a run. No job has as many; a list of the epochs that a damaged file says would not fit any memory."""
 MAX_NUMBER = 2**64
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE = range(1, 11)
 LAYOUTS = {
     BATCH: "<QIQIQ",
     ENTERED: "<QQQQQQQ",
@@ -26,6 +26,9 @@ LAYOUTS = {
     COMMITTED: "<QQQ",
     ENDED: "<Q",
     SKIPPED: "<QIQIQ",
+    JOINED: "<QQIIB",
+    EVALUATED: "<QIQQ",
+    LOST_LATE: "<QQ",
 }
 """The numbers of each record, between its type and its checksum."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
@@ -53,6 +56,25 @@ class Start:
     epochs: int
     drop_last: bool
     max_steps: int | None
+    members: int = 1
+    """Processes of its replica group."""
+    device: str = ""
+    """These, for replays, are empty in files of format 1."""
+    label: str = ""
+    """The device's name for display."""
+    threads: int = 0
+    """Threads with which it has computed."""
+    torch: str = ""
+    """The version of PyTorch."""
+    warms_up: bool = False
+    """True if it has trained a batch without effect before it was ready."""
+    file_name: str = ""
+    source: str = ""
+    """Digest of the job's file, which names the copy beside this file."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    code: str = ""
+    """The job's module, or the digest of its folder, if it is not in a file alone."""
 
     def check(self) -> None:
         """Raises `ValueError` for values that no rank has."""
@@ -61,6 +83,13 @@ class Start:
         if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in numbers):
             raise ValueError
         if not isinstance(self.job, str) or not isinstance(self.resume, str) or not isinstance(self.drop_last, bool):
+            raise ValueError
+        texts = [self.device, self.label, self.torch, self.file_name, self.source, self.code]
+        if not all(isinstance(one, str) for one in [*texts, *self.arguments]) or not isinstance(self.settings, dict):
+            raise ValueError
+        if not isinstance(self.arguments, list) or not isinstance(self.warms_up, bool):
+            raise ValueError
+        if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in (self.members, self.threads)):
             raise ValueError
         if self.epochs > MAX_EPOCHS or min(self.dataset_size, self.batch_size) < 1:
             raise ValueError
@@ -155,6 +184,41 @@ class Committed:
     global_step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A round of which the rank has received no result."""
+
+    generation: int
+    round: int
+    has_header: bool
+    """True if it has received the round's header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A generation, to which the rank's next rounds belong."""
+
+    attempt: int
+    generation: int
+    position: int
+    world_size: int
+    is_relayed: bool
+    """True if the coordinator adds the ranks' values up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation of a round's result, or of the rank's part of one."""
+
+    round: int
+    epoch: int
+    offset: int
+    size: int
+
+
+Record = TrainedBatch | Entered | Received | Lost | Joined | Evaluated
+
+
 @dataclass(slots=True)
 class RankFile:
     """The records of one rank process, in order."""
@@ -166,6 +230,9 @@ class RankFile:
     results: dict[tuple[int, int], Received] = field(default_factory=dict)
     """Results by generation and round."""
     commits: list[Committed] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    """What the process has done, in order."""
+    format: int = FORMATS[-1]
     problems: list[str] = field(default_factory=list)
     """Records that contradict those before them."""
     has_ended: bool = False
@@ -215,8 +282,8 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
     magic, version, _, length = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise Damaged(f"{name} is no audit file of a rank")
-    if version != FORMAT:
-        raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMAT}")
+    if version not in FORMATS:
+        raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMATS[-1]} and older ones")
     end = HEAD.size + length
     if length > MAX_START_BYTES or end + CRC.size > len(data):
         raise Damaged(f"{name} is damaged: its head is not whole")
@@ -227,8 +294,8 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
         start = Start(**json.loads(data[HEAD.size : end]))
         start.check()
     except (ValueError, TypeError, RecursionError):
-        raise Damaged(f"{name} is damaged: its head has other fields than those of format {FORMAT}") from None
-    return RankFile(name, start), end + CRC.size, crc
+        raise Damaged(f"{name} is damaged: its head has other fields than those of format {version}") from None
+    return RankFile(name, start, format=version), end + CRC.size, crc
 
 
 class _Reader:
@@ -252,8 +319,13 @@ class _Reader:
             self._take_entry(Entered(*numbers))
         elif kind == RECEIVED:
             self._take_result(Received(*numbers))
-        elif kind == LOST:
+        elif kind in (LOST, LOST_LATE):
             self._open = None
+            self._file.records.append(Lost(*(*numbers, kind == LOST_LATE)))
+        elif kind == JOINED:
+            self._file.records.append(Joined(*(*numbers[:-1], bool(numbers[-1]))))
+        elif kind == EVALUATED:
+            self._file.records.append(Evaluated(*numbers))
         elif kind == COMMITTED:
             self._take_commit(Committed(*numbers))
         else:
@@ -266,6 +338,7 @@ class _Reader:
             self._say(f"batch {batch.step} follows batch {self._step - 1}")
             self._step = batch.step
         self._file.batches.append(batch)
+        self._file.records.append(batch)
 
     def _take_entry(self, entry: Entered) -> None:
         expected = {
@@ -279,6 +352,7 @@ class _Reader:
         if entry.version != self._version:
             self._say(f"it entered round {entry.round} with version {entry.version}, and has received {self._version}")
         self._file.rounds.append(entry)
+        self._file.records.append(entry)
         self._open = entry
 
     def _take_result(self, result: Received) -> None:
@@ -288,6 +362,7 @@ class _Reader:
             return
         self._open, self._in_result, self._version = None, entry.cut, result.version
         self._file.results[result.generation, result.round] = result
+        self._file.records.append(result)
         self._received[result.round] = result.version
 
     def _take_commit(self, commit: Committed) -> None:

@@ -216,17 +216,45 @@ def resume(
 @out_option
 @logs_option
 @json_option
-def replay(folder: Path, device: str, out: Path | None, no_logs: bool, as_json: bool, **training: Any) -> int:
+@click.option("--one-process", is_flag=True, help="Repeat all ranks in one process; for runs with --audit true.")
+@click.option(
+    "--until-round", type=click.IntRange(min=1), metavar="N", help="End with this round; implies --one-process."
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Repeat this attempt of a run that went back to a checkpoint, not the newest; implies --one-process.",
+)
+def replay(
+    folder: Path,
+    device: str,
+    out: Path | None,
+    no_logs: bool,
+    as_json: bool,
+    one_process: bool,
+    until_round: int | None,
+    attempt: int | None,
+    **training: Any,
+) -> int:
     """Repeat the run in folder RUN: the same samples on each rank, rounds at the same steps.
+
+    With --one-process all is as in the run, also deaths of ranks and those that joined. It says whether the parameters
+    are equal: then the exit code is 0, else 1, and 2 if the recording lacks anything.
 
     \b
     Examples:
       elche replay runs/digits-20260101-120000
       elche replay runs/digits-20260101-120000 --nonfinite fail
+      elche replay runs/digits-20260101-120000 --until-round 17
     """
-    from elche_client.resume import replay_run
+    from elche_client.resume import replay_here, replay_run
 
     options = local_options(**training)
+    if one_process or until_round is not None or attempt is not None:
+        return replay_here(
+            folder, options, until_round=until_round, attempt=attempt, device=device, out=out, as_json=as_json
+        )
     return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 

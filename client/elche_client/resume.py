@@ -1,6 +1,9 @@
 """`elche resume`, `replay` and `checkpoints`: earlier trainings."""
 
 import json
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands import watch
 from elche_client.events import Checkpoint
-from elche_client.local_run import CADENCE, COMMAND, LocalRun
+from elche_client.local_run import CADENCE, COMMAND, LocalRun, require_installed
 from elche_client.naming import find, of_job
 from elche_client.notices import print_notice
 from elche_client.options import JobOptions
@@ -174,6 +177,33 @@ def replay_run(
     )
     path = _source(folder, path)
     return LocalRun(path=path, options=options, device=device, out=out, as_json=as_json, shows_logs=shows_logs).run()
+
+
+def replay_here(
+    folder: Path,
+    options: JobOptions,
+    *,
+    until_round: int | None,
+    attempt: int | None,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """Repeats a run in one process, as it was, and returns its exit code. Raises `InvalidJob` for options that would
+    change it.
+    """
+    changes = (options.settings, options.num_ranks, options.slow_factors, options.arguments, options.environment)
+    if any(changes) or options.verify_rounds:
+        raise InvalidJob("in one process a run is repeated as it was: leave out settings, --ranks, --slow and --verify")
+    require_installed()
+    made = out or Path("runs") / f"{folder.resolve().name}-replay-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (made / COMMAND).exists():
+        raise InvalidJob(f"{made} holds an earlier run; remove it or name another folder with --out")
+    arguments = [str(folder), "--out", str(made), "--device", device]
+    arguments += [] if until_round is None else ["--until-round", str(until_round)]
+    arguments += [] if attempt is None else ["--attempt", str(attempt)]
+    arguments += ["--json"] if as_json else []
+    return subprocess.call([sys.executable, "-P", "-m", "elche_worker.replaying", *arguments])
 
 
 def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:

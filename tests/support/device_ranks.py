@@ -16,7 +16,7 @@ from elche_worker.collectives.operations import Collectives, SoloCollectives
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.streams import CudaStreams
 from elche_worker.rank.acts import EnterRound, ResolveCheckpoint, TrainBatch, UseResult
-from elche_worker.rank.main import _build
+from elche_worker.rank.main import build
 from elche_worker.rank.replica import Replica
 from elche_worker.rank.replica_group import SingleProcess
 from elche_worker.session.launch import Launch
@@ -105,7 +105,7 @@ class Rank:
         self.streams = CudaStreams(CUDA)
         self.said: list[rank_pb2.ConverseRequest] = []
         with self.streams.compute():
-            parts, self._accumulators = _build(
+            parts, self._accumulators = build(
                 launch, job, SingleProcess(), wake=self._wake, timeline=None, streams=self.streams
             )
             self.replica = Replica(

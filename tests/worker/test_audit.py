@@ -23,17 +23,23 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
     log.received(**RESULT, is_left_out=True, is_finite=False, header=9, digest=10)
     log.received(**RESULT, is_left_out=False, is_finite=True, header=9, digest=None)
     log.lost(generation=1, round_id=2)
+    log.lost(generation=1, round_id=2, has_header=True)
+    log.joined(attempt=1, generation=2, position=3, world_size=4, is_relayed=True)
+    log.evaluated(round_id=1, epoch=2, offset=3, size=4)
     log.committed(round_id=1, version=2, global_step=3)
     log.batch(lease=1, epoch=2, offset=3, size=4, step=5, is_skipped=True)
     log.end(9)
     text = json.dumps({"rank": 0}).encode()
     records = [
-        b"ELCHEAUD" + struct.pack("<HHI", 1, 0, len(text)) + text,
+        b"ELCHEAUD" + struct.pack("<HHI", 2, 0, len(text)) + text,
         b"\1" + struct.pack("<QIQIQ", 1, 2, 3, 4, 5),
         b"\2" + struct.pack("<QQQQQQQ", *range(1, 8)),
         b"\3" + struct.pack("<QQQQQIBQQ", 2, 3, 4, 5, 6, 7, 1 | 2 | 4, 9, 10),
         b"\3" + struct.pack("<QQQQQIBQQ", 2, 3, 4, 5, 6, 7, 0, 9, 0),
         b"\4" + struct.pack("<QQ", 1, 2),
+        b"\12" + struct.pack("<QQ", 1, 2),
+        b"\10" + struct.pack("<QQIIB", 1, 2, 3, 4, 1),
+        b"\11" + struct.pack("<QIQQ", 1, 2, 3, 4),
         b"\5" + struct.pack("<QQQ", 1, 2, 3),
         b"\7" + struct.pack("<QIQIQ", 1, 2, 3, 4, 5),
         b"\6" + struct.pack("<Q", 9),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elche_worker import outer
     from elche_worker.data.dataset import Shards
     from elche_worker.model.state import TrainedState
+    from elche_worker.replaying import Replayed, replay
     from elche_worker.run.job import TrainingJob
     from elche_worker.sharding import Sharded, shard
     from elche_worker.trainer import LossContext, Trainer, TrainerConfig
@@ -30,6 +31,7 @@ __all__ = [
     "Misuse",
     "Progress",
     "Rank",
+    "Replayed",
     "Sharded",
     "Shards",
     "Strategy",
@@ -42,6 +44,7 @@ __all__ = [
     "outer",
     "record_event",
     "record_scalar",
+    "replay",
     "shard",
     "this_rank",
 ]
@@ -55,6 +58,7 @@ _LATER = {
     "MLflow": "elche_worker.user.loggers",
     "Progress": "elche_worker.user.schedule",
     "Rank": "elche_worker.user.callbacks",
+    "Replayed": "elche_worker.replaying",
     "Sharded": "elche_worker.sharding",
     "Shards": "elche_worker.data.dataset",
     "Strategy": "elche_worker.user.strategy",
@@ -66,6 +70,7 @@ _LATER = {
     "WandB": "elche_worker.user.loggers",
     "record_event": "elche_worker.user.events",
     "record_scalar": "elche_worker.user.scalars",
+    "replay": "elche_worker.replaying",
     "shard": "elche_worker.sharding",
     "this_rank": "elche_worker.user.callbacks",
 }

@@ -128,6 +128,8 @@ class Reduction:
         self._sends_unsent = False
         """True if the round in progress sends the errors in `_unsent`."""
         self._bounds = BoundsWatch()
+        self.has_header = False
+        """True if the latest round's header was received."""
 
     @property
     def _merges_by_rows(self) -> bool:
@@ -207,8 +209,10 @@ class Reduction:
         """Runs a round's collectives. Returns the header's rows, what newcomers receive, the report on the steps, True
         if no rank brought samples, and the source's bytes.
         """
+        self.has_header = False
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
+        self.has_header = True
         check_together(rows)
         source = self._options.source(rows)
         weights = self._options.weights(rows)

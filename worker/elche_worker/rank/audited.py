@@ -1,12 +1,19 @@
 """Translates what a replica does into records of its audit file, in jobs with `audit`."""
 
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from elche.extent import Extent
 from elche.header import header_digest
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.reduction import Average
 from elche_worker.data.lease_loader import Batch
+from elche_worker.rank.acts import JoinGeneration, UseResult
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import AuditLog
 
@@ -25,7 +32,35 @@ def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samp
         "epochs": extent.epochs,
         "drop_last": extent.drop_last,
         "max_steps": extent.max_steps,
+        "members": launch.group_size,
+        "device": launch.device,
+        "label": launch.label,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "warms_up": launch.warms_up,
+        "file_name": launch.file_name,
+        "source": source_digest(launch.source),
+        "settings": launch.settings,
+        "arguments": launch.arguments,
+        "code": launch.module or launch.bundle,
     }
+
+
+def source_digest(source: str) -> str:
+    """The digest by which the copy of the job's file is named."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def keep_source(folder: Path, source: str) -> None:
+    """Keeps a copy of the job's file beside the audit files, once for all ranks: replays need it. Without the copy
+    they say so.
+    """
+    path = folder / f"job-{source_digest(source)}.py"
+    draft = folder / f".{path.name}.{os.getpid()}"
+    with suppress(OSError):
+        if not path.exists():
+            draft.write_text(source, encoding="utf-8")
+            draft.replace(path)
 
 
 class Audited:
@@ -72,10 +107,21 @@ class Audited:
             digest=digest,
         )
 
-    def lost(self, *, generation: int, round_id: int) -> None:
+    def lost(self, *, generation: int, round_id: int, has_header: bool) -> None:
         """Adds that a round has no result here."""
         if self.log is not None:
-            self.log.lost(generation=generation, round_id=round_id)
+            self.log.lost(generation=generation, round_id=round_id, has_header=has_header)
+
+    def joined(self, act: JoinGeneration) -> None:
+        """Adds that the next rounds are those of another generation."""
+        if self.log is not None:
+            place = {"position": act.position, "world_size": act.world_size, "is_relayed": act.backend == "cpu"}
+            self.log.joined(attempt=act.attempt, generation=act.generation, **place)
+
+    def used(self, act: UseResult) -> None:
+        """Adds that a round's result is evaluated, if it is."""
+        if self.log is not None and act.evaluates:
+            self.log.evaluated(round_id=act.round, epoch=act.epoch, offset=act.offset, size=act.size)
 
     def committed(self, *, round_id: int, version: int, global_step: int) -> None:
         """Adds that a round is committed."""

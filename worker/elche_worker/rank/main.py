@@ -177,7 +177,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
         with streams.compute():
             wakeup = Wakeup()
             group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
-            parts, _ = _build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
+            parts, _ = build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
             replica = Replica(
                 launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
             )
@@ -254,7 +254,7 @@ def _prepare(
     """Builds the rank's parts and reports that it is ready. Also returns objects to keep alive as long as the loop."""
     group = _new_group(launch, job, channel)
     timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
-    parts, accumulators = _build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
+    parts, accumulators = build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
     loop.rehearse(warms_up=launch.warms_up)
@@ -297,7 +297,7 @@ def _new_group(launch: Launch, job: JobDefinition, channel: grpc.Channel) -> Rep
     return DistributedGroup(launch, channel, cast(Strategy, job.shard))
 
 
-def _build(
+def build(
     launch: Launch,
     job: JobDefinition,
     group: ReplicaGroup,

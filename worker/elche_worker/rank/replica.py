@@ -20,7 +20,7 @@ import torch
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
-from elche_worker.collectives.operations import CollectiveFailed, OperationStuck, RoundAborted
+from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import Lease
 from elche_worker.device.faults import Fault, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
@@ -36,7 +36,7 @@ from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.state import save_weights
 from elche_worker.model.step import TrainStep, merge_of
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch, UseResult
-from elche_worker.rank.audited import Audited, start_of
+from elche_worker.rank.audited import Audited, keep_source, start_of
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
 from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
@@ -78,13 +78,15 @@ class Replica:
         tell: Callable[[rank_pb2.ConverseRequest], None],
         is_over: Callable[[], bool] = bool,
         note_built: Callable[[], None] | None = None,
+        meet: Callable[[JoinGeneration], Collectives] | None = None,
     ) -> None:
         """`is_over` returns True when the rank is leaving, which ends waits. `note_built` is called on another thread
-        when the build of a generation's group has ended.
+        when the build of a generation's group has ended. `meet` builds a group otherwise than with the ranks that the
+        coordinator names.
         """
         self._is_over = is_over
         self._streams = streams
-        self._launch = launch
+        self.launch = launch
         self._job = job
         self._parts = parts
         self.model = parts.built.model
@@ -95,7 +97,8 @@ class Replica:
         self.own_state = parts.own_state
         self.device = torch.device(launch.device)
         self.generations = Generations(
-            lambda act: connect(act, launch, job, channel, self.device), wake if note_built is None else note_built
+            meet or (lambda act: connect(act, launch, job, channel, self.device)),
+            wake if note_built is None else note_built,
         )
         self.timer = new_timer(self.device, keeps_intervals=parts.timeline is not None)
         self.meter = Meter(reads_losses=self.device.type == "cpu")
@@ -177,12 +180,14 @@ class Replica:
 
     def _new_audit(self) -> AuditLog:
         """The file of what this rank trains, beside its other files."""
-        launch, loaded = self._launch, self._parts.loaded
+        launch, loaded = self.launch, self._parts.loaded
         resumed = "" if loaded is None else loaded.path
         samples = self._result.samples
         head = start_of(launch, self._parts.extent, resumed=resumed, version=self.version, samples=samples)
         folder = Path(launch.output_dir) / "audit" / launch.job_id
-        return AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", head)
+        log = AuditLog(folder / f"rank-{launch.rank}-{launch.incarnation}.bin", head)
+        keep_source(folder, launch.source)
+        return log
 
     def _resume(self, loaded: Loaded) -> None:
         training = loaded.manifest["training"]
@@ -269,7 +274,7 @@ class Replica:
                     self._job,
                     self.model,
                     dataset,
-                    self._launch.file_name,
+                    self.launch.file_name,
                     batch_size=fits,
                     backs_off=backs_off,
                     optimizers=self.optimizers,
@@ -315,7 +320,7 @@ class Replica:
         started_s = time.perf_counter()
         with _peers_told_apart():
             loss, scalars = self.replica_group.train(self.step.run, data, batch)
-        if self._launch.slow_factor > 1 and self.replica_group.is_leader:
+        if self.launch.slow_factor > 1 and self.replica_group.is_leader:
             self._slow_down(started_s)
         self.timer.stop()
         self.meter.add_batch(batch.epoch, batch.size, loss, scalars, batch.own_size / batch.size)
@@ -355,7 +360,7 @@ class Replica:
     def _slow_down(self, started_s: float) -> None:
         """Simulates a slower device: the batch takes `slow_factor` times as long."""
         self._streams.finish_compute()
-        time.sleep((time.perf_counter() - started_s) * (self._launch.slow_factor - 1))
+        time.sleep((time.perf_counter() - started_s) * (self.launch.slow_factor - 1))
 
     # Rounds
 
@@ -392,6 +397,7 @@ class Replica:
             self._handing.begin_generation()
             self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
             self.checkpoints.writer.num_ranks = act.world_size
+            self.audit.joined(act)
         return act is not None
 
     def row(self, round_id: int, generation: int) -> Row:
@@ -421,7 +427,8 @@ class Replica:
         except (RoundAborted, CollectiveFailed):
             self.meter.put_back(self.entered.work)
             if (group := self.generations.in_use) is not None:
-                self.audit.lost(generation=group.generation, round_id=self.entered.round)
+                has_header = self.averaging.reduction.has_header
+                self.audit.lost(generation=group.generation, round_id=self.entered.round, has_header=has_header)
             raise
         self.version = averaged.version
         self._handing.take(averaged.state)
@@ -503,6 +510,7 @@ class Replica:
         Calls `tell` with the outcome of the evaluation.
         """
         self._reshard()
+        self.audit.used(act)
         self.averaging.order_change()
         if act.calls_back:
             self.checkpoints.capture_late(act.round, self._round_held)
@@ -524,6 +532,11 @@ class Replica:
         is_in_model = self.local_step == self._result.local_step
         return self.entered.round if is_in_model or self.layout.has_result else 0
 
+    def keep_result(self) -> None:
+        """Leaves the model with the last round's result, without newer steps. Nothing may follow but looking at it."""
+        if self.has_newer_steps and self._has_result and self.layout.has_result:
+            self.layout.swap()
+
     def leave_draft(self) -> tuple[int, str]:
         """Writes the result of the round that was entered last as a draft of a checkpoint, unless another rank of this
         host does. Returns the round and the draft's folder; (0, "") without one. Raises what the storage raises.
@@ -531,10 +544,10 @@ class Replica:
         held = self._round_held if self._has_result else 0
         group, target = self.generations.in_use, self.checkpoints.writer.target
         # A job's own state is what its epoch callbacks have made of it, and only the lowest rank's are called.
-        is_mine = not self.own_state.objects or self._launch.rank == 0
+        is_mine = not self.own_state.objects or self.launch.rank == 0
         if not held or group is None or not is_mine or self.replica_group.size > 1 or not target.is_local:
             return 0, ""
-        if not claim(Path(self._launch.output_dir), group.attempt, held):
+        if not claim(Path(self.launch.output_dir), group.attempt, held):
             return 0, ""
         return held, str(self.checkpoints.write_draft(held))
 
@@ -553,7 +566,7 @@ class Replica:
             self.layout.swap()
 
     def _evaluate(self, act: UseResult) -> Evaluated:
-        job, file_name, dataset = self._job, self._launch.file_name, self._parts.eval_dataset
+        job, file_name, dataset = self._job, self.launch.file_name, self._parts.eval_dataset
         fits = self._eval_batch_size
         with _peers_told_apart(), self._mean_in_model():
             if not act.size:
@@ -575,7 +588,7 @@ class Replica:
         with self._mean_in_model(), evaluated_weights(self.optimizers):
             weights = weights_of(self.model, is_kept=self.replica_group.is_leader, without=self._left_out.names)
         if self.replica_group.is_leader:
-            save_weights(weights, self._launch.model_path, self._left_out.digest)
+            save_weights(weights, self.launch.model_path, self._left_out.digest)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Writes what a rank has trained, and into which rounds it went, for `elche audit`. The format is in docs/audit.md.
+"""Writes what a rank has trained, and into which rounds it went, for `elche audit` and for replays. The format is in
+docs/audit.md.
 
 Records are collected in memory and written to the system when a round is entered and when its result has arrived, so
 that the records of every committed round outlive the process.
@@ -13,9 +14,9 @@ from struct import pack
 from typing import Any
 from zlib import crc32
 
-MAGIC, FORMAT = b"ELCHEAUD", 1
+MAGIC, FORMAT = b"ELCHEAUD", 2
 """First bytes of the file, and the version of its format."""
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED = range(1, 8)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE = range(1, 11)
 """Kinds of records, as their first byte."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 """Flags of a record of kind RECEIVED."""
@@ -78,9 +79,21 @@ class AuditLog:
         self._add(pack("<B", RECEIVED) + result + pack("<BQQ", flags, header, digest or 0))
         self.flush()
 
-    def lost(self, *, generation: int, round_id: int) -> None:
-        """Adds that the rank has received no result of a round: what it brought goes into the next one."""
-        self._add(pack("<BQQ", LOST, generation, round_id))
+    def lost(self, *, generation: int, round_id: int, has_header: bool = False) -> None:
+        """Adds that the rank has received no result of a round, or no more than its header: what it brought goes into
+        the next one.
+        """
+        self._add(pack("<BQQ", LOST_LATE if has_header else LOST, generation, round_id))
+
+    def joined(self, *, attempt: int, generation: int, position: int, world_size: int, is_relayed: bool) -> None:
+        """Adds that the rank's next rounds are those of another generation, and its place in it."""
+        self._add(pack("<BQQIIB", JOINED, attempt, generation, position, world_size, is_relayed))
+
+    def evaluated(self, *, round_id: int, epoch: int, offset: int, size: int) -> None:
+        """Adds that the rank evaluates a round's result, or its part of that: the job's functions may draw random
+        numbers, which training does not get then.
+        """
+        self._add(pack("<BQIQQ", EVALUATED, round_id, epoch, offset, size))
 
     def committed(self, *, round_id: int, version: int, global_step: int) -> None:
         """Adds that the coordinator has said that a round is committed."""

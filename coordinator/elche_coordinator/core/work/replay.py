@@ -17,7 +17,8 @@ class Replay:
             if one.generation != self._rounds[0].generation:
                 raise ValueError(
                     f"round {index} of the recording is the first after its ranks have changed (one was lost, or came "
-                    "back): only a run that kept its ranks can be repeated"
+                    "back): only a run that kept its ranks can be repeated, or one with audit in one process "
+                    "(elche replay RUN --one-process)"
                 )
             if len(one.parts) != len(ranks):
                 raise ValueError(

@@ -1,0 +1,78 @@
+"""A run with `--audit true` is repeated in one process, bit for bit, also where ranks are killed and others join."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elche.errors import InvalidJob
+from elche_audit.rank_file import read
+from elche_worker import replay
+from support.real_processes import Command
+
+pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
+
+Elche = Callable[..., Command]
+JobFile = Callable[..., Path]
+
+
+def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, lines: tuple[str, ...] = ()) -> None:
+    """A run of jobs/replayed.py in the folder `out`; after it nobody dies or waits in a replay."""
+    (tmp_path / "notes").mkdir()
+    path = job_file("replayed.py", *lines)
+    done = elche("run", str(path), "--audit", "true", "--verify", *arguments, "--out", "out", limit_s=200)
+    assert done.code == 0, done.err
+    shutil.rmtree(tmp_path / "notes")
+
+
+@pytest.mark.parametrize(
+    ("averaging", "more"),
+    [
+        pytest.param("blocking", ("--merge", "mean"), id="blocking"),
+        pytest.param("overlapped", (), id="overlapped"),
+        pytest.param(
+            "overlapped",
+            ("--backend", "cpu", "--compress", "int8"),
+            id="relayed",
+            marks=pytest.mark.long(reason="it goes the same way as the others, but for the sums"),
+        ),
+    ],
+)
+def test_a_run_in_which_a_rank_is_killed_and_another_process_joins(
+    elche: Elche, job_file: JobFile, tmp_path: Path, averaging: str, more: tuple[str, ...]
+) -> None:
+    recorded(elche, job_file, tmp_path, "--ranks", "3", "--averaging", averaging, *more)
+    place = next(tmp_path.glob("out/audit/*"))
+    files = [read(path) for path in sorted(place.glob("rank-*.bin"))]
+    dead, joined = (file for file in files if file.start.rank == 1)
+    assert dead.results
+    assert joined.results
+    whole = elche("replay", "out", "--one-process", "--out", "again", "--json", limit_s=100)
+    assert whole.code == 0, whole.out + whole.err
+    told = json.loads(whole.out)
+    assert (told["difference"], told["num_processes"]) == ("", 4)
+    assert told["num_compared"] == len({one.round for file in files for one in file.results.values()})
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    first = joined.rounds[0].round
+    early = replay(tmp_path / "out", until_round=first)
+    assert (early.round, early.difference) == (first, "")
+    assert early.samples == joined.results[joined.rounds[0].generation, first].samples
+
+
+@pytest.mark.long(reason="all ranks are killed and started again")
+def test_each_attempt_of_a_run_that_went_back_to_a_checkpoint(elche: Elche, job_file: JobFile, tmp_path: Path) -> None:
+    lines = ("DIES_AT = {0: 70, 1: 72}",)
+    settings = ("--checkpoint-every-epochs", "1", "--keep-checkpoints", "20")
+    recorded(elche, job_file, tmp_path, "--ranks", "2", *settings, lines=lines)
+    first = replay(tmp_path / "out", attempt=1)
+    assert (first.difference, first.attempt) == ("", 1)
+    assert first.num_compared > 1
+    second = replay(tmp_path / "out", out=tmp_path / "again")
+    assert (second.difference, second.attempt) == ("", 2)
+    assert second.num_compared > 1
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "out/checkpoints")
+    with pytest.raises(InvalidJob, match="from which it went on, is missing"):
+        replay(tmp_path / "out")

@@ -1,0 +1,252 @@
+"""Reads what the rank processes of a run have written, and refuses a recording that lacks anything a replay needs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elche.errors import InvalidJob
+from elche_audit.rank_file import Damaged, Entered, Joined, Lost, RankFile, Received, TrainedBatch, read
+from elche_worker.rank.audited import source_digest
+
+AUDIT, COMMAND, RECORD = "audit", "run.json", "record.json"
+
+RoundKey = tuple[int, int]
+"""Generation and number of a round."""
+
+
+@dataclass(slots=True)
+class RecordedRound:
+    """One averaging, by the files of the processes that entered it."""
+
+    generation: int
+    number: int
+    entries: dict[str, Entered] = field(default_factory=dict)
+    """By name of the file."""
+    results: dict[str, Received] = field(default_factory=dict)
+    lost: dict[str, Lost] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The round for people."""
+        return f"round {self.number} of generation {self.generation}"
+
+    @property
+    def result(self) -> Received:
+        """The result, as one of the ranks has received it."""
+        return next(iter(self.results.values()))
+
+    @property
+    def has_header(self) -> bool:
+        """True if any rank has received the header of a round that all have lost."""
+        return any(one.has_header for one in self.lost.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One attempt of a run: from its beginning, or from the checkpoint to which it went back."""
+
+    folder: Path
+    job: str
+    attempt: int
+    source: str
+    """The job's file."""
+    file_name: str
+    environment: Mapping[str, str]
+    files: Mapping[str, RankFile]
+    """By name, in order of rank and incarnation: the processes that were in any round."""
+    generations: Mapping[int, Mapping[str, Joined]]
+    """By number: its members' places, by file."""
+    rounds: Mapping[RoundKey, RecordedRound]
+    last: RecordedRound
+    """The round whose result is the replay's."""
+    is_whole: bool
+    """True if that is the attempt's last one."""
+
+    def resume(self, file: RankFile) -> str:
+        """The checkpoint from which the process began; empty if it began without one. Raises `InvalidJob`."""
+        place = file.start.resume
+        if not place or "://" in place or Path(place).exists():
+            return place
+        moved = self.folder / "checkpoints" / self.job / Path(place).name
+        if not moved.exists():
+            raise InvalidJob(f"{self.folder}: the checkpoint {Path(place).name}, from which it went on, is missing")
+        return str(moved)
+
+
+def read_recording(folder: Path, *, until_round: int | None = None, attempt: int | None = None) -> Recording:
+    """Reads an attempt, by default the newest, up to a round. Raises `InvalidJob`, naming what is missing."""
+    places = [one for one in sorted((folder / AUDIT).glob("*")) if one.is_dir()]
+    if len(places) != 1:
+        found = f"files of {len(places)} jobs" if places else "no files of ranks: it was not run with --audit true"
+        raise InvalidJob(f"{folder} has {found}")
+    (place,) = places
+    every = _files(place)
+    attempts = sorted({file.attempt for file in every.values() if file.attempt})
+    if not attempts:
+        raise InvalidJob(f"{place}: no rank has entered a round")
+    chosen = attempts[-1] if attempt is None else attempt
+    if chosen not in attempts:
+        raise InvalidJob(f"{folder} has attempts {', '.join(map(str, attempts))}, and none with number {chosen}")
+    files = {name: file for name, file in every.items() if file.attempt == chosen}
+    rounds, generations = _rounds(files), _generations(files)
+    _check_whole(rounds, generations, place)
+    with_result = [one for one in rounds.values() if one.results]
+    if not with_result:
+        raise InvalidJob(f"{place}: no round of attempt {chosen} has a result")
+    newest = max(with_result, key=lambda one: (one.result.version, one.number))
+    last = newest if until_round is None else _find(rounds, until_round, newest)
+    command = _json(folder / COMMAND)
+    if chosen == attempts[-1]:
+        _check_end(folder, newest)
+    source, file_name = _source(place, files)
+    return Recording(
+        folder=folder,
+        job=place.name,
+        attempt=chosen,
+        source=source,
+        file_name=file_name,
+        environment={str(name): str(value) for name, value in dict(command.get("environment", {})).items()},
+        files=files,
+        generations=generations,
+        rounds=rounds,
+        last=last,
+        is_whole=last is newest and chosen == attempts[-1],
+    )
+
+
+def _files(place: Path) -> dict[str, RankFile]:
+    files: list[RankFile] = []
+    for path in place.glob("rank-*.bin"):
+        try:
+            files.append(read(path))
+        except Damaged as error:
+            raise InvalidJob(f"{place}: {error}") from None
+    for file in files:
+        start = file.start
+        if file.format < 2:
+            raise InvalidJob(f"{place}: {file.name} has format {file.format}, which lacks what replays need")
+        if file.problems:
+            raise InvalidJob(f"{place}: {file.problems[0]}")
+        if start.job != place.name:
+            raise InvalidJob(f"{place}: {file.name} is a file of job {start.job}")
+        if start.members > 1:
+            raise InvalidJob(f"{place}: {start.members} processes share each model: such a run has no replay")
+        if start.code:
+            raise InvalidJob(f"{place}: the job was sent with its folder ({start.code[:40]}): such a run has no replay")
+    return {file.name: file for file in sorted(files, key=lambda one: (one.start.rank, one.start.incarnation))}
+
+
+def _rounds(files: Mapping[str, RankFile]) -> dict[RoundKey, RecordedRound]:
+    rounds: dict[RoundKey, RecordedRound] = {}
+    for name, file in files.items():
+        for one in file.records:
+            if isinstance(one, Entered | Received | Lost):
+                known = rounds.setdefault((one.generation, one.round), RecordedRound(one.generation, one.round))
+                if isinstance(one, Entered):
+                    known.entries[name] = one
+                elif isinstance(one, Received):
+                    known.results[name] = one
+                else:
+                    known.lost[name] = one
+    return rounds
+
+
+def _generations(files: Mapping[str, RankFile]) -> dict[int, dict[str, Joined]]:
+    generations: dict[int, dict[str, Joined]] = {}
+    for name, file in files.items():
+        for one in file.records:
+            if isinstance(one, Joined):
+                generations.setdefault(one.generation, {})[name] = one
+    return generations
+
+
+def _check_whole(
+    rounds: Mapping[RoundKey, RecordedRound], generations: Mapping[int, Mapping[str, Joined]], place: Path
+) -> None:
+    """Raises `InvalidJob` if the file of a rank that was in a round is missing, or lacks the round."""
+    for one in rounds.values():
+        if lacking := sorted(one.entries.keys() - generations.get(one.generation, {}).keys()):
+            raise InvalidJob(f"{place}: {lacking[0]} does not say which place its rank had in {one.words}")
+        if not one.results and not one.has_header:
+            continue
+        places = generations[one.generation].values()
+        num_rows = one.result.num_rows if one.results else next(iter(places)).world_size
+        if len(one.entries) != num_rows or len(generations.get(one.generation, {})) != num_rows:
+            raise InvalidJob(f"{place}: {one.words} had {num_rows} ranks, and files of {len(one.entries)} tell of it")
+        if sorted((its.position, its.world_size) for its in places) != [(at, num_rows) for at in range(num_rows)]:
+            raise InvalidJob(f"{place}: the ranks of {one.words} do not agree on their places in it")
+        if len({result.version for result in one.results.values()}) > 1:
+            raise InvalidJob(f"{place}: {one.words} has two versions")
+
+
+def _find(rounds: Mapping[RoundKey, RecordedRound], number: int, newest: RecordedRound) -> RecordedRound:
+    of_number = [one for one in rounds.values() if one.number == number]
+    if number > newest.number or number < 1:
+        raise InvalidJob(f"there is no round {number}: the recording has rounds 1 to {newest.number}")
+    if not of_number:
+        raise InvalidJob(f"no rank has entered round {number}: it was given up before")
+    found = [one for one in of_number if one.results]
+    if not found:
+        raise InvalidJob(f"round {number} has no result: its ranks have lost it")
+    return found[-1]
+
+
+def _check_end(folder: Path, newest: RecordedRound) -> None:
+    """Raises `InvalidJob` if the run has trained more samples than the files tell of."""
+    record = _json(folder / RECORD)
+    committed = record.get("committed_samples")
+    if record.get("state") != "succeeded" or not isinstance(committed, list):
+        return
+    total = sum(one for one in committed if isinstance(one, int))
+    if newest.result.samples < total:
+        raise InvalidJob(
+            f"{folder}: the ranks' files end with {newest.words}, after {newest.result.samples} of {total} samples"
+        )
+
+
+def _source(place: Path, files: Mapping[str, RankFile]) -> tuple[str, str]:
+    """The job's file and its name: at its original path, where its imports are found, if it has not changed."""
+    starts = [file.start for file in files.values()]
+    start = starts[0]
+    if any(one.source != start.source or one.settings != start.settings for one in starts):
+        raise InvalidJob(f"{place}: its ranks have trained two different jobs")
+    for path in (Path(start.file_name), place / f"job-{start.source}.py"):
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if source_digest(source) == start.source:
+            return source, str(path)
+    raise InvalidJob(f"{place}: job-{start.source}.py, the job's file, is missing, and {start.file_name} is another")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        raise InvalidJob(f"{path} is damaged, or cannot be read") from None
+    return content if isinstance(content, dict) else {}
+
+
+def worth_repeating(file: RankFile, last: RecordedRound) -> list[Any]:
+    """What the process did up to the last round: no batches that are in no round."""
+    kept: list[Any] = []
+    for one in file.records:
+        if isinstance(one, Entered | Joined) and _is_after(one, last):
+            break
+        kept.append(one)
+        if isinstance(one, Received | Lost) and (one.generation, one.round) == (last.generation, last.number):
+            break
+    while kept and isinstance(kept[-1], TrainedBatch | Joined):
+        kept.pop()
+    return kept
+
+
+def _is_after(one: Entered | Joined, last: RecordedRound) -> bool:
+    if isinstance(one, Joined):
+        return one.generation > last.generation
+    return (one.generation, one.round) > (last.generation, last.number)
