@@ -8,8 +8,8 @@ from elche_coordinator.core.rounds.generation import Generation
 
 
 def duty_of(record: RankRecord, training: Training | None, generation: Generation | None, stalls: StallWatch) -> Duty:
-    """The rank's duty: a batch, an evaluation, or a wait for others, such as in a round; with the seconds of silence
-    after which it counts as stalled, and as hung. None for these: its silence means nothing.
+    """The rank's duty: a batch, an evaluation, or waiting for others, with the seconds of silence after which it counts
+    as stalled, and as hung; None where silence means nothing.
     """
     if training is None or generation is None:
         return Duty()

@@ -60,7 +60,7 @@ class FinalModel:
 
     def _keep_best(self, training: Training, saver: RankRecord) -> None:
         """Orders the best model to be stored beside the last one, or instead of it, from its checkpoint. Every judged
-        version has one, unless it is the last, or it could not be written.
+        version has a checkpoint, except the last one, and one that could not be written.
         """
         best = training.evaluations.best_version
         checkpoint = training.checkpoints.of(best)

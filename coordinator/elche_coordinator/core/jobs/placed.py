@@ -39,7 +39,7 @@ class PlacedJob(Job):
         """True while its number of ranks can be changed."""
 
     def has_session_due(self, rank: Rank) -> bool:
-        """True if a process of the rank that has no session any more may be dead."""
+        """False if the rank's process may run on without a session."""
         return True
 
     @abstractmethod

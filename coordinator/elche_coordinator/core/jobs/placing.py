@@ -17,7 +17,7 @@ from elche_coordinator.core.records.machine import JobPhase
 
 
 class _Offers:
-    """Slots by the conditions of jobs, cached while jobs are placed."""
+    """Counts of slots by the conditions of jobs, cached while jobs are placed."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -67,10 +67,10 @@ class _Wait(NamedTuple):
 
 
 class Placing:
-    """Gives slots to jobs. A queued job for which there are too few keeps what it could use from those behind it.
+    """Gives slots to jobs. A queued job that gets too few holds the slots that it could use back from jobs behind it.
 
-    While slots are given, neither free slots nor a project's room in its quota become more. So for a job of which one
-    of the same kind (`lines`) waits already there are too few, too.
+    While slots are given, neither the free slots nor a project's room in its quota grow. So once a job of one kind
+    (`lines`) has to wait, all others of that kind do.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Placing:
         """Slots that jobs are asked to give to others, as found by the last `place`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the jobs, which are noted again."""
+        """The state without the queue and the holders of slots: `Coordinator.__setstate__` notes all jobs again."""
         return {**self.__dict__, "_lines": Lines(), "_holders": {}}
 
     @property
@@ -107,7 +107,7 @@ class Placing:
         return self._lines.job_ids
 
     def note(self, job: PlacedJob, now_s: float) -> None:
-        """Notes a job that is new or has changed."""
+        """Updates the queue and the holders of slots for a job that is new or has changed."""
         is_queued = job.phase is JobPhase.QUEUED
         if job.phase is not JobPhase.ENDED and (not is_queued or job.roster.num_living):
             self._holders[job.id] = job

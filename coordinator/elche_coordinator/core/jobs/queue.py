@@ -23,11 +23,11 @@ def holds_back(job: PlacedJob, fleet: Fleet) -> bool:
 
 
 def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
-    """Requests to other jobs to give slots to the waiting one, beyond those that come free already; none if all
-    together have too few.
+    """Requests to other jobs for the slots that the waiting one lacks, beyond those that come free already. Empty if
+    all jobs together have too few, or if the waiting one needs several slots of one host: they might come free on
+    different ones.
 
-    None for what needs several slots of one host, which would have to come free there. A job with slots that the
-    waiting one cannot use is not asked either: those might come free.
+    A job is asked only if the waiting one can use all of its slots, since any of them may come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.needs)], waiting.spec.least_ranks
     # Slots of ranks that are leaving count as free: they were asked before, and must not be asked for again and again.

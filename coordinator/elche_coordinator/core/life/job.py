@@ -72,7 +72,7 @@ class Job(ABC):
         self.result: JobResult | None = None
         """Set once, when the outcome is decided and no process is left; the job changes no more then."""
         self.outbox = Outbox(job_id)
-        """Commands and refusals since `Coordinator` took them."""
+        """Commands and refusals since `Coordinator` last took them."""
         self.roster = Roster(job_id, self.outbox, last_incarnation)
         """Its ranks' records, and the start and end of their processes."""
         self.timers: dict[Timer, float | None] = {}
@@ -148,7 +148,7 @@ class Job(ABC):
 
     @abstractmethod
     def work_done(self) -> dict[Rank, int]:
-        """Each rank's work in some unit, for its share of the whole."""
+        """Work of each rank, in a unit of the job's choice; views show each rank's share of the sum."""
 
     @abstractmethod
     def complete(self, result: JobResult) -> JobResult:

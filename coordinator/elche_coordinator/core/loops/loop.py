@@ -75,7 +75,7 @@ class Loop(Job):
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
         self._told_without: dict[int, set[Rank]] = {}
-        """By epoch that was reported: the ranks that had not ended it, and may say later that they have."""
+        """By reported epoch: the ranks that had not ended it. Their later reports of it are ignored."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._groups = Regrouping(self.id, self.ranks, self.outbox)

@@ -42,7 +42,9 @@ class SubmittedLoop(Loop, PlacedJob):
         self._left: set[Rank] = set()
         """Ranks that have ended their loop, and whose processes may run on."""
         self._left_alone: Failure | None = None
-        """The failure of a rank that has lost others, until one of these is known to have failed by itself."""
+        """Failure of a rank that exited because others were gone. It fails the job if none of these turns out to have
+        failed by itself.
+        """
 
     @property
     def resume_point(self) -> str:
@@ -61,7 +63,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     @property
     def missing(self) -> Mapping[Rank, float]:
-        """None: no rank is started again."""
+        """Empty: no rank is restarted."""
         return {}
 
     # Places
@@ -74,11 +76,11 @@ class SubmittedLoop(Loop, PlacedJob):
     def place_again(
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: Callable[[], Incarnation]
     ) -> None:
-        """Is not called, since no rank is missing or lacking."""
+        """Never called, since no rank is restarted or added. Raises `AssertionError`."""
         raise AssertionError(f"rank {rank} of a submitted loop is started once")
 
     def refuse_places(self, num_places: int) -> bool:
-        """Fails the job, and returns True, if it slows a rank that it does not have."""
+        """Fails the job, and returns True, if its `slow_factors` name a rank that it does not have."""
         if missing := [rank for rank in self.spec.slow_factors if rank >= num_places]:
             error = f"rank {missing[0]} cannot be slowed: the job has {num_places} ranks, from 0"
             self.fail(Failure(error, invalid=True))
@@ -111,6 +113,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     def _on_began(self, record: RankRecord, event: LoopBegan, now_s: float) -> None:
         """Handles a rank that has set up its trainer. The job trains once all have."""
+        # its processes form their groups by themselves, so that both phases pass at once
         record.life.advance(RankTrigger.LOADED)
         record.life.advance(RankTrigger.GROUPED)
         self.policy = event.policy
@@ -156,7 +159,9 @@ class SubmittedLoop(Loop, PlacedJob):
         self.end_if_gone()
 
     def on_deadline(self) -> None:
-        """Fails a loop of which only the loss of others is known, and ends processes that have not left in time."""
+        """Fails a loop whose ranks exited because others were gone, if no other cause was found in time. Ends processes
+        that have not left in time.
+        """
         if self.is_open and self._left_alone is not None:
             self.fail(self._left_alone)
         elif self.phase is JobPhase.STOPPING:

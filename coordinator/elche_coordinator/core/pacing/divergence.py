@@ -13,7 +13,7 @@ from math import inf, isfinite
 HISTORY = 5
 """Rounds in a row above the threshold that halve the anchor."""
 RISING = 3
-"""Rounds in a row that rise, the last one to above the threshold, which keep the anchor from growing."""
+"""Rounds in a row of rising divergence, the last one above the threshold, that keep the anchor from growing."""
 
 
 class Drift(StrEnum):
@@ -34,7 +34,7 @@ class DivergenceGuard:
     _history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def judge(self, divergences: list[float]) -> Drift:
-        """Takes in one round's divergences, one of each rank. What is not finite is beyond every threshold."""
+        """Takes in one round's divergences, one of each rank. One that is not finite exceeds every threshold."""
         if self.threshold <= 0 or not divergences:
             return Drift.CALM
         self._history.append(max(one if isfinite(one) else inf for one in divergences))

@@ -95,8 +95,8 @@ class Roster:
         )
 
     def note_exit(self, record: RankRecord, *, counts: bool) -> None:
-        """Records the process's end. It `counts` as lost if the job goes on and the others were not without
-        it already.
+        """Records the process's end. With `counts`, it adds to `num_lost`, unless the others went on without the rank
+        before.
         """
         record.life.advance(RankTrigger.EXITED)
         self.num_lost += counts and not record.is_done_without

@@ -155,7 +155,7 @@ class Evaluations:
         return complete
 
     def ask(self, rank: Rank) -> list[Evaluation]:
-        """Returns evaluations with all parts, of whose tensors this rank is asked to make metrics; each once."""
+        """Asks this rank to make metrics of summed tensors; returns the evaluations that need it, each only once."""
         asked = [evaluation for evaluation in self._open if evaluation.lacks_metrics]
         for evaluation in asked:
             evaluation.is_asked, evaluation.waiting = True, {rank: None}

@@ -43,7 +43,7 @@ from elche_coordinator.core.work.shards import Shards
 OVERLAP_DECAY = 0.8
 """Factor per round on the longest recent averaging. Work is leased for that time, so that it must decay slowly."""
 MAX_DISCARDED = 3
-"""Averages in a row from which a rank is left out that fail the job."""
+"""The job fails when a rank is left out of this many averages in a row."""
 
 
 class Training:
@@ -335,7 +335,7 @@ class Training:
         self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
         self.global_step += sum(num_batches.values())
         slowest_ms = max(record.ms_per_batch or 0.0 for record in self.members.values())
-        # a rank that waited longer than this has waited for one that evaluates, which leasing ahead does not shorten
+        # longer waits were for a rank that evaluates, which work leased ahead does not shorten
         longest_ms = min(received.longest_ms, received.sync_ms + slowest_ms)
         self.longest_averaging_ms = max(longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
@@ -370,7 +370,7 @@ class Training:
             )
             for rank, text in self._shares.close(report, self.ranks, self.members).items():
                 self._outbox.add(Publish(job_id=self._job_id, report=UserEvent(rank=rank, text=text)))
-            if self.loss is None:  # it was over before any rank has reported one
+            if self.loss is None:  # the epoch ended before any rank reported a loss
                 self.loss = report.loss
         return closed
 
@@ -418,8 +418,8 @@ class Training:
         )
 
     def choose_writer(self) -> Rank:
-        """Chooses the writer of a checkpoint: the fastest rank, or, for a job with its own state, the lowest, which
-        receives epochs.
+        """Chooses the writer of a checkpoint: the fastest rank; for a job with its own state the lowest one, on which
+        the callbacks for finished epochs run.
         """
         if not self.settings.keeps_state:
             return fastest(self.members)
@@ -479,7 +479,7 @@ class Training:
         """The order to write a checkpoint of the committed round; None if it becomes none.
 
         A round that ends an epoch unexpectedly, because ranks had overshot their targets, becomes a checkpoint with the
-        writer's present moments. Another unplanned checkpoint waits for the next round.
+        writer's present moments. Any other checkpoint for which the round was not announced waits for the next round.
         """
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:
@@ -498,8 +498,8 @@ class Training:
         return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
 
     def save_stopped(self, now_s: float) -> None:
-        """Has a draft that a stopped rank has left of the last committed round become a checkpoint, unless there is
-        none, or one of that version.
+        """Orders a stopped rank's draft of the last committed round to become a checkpoint. Does nothing without such a
+        draft, or if a checkpoint of that version exists or is being written.
         """
         for rank in self.members:
             self.checkpoints.lose_writer(rank)  # nobody writes any more

@@ -10,7 +10,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 TAIL_ROUNDS = 3
-"""Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
+"""Rounds of an epoch whose work is never in reserve: it is leased bit by bit, so that all ranks end together."""
 EXCESS, EXCESS_ROUNDS = 2, 2
 """A reserve larger than `EXCESS` times what is needed plus `EXCESS_ROUNDS` rounds is recalled, as when a rank has
 become slower. A smaller excess is not, since nothing is granted until the rank has answered.
@@ -111,7 +111,7 @@ class Reserve:
         if has > EXCESS * max(0, wanted) + EXCESS_ROUNDS * every * record.batch_size:
             self._recall(record)
         if ledger.is_recalled(record.rank):
-            return 0  # what is granted before it answers would be dropped, or not, depending on when it hears of which
+            return 0  # nobody knows if the rank would drop what it is granted before it answers
         if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
                 self._outbox.add(SendLease(**record.address(self._job_id), lease=lease, is_reserve=True))
