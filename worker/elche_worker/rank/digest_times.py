@@ -6,7 +6,7 @@ from collections.abc import Callable
 LEAST_EVERY = 16
 """Fewest rounds between two digests."""
 COST_FRACTION = 0.001
-"""Most time for digests, as a part of the whole."""
+"""Largest part of the time that digests may take."""
 
 
 class DigestTimes:

@@ -30,7 +30,7 @@ class Headers:
             ack.header.extend(map(_message, rows))
 
     def forget(self, round_id: int) -> None:
-        """The rounds up to this one are committed."""
+        """Drops the rows of rounds up to this one, which are committed."""
         self._untold = {one: kept for one, kept in self._untold.items() if one > round_id}
 
     def untold(self, generation: int) -> list[rank_pb2.HeaderTold]:

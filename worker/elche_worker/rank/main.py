@@ -78,11 +78,11 @@ LEAVE_GRACE_S = 3.0
 MEMBER_GRACE_S = 2.0
 """Seconds for which a process of a replica group waits before it reports an error that may be a failed collective."""
 PEERS_GRACE_S = 10.0
-"""Seconds for which it waits if the error certainly is a failed collective: enough for the agent, even on a busy host,
-to report how the first process of the group ended, and to end the others.
+"""Seconds for which a process of a replica group waits before it reports a failed collective: enough for the agent,
+even on a busy host, to report how the first process of the group ended, and to end the others.
 """
 VERDICT_S = 10.0
-"""Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
+"""Seconds for which a failed rank waits to be told to leave, which shows that the coordinator has its error."""
 AWAY_POLL_S = 0.1
 """Seconds between two checks if the coordinator is away."""
 
@@ -93,13 +93,13 @@ def main(launch: Launch) -> None:
     os.environ.update(launch.environment)
     if launch.is_loop:
         become_script(launch)
-    # The agent may be killed without a chance to end its ranks, and they would go on for ever beside their successors.
+    # An agent that is killed cannot end its ranks, and they would go on for ever beside their successors.
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
     channel = open_channel(launch.coordinator, launch.tls)
     if launch.member:
-        leave_on_sigterm()  # without asking to leave: the leader asks the coordinator, for the whole group
+        leave_on_sigterm()  # without asking to leave, which the leader does for the whole group
         _follow(launch, channel)
     control, links = Control(), Links(launch.coordinator, launch.interface)
     session = Session(
@@ -118,11 +118,11 @@ def main(launch: Launch) -> None:
         _end(session, 0)
     except StoppedAlone as stopped:
         print(f"elche: this rank stops: {stopped}", file=sys.stderr)
-        _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # it is no fault of the job
+        _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # the job is not at fault
     except CollectiveFailed as error:
         print(f"elche: {error}", file=sys.stderr)
         if not isinstance(error, OperationStuck):
-            _await_verdict(control)  # another replica group is lost: the coordinator decides what follows
+            _await_verdict(control)  # another replica group is lost, and the coordinator decides what follows
         _end(session, LEFT_ALONE)
 
 
@@ -180,7 +180,7 @@ def _follow(launch: Launch, channel: grpc.Channel) -> NoReturn:
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
-    time.sleep(VERDICT_S)  # time for the leader to be told what follows; the agent then ends this process too
+    time.sleep(VERDICT_S)  # time for the leader to learn what follows; the agent then ends this process too
     os._exit(code)
 
 
@@ -190,8 +190,8 @@ def _pass_on(failure: bytes, session: Session) -> None:
 
 
 def _let_others_tell(launch: Launch, error: BaseException) -> None:
-    """Delays the report of a failed collective: if a process of the group has ended, the agent knows why, and reports
-    it and ends the others first.
+    """Delays the report of a failed collective. If a process of the group has ended, the agent knows why: it reports
+    that first, and ends the others.
     """
     if launch.group_size > 1 and isinstance(error, PeerLost | RuntimeError):
         time.sleep(PEERS_GRACE_S if isinstance(error, PeerLost) else MEMBER_GRACE_S)
@@ -204,7 +204,7 @@ def _await_verdict(control: Control) -> None:
 
 
 def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
-    """Reads the user's file, then selects the device: the file may set environment variables for it."""
+    """Reads the user's file, and then selects the device, since the file may set environment variables for it."""
     enter_folder(launch, channel)
     enter_packages(launch.requirements, Path(launch.packages_dir))
     if launch.missing_secrets:
@@ -317,7 +317,7 @@ def _build(
         group_size=group.size,
         num_parts=job.accumulate,
     )
-    # Only now, when worker processes of the loader run: they have no file open that is opened here.
+    # Done after the loader's worker processes have started, so that they inherit no file that is opened here.
     looked = look_at(dataset, job.seed, collate_fn=None if job.num_workers else job.collate_fn)
     if looked.draws and not job.num_workers:
         loader.fetch_in_step()
@@ -487,10 +487,10 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """Ends this process with its agent, which holds the other end of its standard input and writes nothing to it.
+    """Ends this process when its agent ends: the agent holds the other end of standard input and writes nothing to it.
 
-    Reads the file descriptor, not `sys.stdin`: that would hold its lock for ever, and processes that user code forks
-    would hang when they close theirs.
+    Reads the file descriptor, not `sys.stdin`, whose lock would be held for ever: processes that user code forks would
+    hang when they close theirs.
     """
     while os.read(0, 4096):
         pass
@@ -498,7 +498,7 @@ def _end_with_agent() -> None:
 
 
 def _ask_to_leave(control: Control, session: Session) -> None:
-    """Asks the coordinator to let the rank leave, once it is there. When it has been away for `ALONE_AFTER_S`, has the
+    """Asks the coordinator to let the rank leave, once it answers. If it has been away for `ALONE_AFTER_S`, has the
     rank stop by itself.
     """
     has_asked = False
@@ -511,7 +511,7 @@ def _ask_to_leave(control: Control, session: Session) -> None:
 
 
 def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> None:
-    """Writes down what the rank had to say, and where its draft is, for the next agent with this work folder."""
+    """Records the rank's unsent messages, and where its draft is, for the next agent with this work folder."""
     unsaid = session.unsaid
     record = StoppedRank(
         job_id=launch.job_id,
@@ -535,7 +535,7 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
 
 
 def _end(session: Session, code: int, after: Callable[[], None] = lambda: None) -> NoReturn:
-    """Exits without running destructors: a stuck collective would block them until its timeout. Calls `after` when the
+    """Exits without running destructors, in which a stuck collective would wait for its timeout. Calls `after` once the
     session is closed.
     """
     if session.last_words is not None:
