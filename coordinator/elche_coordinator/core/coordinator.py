@@ -416,7 +416,9 @@ class Coordinator:
                 self._may_place |= isinstance(event, RankReady)  # from then on the job accepts further ranks
 
     def _touch(self, job_id: JobId) -> Job | None:
-        """Returns the job, None if unknown, and notes that its commands must be taken once the event has been handled."""
+        """Returns the job, None if unknown, and notes that its commands must be taken when the event has been
+        handled.
+        """
         if (job := self.jobs.get(job_id)) is not None:
             self._touched[job_id] = job
         return job

@@ -44,7 +44,7 @@ class Lease:
     """A slice of an epoch's permutation, in samples."""
 
     id: int
-    """Rises from lease to lease, so that one that is delivered again is known."""
+    """Rises from lease to lease, so that a lease that is delivered twice is recognised."""
     epoch: int
     offset: int
     size: int
@@ -259,7 +259,9 @@ class LeaseLoader:
         return Batch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
 
     def fetch_any(self, num_samples: int) -> Batch:
-        """A batch that is not trained, of the first samples of the first epoch, fetched on this thread."""
+        """A batch for trials, of the first samples of the first epoch, fetched on this thread. It does not count as
+        trained.
+        """
         indices = self._order.indices(0, 0, min(self._batch_size, num_samples))
         wanted = self._part(0, indices)
         data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))

@@ -14,8 +14,9 @@ HOST = torch.device("cpu")
 MAX_DEPTH = 512
 """Most batches that are prefetched to the device, however small they are."""
 USABLE_FRACTION = 0.9
-"""Fraction of the device's memory that training and prefetched batches may use together. The rest is for fragments of
-the allocator's, and for libraries that allocate by themselves."""
+"""Fraction of the device's memory that training and prefetched batches may use together. The rest is for the
+allocator's fragmentation, and for libraries that allocate by themselves.
+"""
 RESIDENT_FRACTION = 0.25
 """Fraction of the device's free memory that a whole data set may use to be kept there."""
 
@@ -81,7 +82,7 @@ class DeviceTransfer(Protocol):
         ...
 
     set_aside_bytes: int
-    """Bytes of the device's memory that batches leave free for rounds, if there are so many."""
+    """Bytes of the device's memory that batches leave free for rounds, as far as there are so many."""
 
     @property
     def spare_bytes(self) -> int | None:

@@ -54,7 +54,7 @@ def _given(job: JobDefinition, device: Device) -> Any:
 
 
 def _of_device(given: Any, device: Device, dataset_size: int) -> int:
-    """The batch size on a device of a number, "auto" or a function."""
+    """The batch size on a device, for a number, "auto" or a function."""
     try:
         return _number(_called(given, device) if callable(given) else given, dataset_size)
     except InvalidJob as error:

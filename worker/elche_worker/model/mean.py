@@ -39,7 +39,9 @@ def decay_of(ema: float | None, batch_size: int) -> Decay | None:
 
 
 def what_resumes(ema: float | None, *, has_mean: bool) -> str:
-    """A warning for a job that resumes from a checkpoint with or without an average; "" if they fit."""
+    """A warning if a job with an average resumes from a checkpoint without one, or the other way round; "" if they
+    fit.
+    """
     if has_mean and ema is None:
         return "the checkpoint has a moving average of the weights (ema), which the job does not use"
     if ema is not None and not has_mean:

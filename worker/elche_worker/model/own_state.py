@@ -74,8 +74,8 @@ class OwnState:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Context after which the objects have their state of before. Raises `InvalidJob` if it cannot be stored, or an
-        object cannot load its own state.
+        """Context after which the objects' state is as before. Raises `InvalidJob` if the state cannot be stored, or an
+        object cannot load its own.
         """
         before = self.storable()
         self.restore(before, "a checkpoint")

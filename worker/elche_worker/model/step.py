@@ -301,7 +301,7 @@ class TrainStep:
 
     @contextmanager
     def _telling_figures(self, size: int) -> Iterator[None]:
-        """Adds the memory's figures, and advice, to an error for which memory ran out."""
+        """Adds memory figures and advice to an out-of-memory error."""
         try:
             yield
         except Exception as error:
@@ -347,7 +347,7 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for parameter in self._unstepped:  # or they would add up from batch to batch
+        for parameter in self._unstepped:  # otherwise they would add up from batch to batch
             parameter.grad = None
 
 

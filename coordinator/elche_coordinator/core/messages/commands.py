@@ -27,7 +27,7 @@ class RankCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSyncNow(RankCommand):
-    """Enter a round after a local step. Sent again, it moves the target of a rank that has not entered the round yet."""
+    """Enter a round after a local step. Sent again, it moves the target of a rank that has not entered the round."""
 
     round: RoundId
     generation: GenerationId

@@ -41,7 +41,9 @@ NUDGE = 0.5
 
 
 class Cadence:
-    """Averages when the slowest rank has made `anchor` batches; the others make as many as fit into that time (row C1)."""
+    """Averages when the slowest rank has made `anchor` batches; the others make as many as fit in that time (row
+    C1).
+    """
 
     can_revise = True
     stops_ranks = False

@@ -73,7 +73,7 @@ class Epochs:
             tally.duration_s += elapsed_s * piece.size / num_samples
 
     def close(self, epoch: Epoch, ranks: list[Rank], *, committed: int, dropped: int) -> EpochReport:
-        """Reports a finished epoch, and returns the report. Sets `untrained` if nothing was trained in the first one."""
+        """Reports a finished epoch, and returns the report. Sets `untrained` if the first epoch has trained nothing."""
         tally = self._tallies.pop(epoch, EpochTally())
         report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped, attempt=self._attempt)
         self._outbox.add(Publish(job_id=self._job_id, report=report))
