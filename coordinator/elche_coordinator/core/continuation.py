@@ -19,7 +19,7 @@ class Continuation:
     attempt: Attempt
     """The job's present attempt; the next one is counted from it."""
     last_incarnation: Incarnation
-    """The highest incarnation of its processes: those of the other coordinator must be higher."""
+    """The highest incarnation of its processes; those that the other coordinator starts must be higher."""
     num_ranks: int
     """Ranks that it should have; 0 if it was not placed and its submission does not say."""
     min_ranks: int
@@ -45,7 +45,7 @@ def continuation(job: Job) -> Continuation:
 
 
 def _end_with_coordinator(job: Job) -> JobResult | None:
-    """The failed result of a job that cannot begin anew once its processes have ended, with the figures of its last
+    """The failed result of a job that cannot begin again once its processes have ended, with the figures of its last
     checkpoint, evaluation and epoch. None if it can.
     """
     if job.can_begin_again:

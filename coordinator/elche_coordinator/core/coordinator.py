@@ -395,7 +395,7 @@ class Coordinator:
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
-            job.refuse(event, f"rank {record.rank} is to end", "the other ranks go on without it")
+            job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
@@ -432,6 +432,7 @@ class Coordinator:
         return self.placed.get(job_id) if self._touch(job_id) is not None else None
 
     def _submit(self, event: JobSubmitted) -> None:
+        """Adds a job to the queue. Ignores a repeated submission, and refuses one whose id is taken."""
         if event.key in self.keys or self._is_there(event):
             return
         job = SubmittedLoop(event, self._now_s) if event.spec.is_loop else TrainingJob(event)
@@ -460,6 +461,7 @@ class Coordinator:
         self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def _set_timers(self, job: Job) -> None:
+        """Applies the job's changes of timers since the last event."""
         for timer, delay_s in job.timers.items():
             deadlines = self._deadlines if timer is Timer.DEADLINE else self._checks
             if delay_s is None:
@@ -479,8 +481,9 @@ class Coordinator:
     def _exit(
         self, job: PlacedJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
     ) -> None:
+        """Frees the slots of a process that has ended, and tells its job. Refuses a second report of the end."""
         if record.phase is RankPhase.EXITED:
-            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
+            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
             return
         for place in record.places:
             self.fleet.give_back(place)

@@ -61,10 +61,10 @@ class JobView(views.JobView):
     backend_name: str = ""
     progress_fraction: float = 0.0
     num_samples: int = 0
-    """Trained, in all epochs."""
+    """Samples trained, in all epochs."""
     counts: Counts = field(default_factory=Counts)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     round_s: float = 0.0
     averaging_s: float = 0.0
     overhead_fraction: float = 0.0

@@ -1,4 +1,4 @@
-"""The agent's stream with the coordinator, and what it does for it."""
+"""The agent's stream with the coordinator, and how it carries out orders."""
 
 import json
 import logging
@@ -49,7 +49,8 @@ GRACE_S = 25.0
 """Seconds for which a leaving agent waits for its ranks. Kubernetes, and some clouds, kill 30 s after their notice."""
 KEEP_S = 600.0
 """Seconds for which ranks go on without a coordinator. Then the agent ends them: if the coordinator never comes back,
-they would hold their devices for ever."""
+they would hold their devices forever.
+"""
 FOLLOW_EVERY_S = 0.2
 """Seconds between two looks at a followed log, or at ranks that are to leave."""
 MAX_GONE = 100
@@ -62,7 +63,7 @@ REFUSALS = (
 """Status codes by which the coordinator refuses the agent for good: it ends, and does not try again."""
 ALIVE_EVERY_S = 5.0
 """Seconds between empty messages to a reader that follows a log. Sending one fails once the reader has gone; without
-them the agent would follow a silent log for ever.
+them the agent would follow a silent log forever.
 """
 
 MAX_DELIVERIES = 192
@@ -192,7 +193,7 @@ class Agent:
                 self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
                 self._await_ranks(over_s)
             if not self._artifacts.is_idle:
-                log.info("leaves once what jobs left is stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
+                log.info("leaves once jobs' artifacts are stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
                 self._artifacts.wait_until_idle(over_s - time.monotonic())
         self.stop()
 
@@ -206,7 +207,7 @@ class Agent:
                 seen_s = time.monotonic()
             elif not is_asked and time.monotonic() - seen_s > ALONE_AFTER_S:
                 is_asked = True
-                log.warning("no coordinator answers: ranks leave what they have here, for the next worker")
+                log.warning("no coordinator answers: ranks stop and leave their work here for the next worker")
                 self._processes.ask_all()
 
     def stop(self) -> None:
@@ -295,7 +296,7 @@ class Agent:
                 key = (stop.job_id, stop.rank, stop.incarnation)
                 self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
             case None if not response.seq:
-                log.warning("an order is of a newer version of elche than this agent, and is not followed")
+                log.warning("ignored an order that only newer versions of elche know")
             # no answer is possible, and the coordinator waits for one: this agent's end tells it that none comes
             case "welcome" | None:
                 raise UnknownMessage("AttendResponse")
@@ -378,7 +379,7 @@ class Agent:
         self._send(path, order.transfer, _log_parts(path, chunks, times))
 
     def _store_artifacts(self, order: agent_pb2.StoreArtifacts) -> None:
-        """Stores what is here of a job that has ended, and delivers the manifest."""
+        """Stores this host's artifacts of a job that has ended, and delivers the manifest."""
         with self._artifacts.answering():
             self._send(f"job {order.job_id}: its manifest", order.transfer, self._artifacts.answers(order))
 
@@ -495,7 +496,7 @@ class Agent:
         }
 
     def _secret(self, name: str) -> str | None:
-        """The value of a secret that a job asks for by name; read anew each time, since it may change."""
+        """The value of a secret that a job asks for by name; read each time, since it may change."""
         if self._secrets_dir is None or Path(name).name != name:
             return None
         try:
@@ -539,10 +540,11 @@ def _chunks(path: Path, max_bytes: int, files: RankFiles) -> Iterator[tuple[int,
 def _log_parts(
     path: Path, chunks: Iterator[tuple[int, bytes]], times: TimesReader | None
 ) -> Iterator[agent_pb2.DeliverRequest]:
-    """The chunks of a log, with times if there is a reader of these."""
+    """The chunks of a log; with `times`, the time before each line."""
     try:
         for offset, data in chunks:
             text = data if times is None else times.stamped(offset, data)
+            # one message for an empty chunk, too, which shows if the reader is still there
             for start in range(0, max(1, len(text)), CHUNK_BYTES):
                 yield agent_pb2.DeliverRequest(data=text[start : start + CHUNK_BYTES])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Puts what this host has of an ended job into the artifact store, when the coordinator says so (`elche.artifacts`)."""
+"""Puts this host's part of an ended job into the artifact store, when the coordinator orders it (`elche.artifacts`)."""
 
 import json
 import logging
@@ -97,12 +97,12 @@ class ArtifactWriter:
                 answer.append(agent_pb2.DeliverRequest(data=self._store(order)))
         except InvalidJob as error:
             answer.append(agent_pb2.DeliverRequest(error=str(error)))
-        except Exception as error:  # packages of fsspec raise what they like
+        except Exception as error:  # packages of fsspec raise errors of any type
             reason = f"{order.root} cannot be written: {reason_of(error)}"
             answer.append(agent_pb2.DeliverRequest(error=reason))
 
     def _store(self, order: agent_pb2.StoreArtifacts) -> bytes:
-        """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and what the store raises."""
+        """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and the store's errors."""
         folder = self._folders.find(order.job_id)
         if folder is None or not folder.is_dir():
             raise InvalidJob(f"the folder of job {order.job_id} is not there" if folder else "the job has not run here")

@@ -51,7 +51,7 @@ def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.
     if not left:
         return
     for job_id, folder in left.items():
-        log.info("job=%s hands in what stopped ranks have left in %s, once the coordinator answers", job_id, folder)
+        log.info("job=%s hands in the work that stopped ranks left in %s, once the coordinator answers", job_id, folder)
     try:
         with open_channel(coordinator, tls) as channel:
             if _answers(channel, coordinator, is_over):
@@ -113,7 +113,7 @@ def _left_in(folder: Path) -> list[StoppedRank]:
     try:
         return stopped_ranks(folder)
     except (OSError, ValueError) as error:
-        log.warning("%s: what stopped ranks have left cannot be read: %s", folder, error)
+        log.warning("%s: the work that stopped ranks left cannot be read: %s", folder, error)
         return []
 
 
@@ -181,6 +181,9 @@ class _Ghost:
         self.lost = reason.removeprefix(LOST)
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
+        """Carries out a command as the rank would: notes a shutdown, abandons a generation, or writes the
+        checkpoint.
+        """
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):
@@ -248,7 +251,9 @@ class _Job:
             left = self._folder / FOLDER
             what_to_do = f"remove {left} if none will: each start of a worker here waits {LIMIT_S:.0f} s for one"
             log.warning(
-                "job=%s what its ranks had left stays in its folder: no coordinator takes it; %s", self._id, what_to_do
+                "job=%s the work that its stopped ranks left stays in its folder: no coordinator has accepted it; %s",
+                self._id,
+                what_to_do,
             )
             return
         for one in self._ghosts:
@@ -256,7 +261,7 @@ class _Job:
                 shutil.rmtree(one.left.draft, ignore_errors=True)
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         if path:
-            log.info("job=%s goes on from %s, which its ranks had left", self._id, path)
+            log.info("job=%s goes on from %s, which its stopped ranks left", self._id, path)
             return
         why = why or "the coordinator has something newer, or ranks of other hosts did not come back in time"
-        log.warning("job=%s what its ranks had left is not used: %s", self._id, why)
+        log.warning("job=%s the work that its stopped ranks left is not used: %s", self._id, why)

@@ -27,6 +27,7 @@ class AgentIdentity:
             self._lock(work_dir / FOLDER)
 
     def _lock(self, folder: Path) -> None:
+        """Makes and locks this agent's file; notes the agents of this host whose files are free, and removes these."""
         folder.mkdir(parents=True, exist_ok=True)
         keep_out(folder)
         host = socket.gethostname()

@@ -113,6 +113,7 @@ def _end(one: socket.socket) -> None:
 
 
 def _bytes_per_s(move: Callable[[int], None]) -> float:
+    """Moves growing amounts, until one takes long enough to measure; returns the bandwidth of the last."""
     amount, took_s = FIRST_BYTES, _timed(partial(move, FIRST_BYTES))
     for wanted_s in STEPS_S:
         if took_s > SLOW_S:

@@ -116,7 +116,7 @@ class Processes:
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
-        """Ranks of which a process has not ended."""
+        """Ranks with a process that has not ended."""
         self._num_started = 0
         """Processes started so far. It numbers them, for the spawner: process ids are known only later, and reused."""
         self._spawner: SpawnerProcess | None = None
@@ -179,6 +179,7 @@ class Processes:
         threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
 
     def _end(self, key: Key, grace_s: float, waits_while_stopped: bool) -> None:
+        """Carries out `stop`."""
         while waits_while_stopped and _state_of(self._leader_pid(key)) == "T":
             with self._changed:
                 if (running := self._running.get(key)) is not None:
@@ -283,6 +284,7 @@ class Processes:
             self._take_end(number, -signal.SIGKILL if number in pids else code or 1, what)
 
     def _take_end(self, number: int, code: int, error: str) -> None:
+        """Handles the end of one process. The first one of a rank to end is the cause: the others are killed."""
         with self._changed:
             key, running = next((key, one) for key, one in self._running.items() if number in one.living)
             member = running.living.pop(number)

@@ -60,7 +60,7 @@ class Batch:
     size: int
     """Samples of the whole batch, over all processes of a replica group."""
     data: Any
-    """None if the job gave None for it: it is to be skipped."""
+    """None if the job gave None for it: the batch is skipped."""
     own_size: int
     """Samples of `data` that count; 0 if `data` only stands in for an empty part."""
     size_bytes: int = 0
@@ -303,6 +303,7 @@ class LeaseLoader:
                 fetched = iter(self._loader)
             finally:
                 has_begun.set()
+            # until the first lease is added
             self._news.acquire()
             with self.transfer.stream():
                 self._fetch(fetched)
@@ -311,6 +312,7 @@ class LeaseLoader:
             self._wake()
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
+        """Fetches batches until `stop`. Sleeps while nothing is leased or being fetched."""
         while not self._is_stopped:
             started_s = time.perf_counter()
             data = next(fetched)
@@ -323,6 +325,9 @@ class LeaseLoader:
                 self._news.acquire()
 
     def _put(self, wanted: BatchRequest, data: Any) -> None:
+        """Moves a fetched batch to the device, once there is room for it, and makes it ready; or an error in its
+        place.
+        """
         if isinstance(data, FetchError):
             self._ready.append(data.to_error())
         elif self._group_size > 1 and _lacks_parts(data, wanted):
@@ -343,7 +348,7 @@ class LeaseLoader:
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
-        if self._is_stopped or not self._ready:  # one batch always fits: a larger one than allowed would wait for ever
+        if self._is_stopped or not self._ready:  # one batch always fits: a larger one than allowed would wait forever
             return True
         if (room := self.transfer.room) is not None:
             return room > 0

@@ -161,7 +161,7 @@ class CudaTransfer:
         self._max_depth = MAX_DEPTH
         """Most batches on the device; lowered after memory has run out."""
         self._activation_bytes: int | None = None
-        """Most bytes that training has used beside tensors that stay; None before that is measured."""
+        """Most bytes that training has used in addition to tensors that stay; None before that is measured."""
         self._batch_bytes = 0
         """Size of the largest batch."""
         self._num_moved = self._num_received = 0

@@ -393,6 +393,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
+    """Raises `InvalidJob` unless the file has the size and the checksum that the manifest says."""
     path = folder / name
     if not path.is_file():
         raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
@@ -429,10 +430,11 @@ def _fetched(url: str, scratch: Path) -> Path:
 
 
 def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names. Those
-    `without` stay out.
+    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names. Names in
+    `without` are left out.
 
-    A sharded model is gathered, tensor by tensor, by all of its processes; those without `is_kept` get nothing.
+    A sharded model is gathered, tensor by tensor, by all of its processes; a process without `is_kept` gets an empty
+    dict.
     """
     weights = {}
     for name, tensor in persistent_tensors(model).items():

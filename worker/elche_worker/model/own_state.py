@@ -42,6 +42,7 @@ class OwnState:
         return {name: self._storable(name, one) for name, one in self.state().items()}
 
     def _storable(self, name: str, state: Any) -> Any:
+        """The state as it comes back from a checkpoint: flattened to JSON and tensors, and built again."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             text = json.dumps(flattened(copied(state), tensors, where=name))

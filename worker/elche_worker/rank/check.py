@@ -101,6 +101,7 @@ def _imports_beside(path: Path) -> list[str]:
 
 
 def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) -> list[str]:
+    """Warnings for the user about the data set's size. Raises `InvalidJob` if nothing would be trained."""
     if drop_last and dataset_size < batch_size:
         raise InvalidJob(
             f"drop_last leaves nothing to train: {dataset_size} samples are fewer than one batch of {batch_size}"

@@ -54,7 +54,8 @@ class CheckpointCapture:
         """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
         self._names -= left_out.names
         self._spare: list[CheckpointData] = []
-        """At most one checkpoint that was written, whose memory is reused: allocating it anew costs more than copying.
+        """At most one checkpoint that was written, whose memory is reused: allocating it again costs more than
+        copying.
         """
 
     def capture_at_entry(self) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class CheckpointWriter:
             print(f"this process's part of a checkpoint cannot be written: {error}", flush=True)
 
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, data: CheckpointData) -> None:
+        """Writes a checkpoint, removes those that the order does not keep, and reports the outcome."""
         started_s = time.perf_counter()
         has_begun = False
 

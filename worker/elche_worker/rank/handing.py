@@ -1,4 +1,4 @@
-"""State that the source hands to ranks that join, beside the model and the outer optimizer's state."""
+"""The state that the source hands to ranks that join, in addition to the model and the outer optimizer's state."""
 
 from elche_worker.model.modes import Switches
 from elche_worker.model.own_state import OwnState, packed, unpacked

@@ -8,7 +8,7 @@ from elche_worker.collectives.header import Row
 
 
 class Headers:
-    """Keeps rows of which only the digest was sent, until their round is committed (protocol P5.5)."""
+    """Keeps rows whose digest alone was sent, until their round is committed (protocol P5.5)."""
 
     def __init__(self) -> None:
         self._send_digests: set[int] = set()

@@ -93,7 +93,7 @@ def main(launch: Launch) -> None:
     os.environ.update(launch.environment)
     if launch.is_loop:
         become_script(launch)
-    # An agent that is killed cannot end its ranks, and they would go on for ever beside their successors.
+    # An agent that is killed cannot end its ranks, and they would go on forever next to their successors.
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
@@ -212,7 +212,7 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
             f"the host has no secret {launch.missing_secrets[0]}: put its value into a file of that name in the folder "
             "that elche-worker --secrets names"
         )
-    seed_all(0)  # what the file draws itself is alike on every rank
+    seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(
@@ -300,6 +300,7 @@ def _build(
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded = _load_checkpoint(launch, layout, built)
     batch_size, backs_off = _batch_size(job, launch, built, dataset, dataset_size)
+    # a group's processes train parts of the same batch, so that the leader's size counts
     batch_size = group.exchange(batch_size)[0]
     loader = LeaseLoader(
         dataset,
@@ -528,7 +529,7 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
     try:
         record.save(Path(launch.output_dir))
     except OSError as error:
-        print(f"elche: what this rank had to say cannot be kept: {error}", file=sys.stderr)
+        print(f"elche: this rank's unsent messages cannot be kept: {error}", file=sys.stderr)
         return
     kept = f"; {stopped.draft} has its model of round {stopped.round}" if stopped.round else ""
     print(f"elche: its work is handed in when its worker and the coordinator are back{kept}", file=sys.stderr)

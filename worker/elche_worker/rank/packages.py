@@ -1,4 +1,4 @@
-"""The packages that a job requires beside those of its host: uv installs them once, into a folder of their own.
+"""The packages that a job requires in addition to those of its host: uv installs them once, into a folder of their own.
 
 The host's packages, above all torch, are used as they are. uv is asked what it would install into the agent's
 environment with the version of every present package pinned; only that is installed, and its folder comes first in
@@ -80,6 +80,7 @@ def _lock(folder: Path, kind: str, how: int) -> IO[str]:
 
 
 def _install(requirements: Sequence[str], pins: Sequence[str], folder: Path) -> None:
+    """Installs what the host lacks into the folder, which appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-") as temporary:
         draft, wanted, held = (Path(temporary) / name for name in ("packages", "wanted.txt", "held.txt"))
         wanted.write_text("\n".join(requirements) + "\n")

@@ -141,7 +141,7 @@ class Replica:
         than the newest are newcomers and have no weight.
         """
         self._result = ResultExtent(0, 0, 0)
-        """The training in the last result; `progress` adds to it what was trained since."""
+        """The training in the last result, to which `progress` adds what was trained since."""
         self._has_result = False
         """True if the round that was entered last has a result, and it was applied."""
         self._leased: Counter[int] = Counter()
@@ -330,8 +330,9 @@ class Replica:
             self.meter.add_times(times_ms)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Calls `epoch_fn` for each epoch since the last one that this process has begun. Epochs of which it got no
-        batch count too: what the function changes in them, such as unfreezing layers, would otherwise be missing here.
+        """Calls `epoch_fn` for each epoch since the last one that this process has begun. Epochs without a batch for
+        this process count too: the function's changes in them, such as unfreezing layers, would otherwise be missing
+        here.
         """
         if epoch <= self._begun_epoch:  # leases of two epochs may alternate at an epoch's end
             self.epoch = epoch
@@ -404,7 +405,7 @@ class Replica:
             round=round_id,
             layout_hash=self.layout.hash,
             weight=self.meter.work.weight,
-            finite=1,
+            finite=1,  # set by `averaging` once the values are checked
             cut=self.meter.num_processed,
             local_step=self.meter.local_step,
             compute_us=round(self.meter.work.compute_ms * 1000),
@@ -597,7 +598,7 @@ def _peers_told_apart() -> Iterator[None]:
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[CheckpointTarget, About]:
-    """Returns the place of the job's checkpoints, and what is known of the job for their manifests."""
+    """Returns the place of the job's checkpoints, and the job's fields of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
         job=launch.job_id,

@@ -52,7 +52,7 @@ class Handle:
         """Epochs whose evaluation was not received yet."""
         self._result: dict[str, Any] | None = None
         self._view: dict[str, Any] | None = None
-        """The newest."""
+        """The newest view."""
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
         for thread in self._threads:

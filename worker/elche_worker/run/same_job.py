@@ -1,4 +1,4 @@
-"""Checks that ranks, which run a file anew, train the job on which `start()` was called.
+"""Checks that ranks, which run the job's file again, train the job on which `start()` was called.
 
 Ranks have the file's `job`, its functions, and the global variables as the file's top level sets them. A program that
 starts several jobs, with other functions or other values, would otherwise train the file's own job each time.
@@ -119,6 +119,7 @@ def _set_by(code: CodeType) -> set[str]:
 
 
 def _codes_of(value: Any) -> Iterator[CodeType]:
+    """The code of a function, or of all methods of a class."""
     match innermost(value) if callable(value) else value:
         case MethodType() as method:
             yield from _codes_of(method.__func__)

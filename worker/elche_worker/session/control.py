@@ -25,7 +25,7 @@ class Control:
     """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
-    """Reason for which the rank is to leave; None if it is not."""
+    """Reason for which the rank has to leave; None if it stays."""
     is_told_to_stop: bool = False
     """True once the process is to end (SIGTERM), and the coordinator has been away for more than a moment."""
     abandoned: set[int] = field(default_factory=set)

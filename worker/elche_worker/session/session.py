@@ -24,7 +24,8 @@ TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that are not kept for the next stream: a later message of the kind replaces them, or nobody needs them then.
+"""Messages that are not kept for the next stream: a later message of the kind replaces them, or they are useless
+then.
 """
 FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
 """Status codes after which another stream would get the same answer."""
@@ -163,6 +164,7 @@ class Session:
             if time.monotonic() - said_s >= SAY_EVERY_S and not self._is_leaving:
                 said_s = time.monotonic()
                 print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
+            # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
             self._closing.wait(soon(retry_s))
         return self._on_lost("the session is closed")

@@ -308,6 +308,7 @@ class Sharded:
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
+        """Averages the scalars' gradients over the ranks in one all-reduce, in float32 or wider."""
         self._is_averaging_due = False
         wide = torch.float32
         for parameter in self._scalars:

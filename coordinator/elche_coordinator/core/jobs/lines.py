@@ -1,7 +1,7 @@
 """The queue, as a line for each kind of jobs that the placing of slots treats alike: if the first job of a line gets no
 slots, none behind it does.
 
-So placing takes time that grows with the number of lines, and not with that of jobs.
+So placing takes time that grows with the number of lines, not with the number of jobs.
 """
 
 from bisect import bisect_left, insort

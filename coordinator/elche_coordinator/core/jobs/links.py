@@ -68,6 +68,7 @@ class LinkWatch:
         return self._watch(("round", stuck.id), standing, patience_s, now_s)
 
     def _watch(self, what: tuple[str, int], generation: Generation, patience_s: float, now_s: float) -> None:
+        """Asks the ranks once `what` has lasted for `patience_s` seconds, and again after twice the time, and so on."""
         if what != self._watched:
             self._watched, self._since_s, self._num_asked = what, now_s, 0
             self._asked.clear()

@@ -147,6 +147,7 @@ class Placing:
         self._place_more(holders, fleet, shares, kept)
         self.asked = []
         for job in waiting:
+            # a job is asked to give slots to one waiting job at a time
             busy = {one.job_id for one in self.asked}
             self.asked += asked(job, [one for one in holders if one.id not in busy], fleet, shares)
 
@@ -179,6 +180,7 @@ class Placing:
         for job in shares.in_turn(map(unless_one_waits, self._lines)):
             spec, kind = job.spec, self._lines.kind_of(job)
             if self._is_too_early(job):
+                # waits for its time, and holds no slots back meanwhile
                 pass
             elif shares.room(job) < spec.least_ranks:
                 self._waits[kind] = job.id, _Wait(job.reason), _Wait(job.reason)

@@ -234,7 +234,7 @@ class Run:
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would begin anew.
+        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would start over.
 
         The newest checkpoint in the folder may be newer than any that the coordinator knows. A complete training names
         an older one, since the newest one would leave nothing to train.

@@ -108,7 +108,7 @@ class TrainingJob(PlacedJob):
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
         return self.run.resume_point
 
     @property
@@ -165,7 +165,7 @@ class TrainingJob(PlacedJob):
         return self.is_open and not self.spec.replay
 
     def scale(self, num_ranks: int, now_s: float) -> None:
-        """Sets the number of ranks. Surplus ranks leave, the highest first."""
+        """Sets the number of ranks, and lowers the least number to it. Surplus ranks leave, the highest first."""
         if not self.can_scale:
             self.refuse_now("ScaleRequested", "it has ended, or repeats a recording")
             return
@@ -485,6 +485,9 @@ class TrainingJob(PlacedJob):
         self._hold_or_go_on(now_s)  # also when its least number has changed
 
     def _leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """As `leave`. A job that is starting goes back to the queue; a replay goes on, since its ranks must stay the
+        same.
+        """
         training, membership, first = self.run.training, self.run.membership, leaving[0]
         if self.phase is JobPhase.STARTING and self._goes_back(is_violent=True):
             self.go_back(first.rank, f"rank {first.rank} is to leave {first.host}", now_s, is_death=False)
@@ -589,6 +592,7 @@ class TrainingJob(PlacedJob):
         self._finish()
 
     def _finish(self) -> None:
+        """Decides the outcome of a finishing job once all is written: a failure if the final evaluation is spoilt."""
         training = self.run.training
         if self.phase is not JobPhase.FINISHING or training is None or not self.run.model.complete(training):
             return

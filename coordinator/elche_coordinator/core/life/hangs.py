@@ -16,7 +16,7 @@ ANSWERS = 4.0
 """An answer may take this many times the rank's longest time to answer."""
 FORGOTTEN = 0.5
 """Each quicker answer multiplies that longest time by this factor: a process that was stopped once must not count as
-slow for ever.
+slow forever.
 """
 ANSWERING_S = 1.0
 """Further seconds for the batch of a rank that answers, since it may wait for data."""
@@ -62,7 +62,7 @@ class HangWatch:
         self._heard_s: dict[Rank, float] = {}
         """Time of each rank's last message other than an answer."""
         self._asked_s: dict[Rank, float | None] = {}
-        """Time at which each rank was pinged that has not answered; None: the ping was not sent yet."""
+        """Time at which each rank that has not answered was pinged; None: the ping was not sent yet."""
         self._answered_s: dict[Rank, float] = {}
         """Time of each rank's first answer since its last other message."""
         self._longest_s: dict[Rank, float] = {}

@@ -92,7 +92,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
 
     @property
     @abstractmethod
@@ -107,7 +107,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def generation_id(self) -> GenerationId:
-        """The newest group of its ranks; 0 before the first."""
+        """The newest generation of its ranks; 0 before the first."""
 
     @property
     @abstractmethod

@@ -193,6 +193,7 @@ class Loop(Job):
             self._tell_epoch(oldest)
 
     def _tell_epoch(self, epoch: int) -> None:
+        """Reports an epoch, without the part of ranks that have not ended it."""
         tally, ended = self._tallies.pop(epoch)
         self._told_without[epoch] = {record.rank for record in self._groups.members} - ended
         self._told_without = {one: ranks for one, ranks in self._told_without.items() if ranks}

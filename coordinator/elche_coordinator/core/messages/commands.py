@@ -185,7 +185,7 @@ class SendKeepBest(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
-    """End: the job's outcome is decided, or the rank is not needed any more."""
+    """Exit: the job's outcome is decided, or the rank is not needed any more."""
 
     reason: str
     failed: bool = False

@@ -70,7 +70,7 @@ class ReserveRecalled(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEntered(RankEvent):
-    """The rank has taken its snapshot."""
+    """The rank has entered a round: it has taken its snapshot."""
 
     generation: GenerationId
     round: RoundId
@@ -138,7 +138,7 @@ class RankReady(RankEvent):
     links_address: str = ""
     """HOST:PORT at which others can test if they reach it."""
     samples: tuple[SampleRead, ...] = ()
-    """Some samples of its data set; others may have read fewer."""
+    """Some samples of its data set, to be compared with those of other ranks, which may have read fewer."""
     are_samples_random: bool = False
     """True if samples come out different each time."""
 

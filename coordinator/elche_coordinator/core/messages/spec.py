@@ -158,7 +158,7 @@ class JobSpec:
     conditions: tuple[str, ...] = ()
     """Conditions on each device that it gets (`elche.selector`)."""
     requirements: tuple[str, ...] = ()
-    """Packages that its file needs beside the hosts'."""
+    """Packages that its file needs in addition to the hosts'."""
     module: str = ""
     """The job in the bundle, as PACKAGE.MODULE:NAME; empty: `job` of `file_name`."""
     secrets: tuple[str, ...] = ()

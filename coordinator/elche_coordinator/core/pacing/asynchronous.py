@@ -1,4 +1,4 @@
-"""The policy `async`: ranks average when each has made its count, and nobody stops to wait for that."""
+"""The policy `async`: ranks average when each has made its count, and no rank stops to wait for that."""
 
 from collections.abc import Sequence
 from dataclasses import replace

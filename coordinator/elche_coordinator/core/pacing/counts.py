@@ -57,7 +57,8 @@ def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) 
 def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
     """Counts that end the epoch, with `num_batches` more dealt out so that the last rank finishes as early as possible.
 
-    A rank that gets more makes them after all that it has leased; the others end with what they have of this epoch.
+    A rank that gets some of these makes them after all that it has leased; the others stop at the last batch of this
+    epoch that they have leased.
     """
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)

@@ -50,5 +50,7 @@ class DivergenceGuard:
         return [one if isfinite(one) else None for one in self._history]
 
     def restore(self, history: Iterable[float | None]) -> None:
-        """Goes on from `to_json`. Raises `TypeError`, `ValueError` or `OverflowError` for what is no number."""
+        """Restores the rounds that `to_json` returned. Raises `TypeError`, `ValueError` or `OverflowError` for a value
+        that is not a number.
+        """
         self._history = deque((inf if one is None else float(one) for one in history), maxlen=HISTORY)

@@ -191,7 +191,9 @@ class Training:
             record.evaluation_ms = event.duration_ms
             record.evaluated_ms += event.duration_ms
         if not self.evaluations.has(record.rank):
-            self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
+            self._outbox.refuse(
+                event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has answered already"
+            )
         complete = self.evaluations.take_part(event)
         self._ask_for_metrics()
         return self._judge(complete)
@@ -240,7 +242,11 @@ class Training:
             self._refuse_checkpoint(event)
 
     def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
-        self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
+        self._outbox.refuse(
+            event,
+            f"version {event.version} is not being written as a checkpoint",
+            f"rank {event.rank} was not asked to write it",
+        )
 
     def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """Records that the job's callback for a finished epoch has returned."""
@@ -426,7 +432,9 @@ class Training:
         return min(present(self.members) or self.members)
 
     def _choose_saver(self, quickest: Rank) -> Rank:
-        """Chooses the writer of the final state: the fastest rank, unless the best checkpoint is on another host."""
+        """Chooses the writer of the final state: the fastest rank; but if the best checkpoint is on another host, its
+        writer, which can store that checkpoint as the best model.
+        """
         writer = self.checkpoints.writer_of(self.evaluations.best_version)
         record = self.members.get(writer) if writer is not None else None
         if record is None or not record.is_present or record.agent_id == self.members[quickest].agent_id:

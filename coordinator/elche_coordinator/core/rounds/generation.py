@@ -287,13 +287,13 @@ class Generation:
         elif isinstance(event, HeaderTold):
             state, why = f"round {event.round} is open", f"rank {event.rank} has not said that it has its result"
         else:
-            state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
+            state, why = f"round {event.round} is open", f"rank {event.rank} has already reported this, or the opposite"
         self._outbox.refuse(event, state, why)
 
     def on_recalled(self, record: RankRecord, event: ReserveRecalled, now_s: float) -> None:
         """Records the reserve that the rank has given back."""
         if not self._training.ledger.take_back(record.rank, event.num_samples):
-            self._outbox.refuse(event, f"rank {record.rank} was not asked", "or it names what it has never had")
+            self._outbox.refuse(event, f"rank {record.rank} was not asked", "or the position is not in its leases")
             return
         if self.abandoned is None and not self.is_closing:
             self.scheduler.on_recalled(now_s)

@@ -69,7 +69,7 @@ class RoundScheduler:
         self._looked_s = -inf
         """Time at which `_train_on` last looked for members that evaluate or are late."""
         self._topped_up: tuple[float, Work] | None = None
-        """Time at which all members last got leases for the first measured round, and the work that was left."""
+        """Time at which all members last got leases for the first measured round, and the work that was left then."""
         self.reserve = Reserve(job_id, members, training, outbox)
         """Grants rounds and work for the coordinator's absence."""
 
@@ -476,14 +476,16 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, spare=0)
 
     def _can_revise(self) -> bool:
-        """True if the open round may get other targets: nobody has entered it, and its policy allows that."""
+        """True if the open round may get other targets: no rank has entered it, and its policy allows that."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
             return False
         opened, has_begun = self.rounds[0], self._training.committed is not None
         return has_begun and not (opened.entered or opened.is_fixed or opened.is_granted or self._training.is_paused)
 
     def _revise_targets(self, record: RankRecord, now_s: float) -> None:
-        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
+        """Gives the open round new targets when its ranks would arrive at different times, unless a rank has entered
+        it.
+        """
         if not self._can_revise() or self._training.committed is None:
             return
         opened = self.rounds[0]
@@ -511,7 +513,7 @@ class RoundScheduler:
         """True if members may come to the round at different times, now that this one has reported; False soon after
         all were looked at.
         """
-        if not self._training.evaluations.is_idle:  # whoever evaluates comes later than its last report says
+        if not self._training.evaluations.is_idle:  # an evaluating rank comes later than its last report says
             self._arrivals.forget()
         target = opened.targets.get(record.rank, 0)
         if not self._arrivals.may_differ(record, opened.id, target, REVISE_BATCHES, now_s):

@@ -153,7 +153,7 @@ class Ledger:
         return sum(self.num_batches(end - start) for start, end in parts) + sum(map(self.num_batches, reserved))
 
     def free_later(self) -> int:
-        """Batches of all epochs after this one that nobody has."""
+        """Batches of all later epochs that no rank has."""
         later = range(self.epoch + 1, 0 if self.is_stopped else self.num_epochs)
         opened = [epoch for epoch in self._books if epoch in later]
         free = sum(map(self.free_batches, opened)) + (len(later) - len(opened)) * self.num_batches(
