@@ -270,6 +270,7 @@ class Processes:
             else:
                 spawner.pids.pop(told["number"], None)
                 self._take_end(told["number"], told["code"], told["error"])
+        # the reports end with the spawner
         code, pids = spawner.wait(), spawner.pids
         _end_sessions(list(pids.values()))
         with self._changed:

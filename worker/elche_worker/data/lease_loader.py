@@ -243,6 +243,7 @@ class LeaseLoader:
 
     def _fetch_next(self) -> Batch:
         self._num_left -= 1
+        # puts the request for the next batch into `_wanted`
         self._next_indices()
         wanted = self._wanted.popleft()
         assert wanted is not None

@@ -192,6 +192,7 @@ class CudaTransfer:
     def move(self, data: Any) -> tuple[Any, Any]:
         size_bytes = num_bytes(data)
         self._batch_bytes = max(self._batch_bytes, size_bytes)
+        # a batch of a data set on the device takes its memory in any case
         is_there = any(tensor.is_cuda for tensor in tensors_in(data))
         if not is_there and (self.room or 0) <= 0:
             return data, None

@@ -80,7 +80,7 @@ class CheckpointData:
     state: dict[str, Any]
     """Everything else: plain values, tensors and pieces only."""
     frozen: str = ""
-    """Digest of the frozen parameters, if the weights are without them."""
+    """The moving average of the weights and of other buffers; empty if the job has none."""
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     """The moving average of the weights, and of buffers that are not among them; empty if the job has none."""
 
@@ -450,8 +450,8 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that `state_dict` leaves out, but not of those that no file can hold (sparse ones): these
-    are as `model()` makes them.
+    """Copies of the buffers that `state_dict` leaves out. Those that no file can hold (sparse ones) are left to
+    `model()`.
     """
     persistent = model.state_dict().keys()
     named = model.named_buffers()

@@ -384,6 +384,7 @@ class Layout:
     def apply_bytes(self, raw: torch.Tensor) -> None:
         """Copies the bytes of `buffer_bytes` into the model, and those of `frozen_bytes` if they follow."""
         for entry, start, end in self._parts_of(raw):
+            # copied, since only aligned bytes can be viewed as another dtype
             entry.tensor.copy_(raw[start:end].clone().view(entry.dtype).reshape(entry.shape))
 
     def _parts_of(self, raw: torch.Tensor) -> Iterator[tuple[LayoutEntry, int, int]]:

@@ -64,8 +64,8 @@ def mean_in_model(layout: Layout, mean: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 class MeanOfModel:
-    """The average of a model that one process trains without rounds: it moves after every batch. Without a decay there
-    is none.
+    """The average of a model that one process trains without rounds: it moves after every batch. Does nothing without a
+    decay.
     """
 
     def __init__(self, model: nn.Module, decay: Decay | None, *, buffers: str) -> None:

@@ -97,6 +97,7 @@ class CheckpointWriter:
         """Waits while `MAX_WAITING` checkpoints are being written: training pauses rather than lose a checkpoint."""
         with self._room:
             while self._num_waiting >= MAX_WAITING and not is_over():
+                # looks again from time to time, since `_room` is not notified when the rank leaves
                 self._room.wait(timeout=0.1)
 
     def _write_part(self, data: CheckpointData) -> None:

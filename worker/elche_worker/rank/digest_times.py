@@ -17,7 +17,7 @@ class DigestTimes:
     """
 
     def __init__(self, *, is_always: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        """With `is_always`, after every round."""
+        """With `is_always`, a digest is due after every round."""
         self._is_always = is_always
         self._clock = clock
         self.every = LEAST_EVERY

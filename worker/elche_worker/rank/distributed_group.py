@@ -159,6 +159,7 @@ class DistributedGroup:
             for one in parts:
                 work.add_part(one)
         if averaged.distance is not None:
+            # squares of norms add up over the parts of the model
             changed, size = (sum(one[at] ** 2 for one in distances) ** 0.5 for at in (0, 1))
             averaged = replace(averaged, distance=(changed, size))
         if None in digests:  # a process for which digests cost more has computed none

@@ -349,8 +349,8 @@ def _build(
 
 
 def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
-    """Reads the checkpoint from which the job resumes; None if it begins. Every rank reads it; of a sharded model each
-    process reads its part.
+    """Reads the checkpoint from which the job resumes; None if it starts from scratch. Every rank reads it; of a
+    sharded model each process reads its part.
     """
     if not launch.resume:
         return None

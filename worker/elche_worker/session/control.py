@@ -47,6 +47,7 @@ class Control:
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
             self.has_news = True
             self.wake.notify_all()
+        # without the lock, which the loop needs to end its round
         if command.HasField("abandon") and self.on_abandon is not None:
             self.on_abandon(command.abandon.generation)
 
@@ -210,4 +211,5 @@ class Rounds:
         self.last_entered = round_id
         newer = self.newer_batches.pop(round_id, None)
         self.apply_step = -inf if newer is None else local_step + newer
+        # the values of this dict, used as an ordered set, are None; 0 means that the round is not in it
         return self.checkpoint_rounds.pop(round_id, 0) is None

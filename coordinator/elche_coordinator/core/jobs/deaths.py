@@ -56,6 +56,7 @@ class Deaths:
 
     def restart_delay_s(self, record: RankRecord) -> float:
         """Counts one more death of the rank; returns the seconds before it may be restarted."""
+        # it has committed batches since its start, so that its deaths are not in a row
         if record.base_step:
             self._in_a_row[record.rank] = 0
         num_before = self._in_a_row[record.rank]

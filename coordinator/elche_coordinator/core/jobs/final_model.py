@@ -48,7 +48,7 @@ class FinalModel:
         """Records that the rank is lost, and with it a best model that it has not confirmed."""
         if self._awaits_best and lost is self._saver:
             self._awaits_best, self.model_is = False, "last"
-            self.best_problem = f"rank {lost.rank}, which was to put it there, is gone"
+            self.best_problem = f"rank {lost.rank}, which was to store it, is gone"
 
     def complete(self, training: Training) -> bool:
         """Returns True if all is written; else orders what is missing."""

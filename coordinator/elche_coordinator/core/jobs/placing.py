@@ -67,7 +67,7 @@ class _Wait(NamedTuple):
 
 
 class Placing:
-    """Gives slots to jobs. A queued job that gets too few holds the slots that it could use back from jobs behind it.
+    """Gives slots to jobs. A queued job that gets too few holds back, from jobs behind it, all slots that it could use.
 
     While slots are given, neither the free slots nor a project's room in its quota grow. So once a job of one kind
     (`lines`) has to wait, all others of that kind do.

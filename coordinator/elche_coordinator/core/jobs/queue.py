@@ -3,8 +3,10 @@
 Jobs are placed by priority, and among equals by their projects' shares (`shares`). A job that waits for slots holds
 back those behind it, since large jobs would otherwise never be placed while small ones arrive. Jobs of lower priority
 give it slots: first those beyond their least number of ranks; if these are too few, whole jobs go back to the queue
-with a checkpoint made for that, the lowest priority and newest first. Jobs of equal priority whose projects have more
-slots than the waiting one's will have give those beyond their least number, and no more.
+with a checkpoint made for that, the lowest priority and newest first.
+
+Jobs of equal priority give only slots beyond their least number, and only as many as leave their project no fewer slots
+than the waiting job's project then has.
 """
 
 from collections.abc import Iterable
@@ -75,7 +77,7 @@ def _has_only(job: PlacedJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool
 
 
 def _can_give(job: PlacedJob) -> bool:
-    """True if ranks of the job can leave soon: a paused one makes no round with which they could."""
+    """True if ranks of the job can leave soon. A paused job makes no round, in which their work would be committed."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
     return job.can_scale and not job.is_paused and (trains or (job.phase is JobPhase.STARTING and job.can_begin_again))
 

@@ -40,7 +40,7 @@ class SilenceWatch:
         self.stalls = StallWatch()
         """Finds ranks to report as stalled, whether others wait for them or not."""
         self.hangs = HangWatch()
-        """Finds ranks to leave out, for which others wait."""
+        """Finds ranks to leave out because others wait for them."""
         self._gaps_before_s: dict[Rank, float] = {}
         """Each rank's longest gap before it was left out, which `on_was_stopped` restores."""
 

@@ -96,7 +96,8 @@ class Cadence:
         self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
     ) -> dict[Rank, int]:
         """The counts within `max_batch_diff` of each other; smaller ones when too little work is left for these."""
-        # in lockstep the ranks furthest behind make one more batch, which others may have made already
+        # in lockstep each rank makes one batch more than the rank furthest behind has made; others may have made it
+        # already
         floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:

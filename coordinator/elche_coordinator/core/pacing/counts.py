@@ -84,8 +84,8 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
 
 
 def whole_span_ms(paces: Sequence[Pace], counts: dict[Rank, int], span_ms: float) -> float:
-    """The length in ms of a round, from `span_ms` to one batch of the slowest rank more, at which ranks idle least if
-    each trains as many batches beyond its count as fit.
+    """The length in ms of a round at which ranks idle least, if each trains as many batches beyond its count as fit. It
+    is `span_ms` or up to one batch of the slowest rank longer.
     """
     longest_ms = span_ms + max(pace.ms_per_batch or 1.0 for pace in paces)
     best = (_lost_until(paces, counts, span_ms), span_ms)

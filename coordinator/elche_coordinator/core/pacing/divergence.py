@@ -1,7 +1,7 @@
 """The divergence guard: average more often when the ranks' parameters drift apart (row C8).
 
 Early in training, parameters move far in every round, and the guard may halve the anchor: on the digits example the
-anchor stays at 5 for about a third of the run. Threshold and rule are those of the original.
+anchor stays at 5 for about a third of the run. Threshold and rule are those of the original (docs/reference.md).
 """
 
 from collections import deque

@@ -67,7 +67,7 @@ class Roster:
         """Asks a rank whose work is committed to exit, since its slot is wanted. It is restarted on another slot if one
         is free.
         """
-        self.shut_down(record, f"{record.host} is to be left")
+        self.shut_down(record, f"its slot on {record.host} is wanted")
         record.departs(DepartureTrigger.WORK_COMMITTED)
         self.tell_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")
 
