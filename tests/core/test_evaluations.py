@@ -185,7 +185,7 @@ def test_parts_that_cannot_be_summed_fail_the_job(first: TensorSum, second: Tens
     failure = some.judge(done)
     assert failure is not None
     assert said in failure.error
-    assert failure.invalid == ("tells" not in said)
+    assert failure.invalid == ("sent" not in said)
 
 
 # Metrics that are spoilt

@@ -171,8 +171,9 @@ def test_what_another_worker_hands_in_is_waited_for_and_not_handed_in_twice(
 def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
     with serving([]) as coordinator:
-        assert f"stays in its folder: no coordinator has accepted it; remove {left / FOLDER} if none will" in do(
-            coordinator
+        assert (
+            f"stays in its folder: no coordinator has accepted it; remove {left / FOLDER} if none will accept it"
+            in do(coordinator)
         )
 
 

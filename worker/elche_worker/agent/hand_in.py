@@ -249,7 +249,9 @@ class _Job:
             one.session.close()
         if not path and (is_over or not is_heard):
             left = self._folder / FOLDER
-            what_to_do = f"remove {left} if none will: each start of a worker here waits {LIMIT_S:.0f} s for one"
+            what_to_do = (
+                f"remove {left} if none will accept it: until then each start of a worker here waits {LIMIT_S:.0f} s"
+            )
             log.warning(
                 "job=%s the work that its stopped ranks left stays in its folder: no coordinator has accepted it; %s",
                 self._id,

@@ -248,6 +248,7 @@ class RankLoop:
         every = self._rounds.go_on_alone()
         if every and not self._reserve.is_empty:
             left = self._loader.num_leased - self._meter.num_processed
+            # enough for the batches until the next granted round
             self._reserve.permit_batches(every - left // self._batch_size)
 
     @property

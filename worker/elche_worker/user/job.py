@@ -173,7 +173,7 @@ class JobDefinition(Settings):
         )
         _require(
             isinstance(self.loggers, list | tuple) and all(isinstance(one, Logger) for one in self.loggers),
-            "loggers must be a list of TensorBoard(), WandB(), MLflow() or what has their methods begin, log and end",
+            "loggers must be a list of TensorBoard(), WandB(), MLflow() or objects with methods begin, log and end",
         )
         self._check_together()
         self._check_group()

@@ -20,6 +20,7 @@ def duty_of(record: RankRecord, training: Training | None, generation: Generatio
     is_busy = generation.should_work(record) or generation.should_enter(record)
     if is_busy:
         stall_s = stalls.patience_s(record)
+        # the allowed silence of `stalls`, with the shorter `EXPLAINED_S` in place of its `LEAST_S`
         hang_s = EXPLAINED_S + stall_s - LEAST_S if record.recent_ms else None
     elif generation.is_averaging(record):
         stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000

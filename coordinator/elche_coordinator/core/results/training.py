@@ -261,8 +261,8 @@ class Training:
             committed, end = self.ledger.bounds(rank)
             if not committed <= row.cut <= end or row.local_step < self.members[rank].base_step:
                 return Failure(
-                    f"rank {rank} says that round {received.id} has {row.cut} samples and {row.local_step} batches of "
-                    f"it; {committed} samples are committed and {end} leased"
+                    f"rank {rank} says that round {received.id} contains its first {row.cut} samples and "
+                    f"{row.local_step} batches; {committed} of its samples are committed and {end} leased"
                 )
         return None
 
