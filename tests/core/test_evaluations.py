@@ -174,7 +174,7 @@ def test_an_evaluation_whose_sums_await_metrics_is_judged_before_the_next_one():
     ("first", "second", "said"),
     [
         (whole(1), whole(1, 2), "'x' of shape (2,) on rank 1, and of shape (1,) on another"),
-        (whole(1), TensorSum(shape=(2,), is_integer=True, data=b"1"), "rank 1 tells 1 bytes of 'x'"),
+        (whole(1), TensorSum(shape=(2,), is_integer=True, data=b"1"), "rank 1 sent 1 bytes for 'x'"),
         (whole(*[0] * (MAX_SUM_BYTES // 8)), whole(1), f"at most {MAX_SUM_BYTES} are possible"),
     ],
     ids=["shapes", "cut", "large"],
@@ -185,7 +185,7 @@ def test_parts_that_cannot_be_summed_fail_the_job(first: TensorSum, second: Tens
     failure = some.judge(done)
     assert failure is not None
     assert said in failure.error
-    assert failure.invalid == ("tells" not in said)
+    assert failure.invalid == ("sent" not in said)
 
 
 # Metrics that are spoilt

@@ -98,13 +98,13 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     (
         "a checkpoint",
         lambda s: CheckpointSaved(**address(s), version=2, path="", size_bytes=1, duration_s=1.0),
-        "version 2 is no checkpoint to be",
+        "version 2 is not being written as a checkpoint",
         "CheckpointSaved",
     ),
     (
         "no checkpoint",
         lambda s: CheckpointFailed(**address(s), version=2, reason="full"),
-        "version 2 is no checkpoint to be",
+        "version 2 is not being written as a checkpoint",
         "CheckpointFailed",
     ),
     ("a final state", lambda s: FinalStateSaved(**address(s), path="x"), "job is training", "FinalStateSaved"),

@@ -278,7 +278,7 @@ def test_a_worker_that_is_told_to_leave_stores_first_and_a_cancelled_job_leaves_
             handle.cancel()
             eventually(lambda: list(store.rglob("*.draft")), "a file is being written")
             host.process.terminate()
-            eventually(lambda: "leaves once what jobs left is stored" in host.log.read_text(), "it leaves")
+            eventually(lambda: "leaves once jobs' artifacts are stored" in host.log.read_text(), "it leaves")
             hangs.unlink()
             assert host.process.wait() == 0
         eventually(lambda: said(client) == f"{store}/{handle.id}", "it is stored")

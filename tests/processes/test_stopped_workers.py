@@ -19,7 +19,7 @@ from support.real_processes import Agent, Mark, agent, coordinator, eventually
 JobFile = Callable[..., Path]
 EPOCHS, BATCH = 4, 4
 NUM_BATCHES = NUM_SAMPLES * EPOCHS // BATCH
-HANDED_IN = re.compile(r"goes on from (\S+), which its ranks had left|is not used|another host|stays in its folder")
+HANDED_IN = re.compile(r"goes on from (\S+), which its stopped ranks left|is not used|another host|stays in its folder")
 LONG = pytest.mark.long(reason="two ranks of a worker go the same way")
 pytestmark = pytest.mark.slow(reason="a coordinator is killed, and workers stopped")
 
@@ -65,7 +65,7 @@ def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
             worker.process.send_signal(signal.SIGTERM)
         for worker in workers:
             assert worker.process.wait(100) == 0
-            is_asked = "no coordinator answers: ranks leave what they have here" in worker.log.read_text()
+            is_asked = "no coordinator answers: ranks stop and leave their work here" in worker.log.read_text()
             assert is_asked or is_shut_down
         drafts = list(tmp_path.glob("*/work/*/checkpoints/*/*"))
         assert 1 <= len(drafts) <= len(workers), "at most one of each host"
@@ -114,6 +114,6 @@ def test_a_rank_that_hangs_leaves_nothing_and_its_worker_ends_in_its_grace(
         one.process.kill()
         worker.process.send_signal(signal.SIGTERM)
         assert worker.process.wait(100) == 0
-        assert "ranks leave what they have here" in worker.log.read_text()
+        assert "ranks stop and leave their work here" in worker.log.read_text()
         assert list(tmp_path.glob("*/work/*/checkpoints/*/*")) == []
         assert list(tmp_path.glob("*/work/*/stopped/*")) == []

@@ -127,7 +127,9 @@ def test_a_function_must_know_a_device_without_a_name_too() -> None:
     sizes = {RTX_3090.model: 256, GTX_1060.model: 32}
     job = job_with(lambda device: sizes[device.model])
     assert rank_batch_size(job, GTX_1060, dataset_size=1000) == 32
-    with pytest.raises(InvalidJob, match="batch_size of the device cpu raised KeyError: ''; it must know every device"):
+    with pytest.raises(
+        InvalidJob, match="batch_size of the device cpu raised KeyError: ''; it must return a number for every device"
+    ):
         nominal_batch_size(job, dataset_size=1000)
 
 

@@ -181,7 +181,8 @@ def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(monkeypa
 
     monkeypatch.setattr(dataset, "COUNT_S", 0.01)
     with pytest.raises(
-        InvalidJob, match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*say in its __len__"
+        InvalidJob,
+        match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*return their number in its __len__",
     ):
         as_dataset([Stream(0, 3), Endless()], "train.py")
 

@@ -121,7 +121,7 @@ def test_a_draft_becomes_the_checkpoint_and_a_second_order_of_it_changes_nothing
     """It said that it failed, since the draft was gone, and the checkpoint was not used."""
     with serving([order(), order()]) as coordinator:
         said = do(coordinator)
-        assert f"goes on from {left}/checkpoints/{NAME}, which its ranks had left" in said
+        assert f"goes on from {left}/checkpoints/{NAME}, which its stopped ranks left" in said
         assert coordinator.all_told() == ["stopped", "checkpoint_saved"]
     assert not (left / FOLDER).exists()
 
@@ -138,13 +138,15 @@ def test_why_a_draft_is_not_used_is_said_as_the_coordinator_says_it(
     monkeypatch.setattr(module, "_wait", wait_in_time)
     shutdown = rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="the job is cancelled"))
     with serving([shutdown]) as coordinator:
-        assert "job=job what its ranks had left is not used: the job is cancelled\n" in do(coordinator)
+        assert "job=job the work that its stopped ranks left is not used: the job is cancelled\n" in do(coordinator)
     assert not any((left / "checkpoints").iterdir())
 
 
 def test_of_a_job_that_has_ended_nobody_says_that_it_goes_on(left: Path, do: Do) -> None:
     with serving([], refusal="unknown rank: its job has ended") as coordinator:
-        assert "job=job what its ranks had left is not used: unknown rank: its job has ended\n" in do(coordinator)
+        assert "job=job the work that its stopped ranks left is not used: unknown rank: its job has ended\n" in do(
+            coordinator
+        )
     assert not (left / FOLDER).exists()
 
 
@@ -169,7 +171,10 @@ def test_what_another_worker_hands_in_is_waited_for_and_not_handed_in_twice(
 def test_records_that_no_coordinator_takes_are_named(left: Path, do: Do, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
     with serving([]) as coordinator:
-        assert f"stays in its folder: no coordinator takes it; remove {left / FOLDER} if none will" in do(coordinator)
+        assert (
+            f"stays in its folder: no coordinator has accepted it; remove {left / FOLDER} if none will accept it"
+            in do(coordinator)
+        )
 
 
 def test_what_the_coordinator_has_heard_of_stays_if_the_worker_ends_before_its_order(
@@ -220,13 +225,15 @@ def test_records_that_are_damaged_are_named_and_keep_no_worker_from_starting(lef
     (record,) = (left / FOLDER).glob("*.json")
     record.write_text('{"job_id": "job"}')
     with serving([order()]) as coordinator:
-        assert f"{left}: what stopped ranks have left cannot be read: " in do(coordinator)
+        assert f"{left}: the work that stopped ranks left cannot be read: " in do(coordinator)
         assert coordinator.all_told() == []
 
 
 def test_a_coordinator_of_an_earlier_release_is_not_told_what_it_does_not_know(left: Path, do: Do) -> None:
     with serving([order()], takes_stopped=False) as coordinator:
-        assert "what its ranks had left is not used: the coordinator is of an earlier release\n" in do(coordinator)
+        assert "the work that its stopped ranks left is not used: the coordinator is of an earlier release\n" in do(
+            coordinator
+        )
         assert coordinator.all_told() == []
 
 

@@ -54,7 +54,7 @@ def test_an_agent_ends_with_words_for_what_it_does_not_know() -> None:
 
 def test_an_agent_passes_over_what_the_coordinator_will_not_send_again(caplog: pytest.LogCaptureFixture) -> None:
     object.__new__(Agent)._do(newer(agent_pb2.AttendResponse))
-    assert "of a newer version of elche than this agent" in caplog.text
+    assert "that only newer versions of elche know" in caplog.text
 
 
 class Call:

@@ -9,15 +9,17 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """The submission with which a job that has not ended goes on, or else its result."""
+    """How a coordinator of another version goes on with a job: it submits the job again with these values, or only
+    records the result in `end`.
+    """
 
     key: str
     """The submission's key."""
     submitted_at: float
     attempt: Attempt
-    """The job's present attempt, to be counted on from."""
+    """The job's present attempt; the next one is counted from it."""
     last_incarnation: Incarnation
-    """The highest incarnation of its processes: those of the other coordinator must be higher."""
+    """The highest incarnation of its processes; those that the other coordinator starts must be higher."""
     num_ranks: int
     """Ranks that it should have; 0 if it was not placed and its submission does not say."""
     min_ranks: int
@@ -43,8 +45,8 @@ def continuation(job: Job) -> Continuation:
 
 
 def _end_with_coordinator(job: Job) -> JobResult | None:
-    """The result of a job that cannot begin anew, with figures of the last checkpoint, evaluation and epoch; else
-    None.
+    """The failed result of a job that cannot begin again once its processes have ended, with the figures of its last
+    checkpoint, evaluation and epoch. None if it can.
     """
     if job.can_begin_again:
         return None

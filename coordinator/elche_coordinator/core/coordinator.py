@@ -80,10 +80,10 @@ class Coordinator:
         self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
         """Times from which lost ranks may be restarted."""
         self._next_incarnation = first_incarnation
-        """Larger than every incarnation that was given out: a number names one process for ever."""
+        """Larger than every incarnation given out so far, so that a number never names two processes."""
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
-        """Jobs that the present event has named or changed, whose commands are taken at its end."""
+        """Jobs that the present event names or changes; their commands are taken once it has been handled."""
         self.last_touched: list[JobId] = []
         """Jobs that the last event named or changed."""
         self.last_refusals: list[Refusal] = []
@@ -105,7 +105,7 @@ class Coordinator:
         try:
             self._take_in(event)
         except Refused as refused:
-            for job in self._touched.values():  # an event of one job, refused by its phase table
+            for job in self._touched.values():  # an event that a phase table refuses concerns one job
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
         for job_id in self._touched:
             self._note_placed(job_id)
@@ -123,7 +123,7 @@ class Coordinator:
         return [command for job in touched.values() for command in job.outbox.take()]
 
     def __getstate__(self) -> dict[str, object]:
-        """The state for a restarted coordinator, without jobs that have ended: those are in the records."""
+        """The state that a restarted coordinator loads. Ended jobs are left out: their records are in the database."""
         kept: dict[str, object] = {
             name: {job_id: job for job_id, job in jobs.items() if job.result is None}
             for name, jobs in self.tables().items()
@@ -146,7 +146,7 @@ class Coordinator:
         return {key: job_id for key, job_id in self.keys.items() if job_id in jobs and jobs[job_id].result is None}
 
     def forget_ended(self) -> None:
-        """Drops jobs that have ended, which are found in the records."""
+        """Drops ended jobs, whose records stay in the database."""
         self.__dict__ |= self.__getstate__()
 
     def adopt(self, job: Job) -> None:
@@ -170,11 +170,11 @@ class Coordinator:
             self._placing.note(placed, self._now_s)
 
     def begin_incarnations_at(self, number: int) -> None:
-        """Numbers later incarnations from `number` on, or from the highest so far."""
+        """Gives later processes incarnations of at least `number`, and never one that was given before."""
         self._next_incarnation = max(self._next_incarnation, number)
 
     def next_deadline_s(self) -> float | None:
-        """The time by which `DeadlinePassed` must be handled; None when nothing waits for a time."""
+        """The time by which `DeadlinePassed` must be handled; None without a deadline."""
         times = (self._deadlines.next_s(), self._checks.next_s(), self._restarts.next_s())
         return min((at_s for at_s in times if at_s is not None), default=None)
 
@@ -185,7 +185,7 @@ class Coordinator:
         return list(self.jobs)
 
     def view(self, job_id: JobId, now_s: float) -> JobView | None:
-        """The job at a time; None when it is not known."""
+        """View of the job at time `now_s`; None for an unknown job."""
         job = self.jobs.get(job_id)
         if job is None:
             return None
@@ -199,8 +199,8 @@ class Coordinator:
         return replace(view, reason=self._placing.reason(placed))
 
     def recent_view(self, job_id: JobId, now_s: float) -> JobView | None:
-        """As `view`, but for a queued job the same as before, unless an event has named it since: with the reason and
-        the waiting time of then. All jobs are looked at each second, and most of many wait.
+        """As `view`, but a queued job's view is kept until an event names or changes the job, so that its reason and
+        waiting time may be old. Callers ask for all jobs every second, and most jobs of a long queue only wait.
         """
         if (kept := self._kept_views.get(job_id)) is not None:
             return kept
@@ -249,14 +249,14 @@ class Coordinator:
         return job.result if job else None
 
     def explanation(self, job_id: JobId) -> str:
-        """The reason of the next round's plan, or of the job's state. Raises `KeyError`."""
+        """The reason of the next round's plan, or of the job's state. Raises `KeyError` for an unknown job."""
         job, training = self.jobs[job_id], self.trainings.get(job_id)
         if job.phase is JobPhase.QUEUED:
             return self._placing.reason(self.placed[job_id])
         return (training.run.explanation if training is not None else "") or job.reason
 
     def addresses(self, job_id: JobId) -> list[Address]:
-        """The processes of the job's ranks, in rank order. Raises `KeyError`."""
+        """The processes of the job's ranks, in rank order. Raises `KeyError` for an unknown job."""
         job = self.jobs[job_id]
         return [record.address(job.id) for record in job.ranks.values()]
 
@@ -274,7 +274,7 @@ class Coordinator:
         return record.agent_id if record else None
 
     def has_session_due(self, address: Address) -> bool:
-        """True unless the process of an agent may run on without a session."""
+        """False if the process may run on without a session: a script whose loop has ended. True for all others."""
         placed = self.placed.get(address["job_id"])
         return placed is None or placed.has_session_due(address["rank"])
 
@@ -298,7 +298,7 @@ class Coordinator:
         return training.run.position_in_round(record, generation, round_id)
 
     def unsaved(self) -> list[JobId]:
-        """The trainings that would lose committed rounds with this coordinator's state, and can be asked to save."""
+        """The trainings that would lose committed rounds now, and can write a checkpoint of them."""
         return [job_id for job_id, training in self.trainings.items() if is_unsaved(training)]
 
     def being_saved(self) -> list[JobId]:
@@ -318,7 +318,7 @@ class Coordinator:
             case JobCancelled():
                 if (job := self._touch(event.job_id)) is not None:
                     job.cancel()
-                    self._may_place = True  # other jobs may have waited behind it
+                    self._may_place = True  # the job may have held back others in the queue
             case JobBroken():
                 if (job := self._touch(event.job_id)) is not None:
                     job.on_broken(event.reason)
@@ -329,7 +329,7 @@ class Coordinator:
             case PauseRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     job.pause(self._now_s, is_paused=event.is_paused)
-                    self._may_place = True  # it may be asked for slots again
+                    self._may_place = True  # a paused job is not asked for slots; one that goes on may be
             case ScaleRequested():
                 if (training := self._touch_training(event.job_id)) is not None:
                     training.scale(event.num_ranks, self._now_s)
@@ -371,7 +371,7 @@ class Coordinator:
                 assert_never(event)
 
     def _take_in_rank(self, event: AnyRankEvent) -> None:
-        """Refuses events of an earlier process of the rank (its incarnation differs), and of another host."""
+        """Handles a rank's event. Refuses one of an earlier incarnation, and one from a host other than the rank's."""
         job = self._touch(event.job_id)
         record = job.ranks.get(event.rank) if job else None
         if job is None:
@@ -381,7 +381,7 @@ class Coordinator:
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
-            job.refuse(event, f"rank {record.rank} is to end", "the other ranks go on without it")
+            job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
         match event:
             case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
@@ -402,7 +402,9 @@ class Coordinator:
                 self._may_place |= isinstance(event, RankReady)  # from then on the job accepts further ranks
 
     def _touch(self, job_id: JobId) -> Job | None:
-        """Returns the job, and notes that its commands must be taken at the end of the event."""
+        """Returns the job, None if unknown, and notes that its commands must be taken when the event has been
+        handled.
+        """
         if (job := self.jobs.get(job_id)) is not None:
             self._touched[job_id] = job
         return job
@@ -416,6 +418,7 @@ class Coordinator:
         return self.placed.get(job_id) if self._touch(job_id) is not None else None
 
     def _submit(self, event: JobSubmitted) -> None:
+        """Adds a job to the queue. Ignores a repeated submission, and refuses one whose id is taken."""
         if event.key in self.keys or self._is_there(event):
             return
         job = SubmittedLoop(event, self._now_s) if event.spec.is_loop else TrainingJob(event)
@@ -437,13 +440,14 @@ class Coordinator:
         return job is not None
 
     def _forget(self, gone: set[JobId]) -> None:
-        """Drops these jobs, which have ended, and all that refers to them."""
+        """Drops these ended jobs and the keys of their submissions."""
         for job_id in gone:
             for jobs in self.tables().values():
                 jobs.pop(job_id, None)
         self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def _set_timers(self, job: Job) -> None:
+        """Applies the job's changes of timers since the last event."""
         for timer, delay_s in job.timers.items():
             deadlines = self._deadlines if timer is Timer.DEADLINE else self._checks
             if delay_s is None:
@@ -463,8 +467,9 @@ class Coordinator:
     def _exit(
         self, job: PlacedJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
     ) -> None:
+        """Frees the slots of a process that has ended, and tells its job. Refuses a second report of the end."""
         if record.phase is RankPhase.EXITED:
-            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has ended before")
+            job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
             return
         for place in record.places:
             self.fleet.give_back(place)
@@ -472,7 +477,9 @@ class Coordinator:
         self._may_place = True
 
     def _drain(self, event: DrainRequested) -> None:
-        """Has the ranks of a drained host leave, so that they are started elsewhere."""
+        """Drains a host, so that its ranks leave and are restarted elsewhere; or makes it available again, so that they
+        stay.
+        """
         self.fleet.drain(event.agent_id, is_drained=event.is_drained)
         self._may_place = True
         by_job: dict[JobId, list[RankRecord]] = {}

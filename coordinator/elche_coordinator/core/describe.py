@@ -61,10 +61,10 @@ class JobView(views.JobView):
     backend_name: str = ""
     progress_fraction: float = 0.0
     num_samples: int = 0
-    """Trained, in all epochs."""
+    """Samples trained, in all epochs."""
     counts: Counts = field(default_factory=Counts)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     round_s: float = 0.0
     averaging_s: float = 0.0
     overhead_fraction: float = 0.0
@@ -276,6 +276,7 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
 
 
 def _overhead(view: JobView, training: Training, now_s: float) -> float:
+    """Fraction of the ranks' time since training began in which rounds kept them from training; 0 before that."""
     if training.started is None or not view.ranks:
         return 0.0
     end_s = training.committed.at_s if training.is_complete and training.committed else now_s
@@ -288,7 +289,7 @@ def _age(at_s: float | None, now_s: float) -> float | None:
 
 
 def _rate(training: Training, processed: int, now_s: float) -> float:
-    """Samples per second so far; of committed work once all is committed."""
+    """Samples trained per second since training began; once it is complete, samples committed per second."""
     if training.started is None:
         return 0.0
     if training.is_complete:

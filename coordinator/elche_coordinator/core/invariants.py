@@ -43,7 +43,7 @@ def _check_training(job: TrainingJob) -> None:
 
 
 def check_ledger(ledger: Ledger) -> None:
-    """Exactly once: every position of an open epoch is in exactly one place, and no epoch is overtaken."""
+    """Checks that every position of an open epoch is in exactly one place, and no lease is of a closed epoch."""
     books = ledger.open_books()
     leased: dict[Epoch, list[Interval]] = {epoch: [] for epoch in books}
     for rank, leases in ledger.rank_leases.items():
@@ -51,7 +51,7 @@ def check_ledger(ledger: Ledger) -> None:
             counts = f"committed {leases.committed} <= processed {leases.processed} <= leased {leases.end}"
             raise Broken(f"rank {rank}: {counts}, and from {leases.first} on")
         after, start, end = leases.first, leases.committed, leases.end
-        for lease in leases.leases:  # as `RankLeases.remainders`, which is too slow for every event
+        for lease in leases.leases:  # `RankLeases.remainders`, inlined because this runs after every event
             at, after = after, after + lease.size
             if after <= start or at >= end:
                 continue
@@ -122,13 +122,13 @@ def _is_gone(job: Job) -> bool:
 
 def _check_progress(job: Job, training: Training, generation: Generation) -> None:
     """Checks that a round is open, or a rank has work whose end makes one due, or the job is held."""
-    is_regrouping = generation.abandoned is not None  # its members are asked, or form the next one
+    is_regrouping = generation.abandoned is not None  # its members report how its rounds ended, or form the next one
     if generation.rounds or training.is_paused or is_regrouping:
         return
     ledger, members = training.ledger, generation.members
     if any(ledger.uncommitted_batches(rank)[1] > one.round_batches for rank, one in members.items()):
         return
-    if not any(map(ledger.is_recalled, members)):  # an answer that is awaited
+    if not any(map(ledger.is_recalled, members)):  # the answer to a recall makes a round possible
         raise Broken(f"job {job.id} trains without an open round: it cannot progress")
 
 

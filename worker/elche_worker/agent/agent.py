@@ -1,4 +1,4 @@
-"""The agent's stream with the coordinator, and what it does for it."""
+"""The agent's stream with the coordinator, and how it carries out orders."""
 
 import json
 import logging
@@ -49,9 +49,10 @@ GRACE_S = 25.0
 """Seconds for which a leaving agent waits for its ranks. Kubernetes, and some clouds, kill 30 s after their notice."""
 KEEP_S = 600.0
 """Seconds for which ranks go on without a coordinator. Then the agent ends them: if the coordinator never comes back,
-they would hold their devices for ever."""
+they would hold their devices forever.
+"""
 FOLLOW_EVERY_S = 0.2
-"""Seconds between two looks at a log that is followed, or at ranks that are to leave."""
+"""Seconds between two looks at a followed log, or at ranks that are to leave."""
 MAX_GONE = 100
 """Most dead agents that are named to the coordinator; the newest ones."""
 REFUSALS = (
@@ -62,7 +63,7 @@ REFUSALS = (
 """Status codes by which the coordinator refuses the agent for good: it ends, and does not try again."""
 ALIVE_EVERY_S = 5.0
 """Seconds between empty messages to a reader that follows a log. Sending one fails once the reader has gone; without
-them the agent would follow a silent log for ever.
+them the agent would follow a silent log forever.
 """
 
 MAX_DELIVERIES = 192
@@ -90,11 +91,11 @@ class Agent:
         confinement: Confinement | None = None,
         spawner: SpawnerProcess | None = None,
     ) -> None:
-        """`tls`: folder of certificates for connections to the coordinator; `interface`: where its ranks are reached
-        by others; `grace_s`: how long ranks may take to commit their work when the agent leaves, in seconds; `keep_s`:
-        how long they outlive the coordinator; `labels`: on which jobs may set conditions; `secrets_dir`: has a file for
-        each secret that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it;
-        `spawner`: one that runs already.
+        """`tls`: folder of certificates for connections to the coordinator; `interface`: network interface on which
+        others reach its ranks; `grace_s`: seconds for which ranks may commit their work when the agent leaves;
+        `keep_s`: seconds for which ranks outlive the coordinator; `labels`: properties of the host, on which jobs may
+        set conditions; `secrets_dir`: has a file for each secret that jobs may ask for by its name; `confinement`: what
+        its ranks see of this host, None: all of it; `spawner`: one that runs already.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -102,7 +103,7 @@ class Agent:
         self._store = ""
         """Id of the coordinator's store; empty before the first welcome."""
         self._is_welcome = False
-        """True if the present stream, or the last one, was answered with a welcome."""
+        """True if the present stream, or the last one, has received a welcome."""
         self._is_leaving = False
         """True once `leave` was called. A second call ends everything at once."""
         self._coordinator = coordinator
@@ -127,8 +128,8 @@ class Agent:
         """
 
     def run(self) -> None:
-        """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` when it refuses,
-        and `BadCertificate`.
+        """Serves until `stop`; waits for a coordinator that does not answer. Raises `Unreachable` if the coordinator
+        refuses the agent, and `BadCertificate` if its certificate is wrong.
         """
         self._processes.warm_up()
         # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
@@ -157,7 +158,7 @@ class Agent:
                     raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
             if self._stopped.is_set():
                 break
-            if self._is_welcome:  # the stream was open until now, however long nothing was said on it
+            if self._is_welcome:  # the stream was open until now, even if nothing was said on it
                 retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
             away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
             if num_ranks and away_s > self._keep_s:
@@ -173,16 +174,16 @@ class Agent:
         self._processes.close()  # this process must not end before `stop` has ended them
 
     def _give_up_ranks(self) -> None:
-        """Ends all ranks, of which the coordinator knows nothing or which it has given up, and drops what there was to
-        report of them.
+        """Ends all ranks, since the coordinator does not know them or has given them up, and drops the reports about
+        them.
         """
         self._processes.kill_all()
         self._outbound.begin_anew()
         self._store = ""
 
     def leave(self) -> None:
-        """Ends the agent, once its ranks have committed their work and left, and artifacts are stored, or after the
-        grace time. A second call ends everything at once. Called on a thread of its own.
+        """Ends the agent, once its ranks have committed their work and left, and artifacts are stored, or when the
+        grace time is over. A second call ends everything at once. Called on a thread of its own.
         """
         num_ranks, over_s = self._processes.num_running, time.monotonic() + self._grace_s
         if not self._is_leaving:
@@ -192,13 +193,13 @@ class Agent:
                 self._outbound.send(agent_pb2.AttendRequest(host_leaves=agent_pb2.HostLeaves()))
                 self._await_ranks(over_s)
             if not self._artifacts.is_idle:
-                log.info("leaves once what jobs left is stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
+                log.info("leaves once jobs' artifacts are stored, or in %.0f s", max(0.0, over_s - time.monotonic()))
                 self._artifacts.wait_until_idle(over_s - time.monotonic())
         self.stop()
 
     def _await_ranks(self, over_s: float) -> None:
-        """Waits until all ranks have left, at most until `over_s`. The coordinator tells them to; where none answers,
-        the agent asks them itself, and they stop without it.
+        """Waits until all ranks have left, at most until `over_s`. The coordinator asks them to; if it is away, the
+        agent asks them itself, and they stop without it.
         """
         seen_s, is_asked = time.monotonic(), False
         while not self._processes.wait_until_idle(FOLLOW_EVERY_S) and time.monotonic() < over_s:
@@ -206,7 +207,7 @@ class Agent:
                 seen_s = time.monotonic()
             elif not is_asked and time.monotonic() - seen_s > ALONE_AFTER_S:
                 is_asked = True
-                log.warning("no coordinator answers: ranks leave what they have here, for the next worker")
+                log.warning("no coordinator answers: ranks stop and leave their work here for the next worker")
                 self._processes.ask_all()
 
     def stop(self) -> None:
@@ -246,7 +247,7 @@ class Agent:
                     self._outbound.open(outgoing, response.welcome.taken)
                 elif self._outbound.is_news(response.seq):
                     yield response
-                    # Only now: an order that was not carried out must come again on the next stream.
+                    # Only now: an order that was not carried out must be sent again on the next stream.
                     self._outbound.num_heard = response.seq or self._outbound.num_heard
         finally:
             self._outbound.close()
@@ -260,7 +261,9 @@ class Agent:
             yield message
 
     def _take_welcome(self, welcome: agent_pb2.AgentWelcome) -> None:
-        """The coordinator is there. One that knows nothing of this agent knows nothing of its ranks either."""
+        """Handles the coordinator's welcome. A coordinator that does not know this agent does not know its ranks
+        either.
+        """
         log.info("coordinator=%s attended as %s", self._coordinator, welcome.agent_id)
         if welcome.is_new:
             if num_ranks := self._processes.num_running:
@@ -293,8 +296,9 @@ class Agent:
                 key = (stop.job_id, stop.rank, stop.incarnation)
                 self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
             case None if not response.seq:
-                log.warning("an order is of a newer version of elche than this agent, and is not followed")
-            case "welcome" | None:  # the coordinator waits for an answer: this agent's end tells it that none comes
+                log.warning("ignored an order that only newer versions of elche know")
+            # no answer is possible, and the coordinator waits for one: this agent's end tells it that none comes
+            case "welcome" | None:
                 raise UnknownMessage("AttendResponse")
             case unreachable:
                 assert_never(unreachable)
@@ -306,7 +310,7 @@ class Agent:
         self._outbound.send(agent_pb2.AttendRequest(rank_stacks=stacks))
 
     def _inject_fault(self, order: agent_pb2.InjectFault) -> None:
-        """Breaks a rank, or this process, for somebody who tries what the cluster survives."""
+        """Breaks a rank, or this process, on request of somebody who tests what the cluster survives."""
         log.warning("job=%s rank=%d a fault on purpose: %s", order.job_id, order.rank, Fault.Name(order.fault))
         match order.fault:
             case Fault.FAULT_KILL_RANK:
@@ -319,7 +323,7 @@ class Agent:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _open_link(self, order: agent_pb2.OpenLink) -> None:
-        """Listens on the network on which ranks here listen, and delivers the address."""
+        """Listens on the network interface of the ranks here, and delivers the address."""
         try:
             address = listen(listening_address(self._coordinator, self._interface), order.secret)
             answer = agent_pb2.DeliverRequest(data=address.encode())
@@ -337,8 +341,8 @@ class Agent:
         self._send("what a link can do", order.transfer, iter((answer,)))
 
     def _begin_delivery(self, deliver: Callable[[Order], None], order: Order) -> None:
-        """Sends a file on a thread, unless `MAX_DELIVERIES` are being sent. The coordinator then gets no delivery, and
-        answers its client so after its own limit.
+        """Sends a file on a thread. Drops the order if `MAX_DELIVERIES` files are being sent: the coordinator then
+        answers its client when its own time limit has passed.
         """
         if not self._deliveries.acquire(blocking=False):
             log.warning("job=%s a file is not sent: %d are being sent already", order.job_id, MAX_DELIVERIES)
@@ -353,7 +357,9 @@ class Agent:
         threading.Thread(target=run, daemon=True).start()
 
     def _deliver(self, order: agent_pb2.SendModel) -> None:
-        """Sends the model of a job whose ranks ran here, or the weights of a checkpoint of it, and nothing else."""
+        """Sends the model of a job whose ranks ran here, or the weights of one of its checkpoints. No other file can be
+        asked for.
+        """
         folder = self._folders.find(order.job_id)
         name = BEST if order.best else MODEL
         path = folder / name if folder else Path(name)
@@ -365,7 +371,7 @@ class Agent:
         self._send(path, order.transfer, _refusal(problem) if problem else _file(path, self._processes.files))
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
-        """Sends the end of a log that a rank here has written, and nothing else."""
+        """Sends the end of a log that a rank here has written. No other file can be asked for."""
         folder = self._folders.find(order.job_id)
         path, files = _log_path(folder, order.rank) if folder else Path("log"), self._processes.files
         chunks = self._followed(path, order) if order.follow else _chunks(path, order.max_bytes, files)
@@ -373,7 +379,7 @@ class Agent:
         self._send(path, order.transfer, _log_parts(path, chunks, times))
 
     def _store_artifacts(self, order: agent_pb2.StoreArtifacts) -> None:
-        """Stores what is here of a job that has ended, and delivers the manifest."""
+        """Stores this host's artifacts of a job that has ended, and delivers the manifest."""
         with self._artifacts.answering():
             self._send(f"job {order.job_id}: its manifest", order.transfer, self._artifacts.answers(order))
 
@@ -385,10 +391,10 @@ class Agent:
         with self._processes.files.read(path) as file:
             file.seek(max(0, _size(file) - order.max_bytes))
             while True:
-                # Before reading: what the rank writes until its end is then read once more.
+                # Checked before reading, so that what the rank writes before its end is still read after it.
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
                 if file.tell() > _size(file):
-                    file.seek(0)  # the log was truncated to its end because it had become too long
+                    file.seek(0)  # the log was longer than allowed, and was truncated to its end
                 while data := file.read(CHUNK_BYTES):
                     said_s = time.monotonic()
                     yield file.tell() - len(data), data
@@ -482,14 +488,15 @@ class Agent:
         devices = [self._slots[slot].device for slot in start.loop_slots]
         return {
             **environment_of_rank(start.rank, devices, port, os.environ),
-            "ELCHE_COORDINATOR": "",  # the agent's own, by which processes of the script would make another job
+            # not the agent's own coordinator, at which processes of the script would start another job
+            "ELCHE_COORDINATOR": "",
             "ELCHE_CHECKPOINT_DIR": str(folder.absolute() / "checkpoints"),
             "ELCHE_RESUME": start.spec.resume,
             "ELCHE_SLOW": str(start.spec.slow_factors.get(start.rank, 1.0)),
         }
 
     def _secret(self, name: str) -> str | None:
-        """The value of a secret that a job asks for by name; read anew each time, since it may change."""
+        """The value of a secret that a job asks for by name; read each time, since it may change."""
         if self._secrets_dir is None or Path(name).name != name:
             return None
         try:
@@ -501,7 +508,7 @@ class Agent:
     def _tell_exit(self, key: Key, ended: Exit) -> None:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
         if self._stopped.is_set():
-            return  # ended by this agent, which is ending itself
+            return  # this agent has ended the rank because it ends itself
         self._outbound.send(rank_exited(key, ended))
 
 
@@ -533,10 +540,11 @@ def _chunks(path: Path, max_bytes: int, files: RankFiles) -> Iterator[tuple[int,
 def _log_parts(
     path: Path, chunks: Iterator[tuple[int, bytes]], times: TimesReader | None
 ) -> Iterator[agent_pb2.DeliverRequest]:
-    """The chunks of a log, with times if there is a reader of these."""
+    """The chunks of a log; with `times`, the time before each line."""
     try:
         for offset, data in chunks:
             text = data if times is None else times.stamped(offset, data)
+            # one message for an empty chunk, too, which shows if the reader is still there
             for start in range(0, max(1, len(text)), CHUNK_BYTES):
                 yield agent_pb2.DeliverRequest(data=text[start : start + CHUNK_BYTES])
     except OSError as error:
@@ -551,6 +559,6 @@ def _problem_of(checkpoint: Path) -> str:
     """Returns why a checkpoint's weights cannot be sent as one file; "" when they can."""
     if not (checkpoint / MANIFEST).is_file():
         return f"the checkpoint {checkpoint} is not there any more"
-    if (checkpoint / PIECES).is_dir():  # only a job that resumes from it reads them
+    if (checkpoint / PIECES).is_dir():  # a file cannot hold it: only a job that resumes from it reads the parts
         return f"the checkpoint {checkpoint} has a sharded model in parts, which only a job can go on from"
     return ""

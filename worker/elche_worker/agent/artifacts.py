@@ -1,4 +1,4 @@
-"""Puts what this host has of an ended job into the artifact store, when the coordinator says so (`elche.artifacts`)."""
+"""Puts this host's part of an ended job into the artifact store, when the coordinator orders it (`elche.artifacts`)."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 ALIVE_EVERY_S = 5.0
 """Interval of empty messages while files are written, in seconds: stores may take long over one."""
 EXIT_S = 60.0
-"""Seconds for which the ranks of a job may take to exit before their logs are taken as they are."""
+"""Seconds for which a job's ranks may take to exit; then their logs are stored as they are."""
 LOOK_EVERY_S = 0.1
 """Seconds between two looks if a job's ranks have exited."""
 MAX_MANIFEST_BYTES = 1 << 20
@@ -50,15 +50,15 @@ class ArtifactWriter:
         self._folders = folders
         self._processes = processes
         self._turn = threading.Lock()
-        """Held by the order that is being carried out: uploads at the same time would slow down training ranks."""
+        """Held while an order is carried out: several uploads at once would slow down training ranks."""
         self._changed = threading.Condition()
         self._num_open = 0
         """Orders that are not answered yet. Guarded by `_changed`."""
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Context in which an order is carried out and answered. An agent that leaves waits for its end: files that the
-        coordinator does not know of would be stored again, by nobody.
+        """Context in which an order is carried out and answered. An agent that leaves waits for its end, since the
+        coordinator would not learn of the stored files otherwise.
         """
         with self._changed:
             self._num_open += 1
@@ -81,7 +81,7 @@ class ArtifactWriter:
 
     def answers(self, order: agent_pb2.StoreArtifacts) -> Iterator[agent_pb2.DeliverRequest]:
         """Carries out an order on a thread; yields empty messages meanwhile, and at the end the manifest, or why there
-        is none. It is carried out even if nobody reads on.
+        is none. The order is completed even if the caller stops iterating.
         """
         answer: list[agent_pb2.DeliverRequest] = []
         thread = threading.Thread(target=self._run, args=(order, answer), daemon=True)
@@ -97,12 +97,12 @@ class ArtifactWriter:
                 answer.append(agent_pb2.DeliverRequest(data=self._store(order)))
         except InvalidJob as error:
             answer.append(agent_pb2.DeliverRequest(error=str(error)))
-        except Exception as error:  # packages of fsspec raise what they like
+        except Exception as error:  # packages of fsspec raise errors of any type
             reason = f"{order.root} cannot be written: {reason_of(error)}"
             answer.append(agent_pb2.DeliverRequest(error=reason))
 
     def _store(self, order: agent_pb2.StoreArtifacts) -> bytes:
-        """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and what the store raises."""
+        """Writes the files and the manifest; returns the manifest. Raises `InvalidJob`, and the store's errors."""
         folder = self._folders.find(order.job_id)
         if folder is None or not folder.is_dir():
             raise InvalidJob(f"the folder of job {order.job_id} is not there" if folder else "the job has not run here")
@@ -134,14 +134,15 @@ class ArtifactWriter:
 
 
 def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dict[str, Any]:
-    """Stores a checkpoint, its own manifest last; nothing where it is not on this host."""
+    """Stores a checkpoint, its own manifest last. Does nothing if the checkpoint is not on this host."""
     try:
         with files.read(folder / MANIFEST) as file:
             manifest = file.read(MAX_MANIFEST_BYTES)
         names = [PurePosixPath(name) for name in json.loads(manifest)["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    if any(name.is_absolute() or ".." in name.parts for name in names):  # user code may have written the manifest
+    # user code may have written the manifest, with paths outside of the folder
+    if any(name.is_absolute() or ".." in name.parts for name in names):
         return {}
     written = {}
     for name in (*map(str, names), MANIFEST):
@@ -153,7 +154,7 @@ def _store_checkpoint(folder: Path, place: StoreFolder, files: RankFiles) -> dic
 
 
 def _begun(chunks: Iterator[bytes]) -> Iterator[bytes] | None:
-    """The chunks of a file; None of one that is not there."""
+    """The chunks of a file; None if the file does not exist."""
     try:
         return chain((next(chunks, b""),), chunks)
     except FileNotFoundError:

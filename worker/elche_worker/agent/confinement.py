@@ -45,6 +45,7 @@ class Confinement:
         for one in seen:
             place = one.resolve()
             is_hidden = any(place.is_relative_to(other) for other in hidden)
+            # not a folder around a hidden one, which it would reveal
             if one.exists() and is_hidden and not any(other.is_relative_to(place) for other in hidden):
                 arguments += ["--ro-bind", str(one), str(one)]
         for one in self.writable:

@@ -1,10 +1,13 @@
 """Hands in the work of ranks that stopped while no coordinator answered (protocol P19.7).
 
-The agent continues each such rank's conversation in its name. First it sends the messages that the rank could not send,
-so that the rounds which the ranks made alone commit; then that the rank has stopped. The coordinator alone has the
-training's books. It answers with them, as the order to write a checkpoint, and the draft that one rank has left becomes
-that checkpoint. Only then does the agent attend: it reports that the ranks' former agent is gone, and with it the
-ranks, and without the checkpoint the job would go back to an older one."""
+The agent continues each such rank's conversation in its name. It first sends the messages that the rank could not send,
+so that the rounds which the ranks made alone commit; then it reports that the rank has stopped. Only the coordinator
+has the training's books: it answers with an order to write a checkpoint, which has them, and the draft that one rank
+has left becomes that checkpoint.
+
+The agent attends only after that. Attending reports that the ranks' former agent is gone, and the ranks with it:
+without the checkpoint the job would go back to an older one.
+"""
 
 import fcntl
 import json
@@ -34,27 +37,27 @@ log = logging.getLogger(__name__)
 LIMIT_S = 15.0
 """Seconds for which the coordinator may take to accept the work: ranks of other hosts may have to come back first."""
 ANSWER_S = 5.0
-"""Seconds for an answer to the question if a coordinator is there."""
+"""Seconds for an answer to the question whether a coordinator is there."""
 LOCK = ".lock"
 """File in a job's folder of records. The worker that hands them in holds its lock; several may have one work folder."""
 
 
 def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.Event) -> None:
-    """Waits for the coordinator, hands in the records that stopped ranks have left in these folders, and removes them.
-    Returns at once if there are none, and when `is_over` is set.
+    """Waits for the coordinator, hands in the records that stopped ranks have left in these folders, and removes the
+    records. Returns at once if there are none, and when `is_over` is set.
     """
     found = {job: folder for job in folders.newest() if (folder := folders.find(job)) is not None}
     left = {job: folder for job, folder in found.items() if _left_in(folder)}
     if not left:
         return
     for job_id, folder in left.items():
-        log.info("job=%s hands in what stopped ranks have left in %s, once the coordinator answers", job_id, folder)
+        log.info("job=%s hands in the work that stopped ranks left in %s, once the coordinator answers", job_id, folder)
     try:
         with open_channel(coordinator, tls) as channel:
             if _answers(channel, coordinator, is_over):
                 _hand_in_now(channel, left, is_over)
     except BadCertificate:
-        return  # the agent says so when it attends
+        return  # the agent reports the bad certificate when it attends
 
 
 def _hand_in_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading.Event) -> None:
@@ -81,7 +84,7 @@ class _Lock:
 
     def __init__(self, folder: Path) -> None:
         self.is_mine = True
-        """False while another worker has it. Where files cannot be locked each has it."""
+        """False while another worker has it. On a file system without locks every worker gets it."""
         self._file: int | None = None
         try:
             self._file = os.open(folder / FOLDER / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -100,7 +103,7 @@ class _Lock:
 
 
 def _is_free(folder: Path) -> bool:
-    if not (folder / FOLDER / LOCK).exists():  # they are handed in
+    if not (folder / FOLDER / LOCK).exists():  # they have been handed in
         return True
     with _Lock(folder) as lock:
         return lock.is_mine
@@ -110,12 +113,12 @@ def _left_in(folder: Path) -> list[StoppedRank]:
     try:
         return stopped_ranks(folder)
     except (OSError, ValueError) as error:
-        log.warning("%s: what stopped ranks have left cannot be read: %s", folder, error)
+        log.warning("%s: the work that stopped ranks left cannot be read: %s", folder, error)
         return []
 
 
 def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) -> bool:
-    """Waits until a coordinator answers, also with an error; False when `is_over` is set first."""
+    """Waits until a coordinator answers, even with an error; returns False when `is_over` is set first."""
     said_s = -SAY_EVERY_S
     ask = channel.unary_unary(HEALTH, request_serializer=bytes, response_deserializer=bytes)
     while not is_over.is_set():
@@ -158,7 +161,7 @@ class _Ghost:
 
     @property
     def has_said_all(self) -> bool:
-        """True once all messages so far are durable at the coordinator, or it accepts none."""
+        """True once all messages so far are durable at the coordinator, or it accepts none of them."""
         return bool(self.lost) or (self.session.is_connected and self.session.has_said_all)
 
     @property
@@ -178,6 +181,9 @@ class _Ghost:
         self.lost = reason.removeprefix(LOST)
 
     def _take(self, command: rank_pb2.ConverseResponse) -> None:
+        """Carries out a command as the rank would: notes a shutdown, abandons a generation, or writes the
+        checkpoint.
+        """
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):
@@ -220,7 +226,9 @@ class _Job:
 
     @property
     def is_done(self) -> bool:
-        """True once the draft is a checkpoint, or no order for one can come any more, and all ranks are reported."""
+        """True once the draft is a checkpoint, or no order for one can come any more, and the coordinator knows of all
+        ranks that they have stopped.
+        """
         awaits_order = any(one.left.draft and not (one.lost or one.released) for one in self._ghosts)
         is_written = any(one.path for one in self._ghosts)
         return (is_written or not awaits_order) and all(one.lost or one.has_told for one in self._ghosts)
@@ -231,8 +239,8 @@ class _Job:
             one.tell_stopped()
 
     def close(self, *, is_over: bool) -> None:
-        """Ends the conversations, logs the outcome, and removes the records and drafts. They stay for another attempt
-        if the coordinator has not heard all ranks, or if the agent ends now (`is_over`).
+        """Ends the conversations, logs the outcome, and removes the records and drafts. These stay for another attempt
+        if no checkpoint was written and the coordinator has not heard all ranks, or the agent ends now (`is_over`).
         """
         path = next((one.path for one in self._ghosts if one.path), "")
         why = next((one.released or one.lost for one in self._ghosts if one.released or one.lost), "")
@@ -241,9 +249,13 @@ class _Job:
             one.session.close()
         if not path and (is_over or not is_heard):
             left = self._folder / FOLDER
-            what_to_do = f"remove {left} if none will: each start of a worker here waits {LIMIT_S:.0f} s for one"
+            what_to_do = (
+                f"remove {left} if none will accept it: until then each start of a worker here waits {LIMIT_S:.0f} s"
+            )
             log.warning(
-                "job=%s what its ranks had left stays in its folder: no coordinator takes it; %s", self._id, what_to_do
+                "job=%s the work that its stopped ranks left stays in its folder: no coordinator has accepted it; %s",
+                self._id,
+                what_to_do,
             )
             return
         for one in self._ghosts:
@@ -251,7 +263,7 @@ class _Job:
                 shutil.rmtree(one.left.draft, ignore_errors=True)
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         if path:
-            log.info("job=%s goes on from %s, which its ranks had left", self._id, path)
+            log.info("job=%s goes on from %s, which its stopped ranks left", self._id, path)
             return
         why = why or "the coordinator has something newer, or ranks of other hosts did not come back in time"
-        log.warning("job=%s what its ranks had left is not used: %s", self._id, why)
+        log.warning("job=%s the work that its stopped ranks left is not used: %s", self._id, why)

@@ -13,8 +13,8 @@ FOLDER = "agents"
 
 
 class AgentIdentity:
-    """A new agent's name, with a file that is locked as long as its process lives: the kernel releases the lock however
-    the process ends, and no process id, which may be reused, is compared.
+    """A new agent's name, with a file that stays locked while its process lives. The kernel releases the lock however
+    the process ends, so that no process id, which may be reused, has to be compared.
     """
 
     def __init__(self, work_dir: Path) -> None:
@@ -22,10 +22,12 @@ class AgentIdentity:
         self.gone: list[str] = []
         """Names of agents that used this folder on this host and were killed, so that they did not report their end."""
         self._file: int | None = None
-        with suppress(OSError):  # without a file the coordinator waits longer for this agent's return if it is killed
+        # without the file, the coordinator waits longer for this agent's return if it is killed
+        with suppress(OSError):
             self._lock(work_dir / FOLDER)
 
     def _lock(self, folder: Path) -> None:
+        """Makes and locks this agent's file; notes the agents of this host whose files are free, and removes these."""
         folder.mkdir(parents=True, exist_ok=True)
         keep_out(folder)
         host = socket.gethostname()

@@ -66,7 +66,9 @@ class JobFolders:
         return list(islice(there, MOST_TOLD))
 
     def _read_or_make_id(self) -> str:
-        """The id in the work folder; made by whoever comes first, and never changed. Raises `OSError`, `ValueError`."""
+        """Returns the id in the work folder. The first process that needs it makes it, and it never changes. Raises
+        `OSError`, or `ValueError` if the file is damaged.
+        """
         path = self._kept / ID_FILE
         if not path.exists():
             self._kept.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,9 @@ class JobFolders:
         return text
 
     def _draft(self, text: str) -> Path:
-        """A complete file with the text, under a draft's name. It is renamed or linked: no reader finds half of it."""
+        """Writes a complete file with the text, under a draft's name, to be renamed or linked: readers never find half
+        of it.
+        """
         draft = self._kept / f"{secrets.token_hex(8)}.draft"
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)

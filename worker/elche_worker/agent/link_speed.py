@@ -32,7 +32,9 @@ BLOCK = bytes(256 << 10)
 LENGTH = 8
 """Bytes of the number that says how large an amount is, big-endian."""
 PING, TAKE, GIVE = b"p", b"t", b"g"
-"""Commands of the host that measures: answer with one byte; take an amount, then answer; give an amount."""
+"""Commands of the host that measures. `PING`: answer with one byte. `TAKE`: receive an amount, then answer. `GIVE`:
+send an amount.
+"""
 
 
 class LinkFault(Exception):
@@ -56,7 +58,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
     with listener:
         while (left_s := end_s - time.monotonic()) > 0:
             listener.settimeout(left_s)
-            with suppress(OSError), listener.accept()[0] as one:  # the peer has closed it, or none came
+            with suppress(OSError), listener.accept()[0] as one:  # the peer has closed the connection, or none came
                 one.settimeout(CONNECT_S)
                 if hmac.compare_digest(_read(one, len(secret)), secret):
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -111,6 +113,7 @@ def _end(one: socket.socket) -> None:
 
 
 def _bytes_per_s(move: Callable[[int], None]) -> float:
+    """Moves growing amounts, until one takes long enough to measure; returns the bandwidth of the last."""
     amount, took_s = FIRST_BYTES, _timed(partial(move, FIRST_BYTES))
     for wanted_s in STEPS_S:
         if took_s > SLOW_S:

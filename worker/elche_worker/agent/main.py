@@ -226,7 +226,7 @@ def _stop_with_stdin(stop: Callable[[], None]) -> None:
 
 
 def _slots(devices: str) -> list[agent_pb2.Slot]:
-    """The slots to offer. A subprocess asks torch for the devices, so that the agent itself need not load torch."""
+    """The slots to offer. A subprocess lists the devices with torch, so that the agent itself need not import it."""
     for device in devices.split(","):
         if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device.strip()):
             raise InvalidJob(

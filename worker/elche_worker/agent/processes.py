@@ -116,7 +116,7 @@ class Processes:
         self._changed = threading.Condition(threading.RLock())
         """Lock of the fields below."""
         self._running: dict[Key, _Running] = {}
-        """Ranks of which a process has not ended."""
+        """Ranks with a process that has not ended."""
         self._num_started = 0
         """Processes started so far. It numbers them, for the spawner: process ids are known only later, and reused."""
         self._spawner: SpawnerProcess | None = None
@@ -129,7 +129,7 @@ class Processes:
 
     def warm_up(self) -> None:
         """Starts the spawner, so that it is ready when ranks are wanted."""
-        with self._changed, suppress(OSError):  # reported when ranks are wanted
+        with self._changed, suppress(OSError):  # an error is reported when ranks are wanted
             if self._confinement is None:
                 self._need_spawner()
 
@@ -171,14 +171,15 @@ class Processes:
             return any(key[:2] == (job_id, rank) for key in self._running)
 
     def stop(self, key: Key, grace_s: float, *, waits_while_stopped: bool = False) -> None:
-        """Asks a rank's leader to end, and kills it after the grace time. The other processes end with it.
+        """Asks a rank's leader to end, and kills it after the grace time. The rank's other processes end with it.
 
-        With `waits_while_stopped`, a rank that was stopped (SIGSTOP) is killed only after it continues; of one that
-        hangs, the stacks are written to its log first.
+        With `waits_while_stopped`, a rank that was stopped (SIGSTOP) is killed only after it continues; a hanging one
+        first has its stacks written to its log.
         """
         threading.Thread(target=self._end, args=(key, grace_s, waits_while_stopped), daemon=True).start()
 
     def _end(self, key: Key, grace_s: float, waits_while_stopped: bool) -> None:
+        """Carries out `stop`."""
         while waits_while_stopped and _state_of(self._leader_pid(key)) == "T":
             with self._changed:
                 if (running := self._running.get(key)) is not None:
@@ -186,7 +187,7 @@ class Processes:
             time.sleep(LOOK_EVERY_S)
         if waits_while_stopped:
             self._log_stacks(key)
-        if self._signal_leader(key, signal.SIGHUP):  # not SIGTERM, after which a rank would commit its work first
+        if self._signal_leader(key, signal.SIGHUP):  # SIGTERM would make the rank commit its work first
             with self._changed:
                 self._changed.wait_for(lambda: key not in self._running, timeout=grace_s)
             self._signal_leader(key, signal.SIGKILL)
@@ -221,7 +222,7 @@ class Processes:
                     running.spawner.signal(process, number)
 
     def ask_all(self) -> None:
-        """Asks each rank's leader to leave, or to stop by itself where no coordinator answers; scripts with a loop of
+        """Asks each rank's leader to leave; a leader that finds no coordinator stops by itself. Scripts with a loop of
         their own go on.
         """
         with self._changed:
@@ -261,7 +262,7 @@ class Processes:
 
     def _listen(self, spawner: "SpawnerProcess") -> None:
         """Reads the spawner's reports of processes that have begun or ended, on a thread. When the spawner ends, the
-        kernel ends its ranks; they are reported as killed.
+        kernel kills its ranks, which are reported as killed.
         """
         for told in spawner.hear():
             if "pid" in told:
@@ -269,6 +270,7 @@ class Processes:
             else:
                 spawner.pids.pop(told["number"], None)
                 self._take_end(told["number"], told["code"], told["error"])
+        # the reports end with the spawner
         code, pids = spawner.wait(), spawner.pids
         _end_sessions(list(pids.values()))
         with self._changed:
@@ -283,6 +285,7 @@ class Processes:
             self._take_end(number, -signal.SIGKILL if number in pids else code or 1, what)
 
     def _take_end(self, number: int, code: int, error: str) -> None:
+        """Handles the end of one process. The first one of a rank to end is the cause: the others are killed."""
         with self._changed:
             key, running = next((key, one) for key, one in self._running.items() if number in one.living)
             member = running.living.pop(number)
@@ -297,7 +300,8 @@ class Processes:
                     was_stopped=running.was_stopped,
                 )
                 self._kill(running)
-            if running.living:  # the rank's exit is reported once all its processes have ended: devices are free then
+            # the rank's exit is reported only when all of its processes have ended and its devices are free
+            if running.living:
                 return
             del self._running[key]
             if self._confinement is not None:
@@ -316,7 +320,7 @@ class Processes:
             return True
 
     def _kill(self, running: _Running) -> None:
-        """Kills a rank's processes; the spawner then kills processes that user code has started."""
+        """Kills a rank's processes. The spawner then kills the processes that user code has started in them."""
         for number in running.living:
             running.spawner.signal(number, signal.SIGKILL)
 
@@ -332,13 +336,13 @@ class SpawnerProcess:
         output: int | None = None,
         compiles_later: bool = False,
     ) -> None:
-        """For `num_slots` ranks, which share the processors unless the environment sets OMP_NUM_THREADS. Its output
-        goes to the file descriptor `output`, by default to this process's output. With `compiles_later` the ranks
-        import PyTorch's compiler when they use it.
+        """A spawner for `num_slots` ranks, which share the processors unless the environment sets OMP_NUM_THREADS. Its
+        output goes to the file descriptor `output`, by default to this process's output. With `compiles_later` the
+        ranks import PyTorch's compiler when they use it.
         """
         self.num_slots = num_slots
         self.pids: dict[int, int] = {}
-        """Process ids, of the host's namespace, by number."""
+        """Process ids as the host sees them, by number."""
         self.has_forked = False
         """True once a process has begun."""
         self._is_confined = confinement is not None
@@ -351,7 +355,7 @@ class SpawnerProcess:
         with other:
             self._process = subprocess.Popen(
                 [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", *how, str(other.fileno())],
-                stdin=subprocess.PIPE,  # closed when this process ends; ranks inherit it and end then
+                stdin=subprocess.PIPE,  # closed when this process ends; ranks inherit it and then end too
                 stdout=output,
                 pass_fds=[other.fileno()],
                 env=environment,
@@ -367,8 +371,8 @@ class SpawnerProcess:
 
     def check(self, request: str) -> tuple[int, str]:
         """Has a fork check a job's file, before any rank is forked; `request` is the argument of
-        `elche_worker.rank.check.answer`. Returns its exit code, negative for a signal, and its line of output, or, if
-        there is none, the reason why it was not started, or "".
+        `elche_worker.rank.check.answer`. Returns the fork's exit code, negative for a signal, and its line of output.
+        Without one, returns the reason why the fork was not started, or "".
         """
         with tempfile.TemporaryFile() as answers, sealed(request) as asked:
             order = json.dumps({"number": CHECK, "check": True}).encode()
@@ -386,7 +390,7 @@ class SpawnerProcess:
             socket.send_fds(self._socket, [json.dumps({"number": CHECK, "log": True}).encode() + b"\n"], [log])
 
     def note(self, number: int, pid: int) -> None:
-        """Records the process id, in the spawner's namespace, of a process that has begun."""
+        """Records a process that has begun, with its process id as the spawner sees it."""
         self.has_forked = True
         found = host_pid(self._process.pid, pid) if self._is_confined else pid
         if found is not None:
@@ -401,7 +405,7 @@ class SpawnerProcess:
         request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
         if THREADS not in os.environ:
             request["num_threads"] = threads_per_rank(self.num_slots)
-        with suppress(OSError):  # it has died with its ranks, which `hear` reports
+        with suppress(OSError):  # the spawner has died with its ranks, which `hear` reports
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch])
 
     def signal(self, number: int, value: int) -> None:
@@ -409,7 +413,7 @@ class SpawnerProcess:
         self._ask(number=number, signal=int(value))
 
     def _ask(self, **request: Any) -> None:
-        with suppress(OSError):  # it has died with its ranks, which `hear` reports
+        with suppress(OSError):  # the spawner has died with its ranks, which `hear` reports
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def kill(self) -> None:
@@ -419,7 +423,9 @@ class SpawnerProcess:
 
 
 def _end_sessions(pids: list[int]) -> None:
-    """Kills processes whose parent has died, with those that user code has started in them, and waits for their end."""
+    """Kills processes whose parent has died, and those that user code has started in them; waits until all have
+    ended.
+    """
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -434,7 +440,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _state_of(pid: int | None) -> str | None:
-    """The letter of a process's state, such as T for stopped; None if the process does not exist, or /proc does not."""
+    """The letter of a process's state, such as T for stopped; None without such a process, or without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

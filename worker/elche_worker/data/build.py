@@ -1,7 +1,7 @@
-"""Builds a job's data sets and their order, and refuses what cannot be trained.
+"""Builds a job's data sets and their order, and refuses those that cannot be trained.
 
 Each of the job's functions finds the random generators seeded alike, by the job's seed, on every rank and whenever it
-is called: a split that is drawn at random is then the same everywhere, and in the data sets to train and to evaluate.
+is called. A random split is then the same everywhere, in the data sets to train and to evaluate.
 """
 
 from collections.abc import Sized

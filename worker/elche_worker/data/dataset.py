@@ -125,9 +125,9 @@ def _count(stream: Any, file_name: str) -> int:
     for count, _ in enumerate(stream, 1):
         if time.monotonic() > until_s:
             raise InvalidJob(
-                f"{file_name}: dataset() returned a stream, {type(stream).__name__}, without len(), of which {count} "
-                f"samples in {COUNT_S:g} s were not all: say in its __len__ how many there are. One without an end "
-                "must end there, as with itertools.islice: an epoch is so many samples"
+                f"{file_name}: dataset() returned a stream, {type(stream).__name__}, without len(), which did not "
+                f"end within {COUNT_S:g} s ({count} samples): return their number in its __len__. An endless stream "
+                "must end after that many, as with itertools.islice: an epoch has a fixed number of samples"
             )
     return count
 

@@ -130,7 +130,9 @@ class Fetch:
             return self._broken(error, "in collating a batch")
 
     def _without_none(self, samples: list[Any]) -> FetchError | None:
-        """None if all samples are. Otherwise an error: batches of the default collation have a size that is known."""
+        """None if every sample is None, which skips the batch. Otherwise an error, since a batch of the default
+        collation must have its full size.
+        """
         num_none = sum(sample is None for sample in samples)
         if num_none == len(samples):
             return None

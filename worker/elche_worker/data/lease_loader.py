@@ -51,7 +51,7 @@ class Lease:
     """A slice of an epoch's permutation, in samples."""
 
     id: int
-    """Rises from lease to lease, so that one that is delivered again is known."""
+    """Rises from lease to lease, so that a lease that is delivered twice is recognised."""
     epoch: int
     offset: int
     size: int
@@ -67,7 +67,7 @@ class Batch:
     size: int
     """Samples of the whole batch, over all processes of a replica group."""
     data: Any
-    """None if the job gave None for it: it is to be skipped."""
+    """None if the job gave None for it: the batch is skipped."""
     own_size: int
     """Samples of `data` that count; 0 if `data` only stands in for an empty part."""
     size_bytes: int = 0
@@ -281,6 +281,7 @@ class LeaseLoader:
 
     def _fetch_next(self) -> Batch:
         self._num_left -= 1
+        # puts the request for the next batch into `_wanted`
         self._next_indices()
         wanted = self._wanted.popleft()
         assert wanted is not None
@@ -297,7 +298,9 @@ class LeaseLoader:
         return Batch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
 
     def fetch_any(self, num_samples: int) -> Batch:
-        """A batch that is not trained, of the first samples of the first epoch, fetched on this thread."""
+        """A batch for trials, of the first samples of the first epoch, fetched on this thread. It does not count as
+        trained.
+        """
         indices = self._order.indices(0, 0, min(self._batch_size, num_samples))
         wanted = self._part(0, indices)
         data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))
@@ -339,6 +342,7 @@ class LeaseLoader:
                 fetched = iter(self._loader)
             finally:
                 has_begun.set()
+            # until the first lease is added
             self._news.acquire()
             with self.transfer.stream():
                 self._fetch(fetched)
@@ -347,6 +351,7 @@ class LeaseLoader:
             self._wake()
 
     def _fetch(self, fetched: Iterator[Any]) -> None:
+        """Fetches batches until `stop`. Sleeps while nothing is leased or being fetched."""
         while not self._is_stopped:
             with self._reading:
                 started_s = time.perf_counter()
@@ -360,6 +365,9 @@ class LeaseLoader:
                 self._news.acquire()
 
     def _put(self, wanted: BatchRequest, data: Any) -> None:
+        """Moves a fetched batch to the device, once there is room for it, and makes it ready; or an error in its
+        place.
+        """
         if isinstance(data, FetchError):
             self._ready.append(data.to_error())
         elif self._group_size > 1 and _lacks_parts(data, wanted):
@@ -380,7 +388,7 @@ class LeaseLoader:
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
-        if self._is_stopped or not self._ready:  # one batch always fits: a larger one than allowed would wait for ever
+        if self._is_stopped or not self._ready:  # one batch always fits: a larger one than allowed would wait forever
             return True
         if (room := self.transfer.room) is not None:
             return room > 0

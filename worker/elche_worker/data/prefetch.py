@@ -14,8 +14,9 @@ HOST = torch.device("cpu")
 MAX_DEPTH = 512
 """Most batches that are prefetched to the device, however small they are."""
 USABLE_FRACTION = 0.9
-"""Fraction of the device's memory that training and prefetched batches may use together. The rest is for fragments of
-the allocator's, and for libraries that allocate by themselves."""
+"""Fraction of the device's memory that training and prefetched batches may use together. The rest is for the
+allocator's fragmentation, and for libraries that allocate by themselves.
+"""
 RESIDENT_FRACTION = 0.25
 """Fraction of the device's free memory that a whole data set may use to be kept there."""
 
@@ -81,7 +82,7 @@ class DeviceTransfer(Protocol):
         ...
 
     set_aside_bytes: int
-    """Bytes of the device's memory that batches leave free for rounds, if there are so many."""
+    """Bytes of the device's memory that batches leave free for rounds, as far as there are so many."""
 
     @property
     def spare_bytes(self) -> int | None:
@@ -160,7 +161,7 @@ class CudaTransfer:
         self._max_depth = MAX_DEPTH
         """Most batches on the device; lowered after memory has run out."""
         self._activation_bytes: int | None = None
-        """Most bytes that training has used beside tensors that stay; None before that is measured."""
+        """Most bytes that training has used in addition to tensors that stay; None before that is measured."""
         self._batch_bytes = 0
         """Size of the largest batch."""
         self._num_moved = self._num_received = 0
@@ -191,6 +192,7 @@ class CudaTransfer:
     def move(self, data: Any) -> tuple[Any, Any]:
         size_bytes = num_bytes(data)
         self._batch_bytes = max(self._batch_bytes, size_bytes)
+        # a batch of a data set on the device takes its memory in any case
         is_there = any(tensor.is_cuda for tensor in tensors_in(data))
         if not is_there and (self.room or 0) <= 0:
             return data, None

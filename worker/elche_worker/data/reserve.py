@@ -55,8 +55,8 @@ class ReservedLeases:
             self._begin(size)
 
     def give_back(self) -> int:
-        """Drops the reserve; returns the position up to which samples were passed on. What is passed on is trained, so
-        the coordinator may lease only what is behind that position to others.
+        """Drops the reserve; returns the position up to which samples were passed on. Those are trained, so that the
+        coordinator may lease only samples after that position to others.
         """
         self._leases.clear()
         return self.num_handed

@@ -53,9 +53,9 @@ class Looked:
 
 
 def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budget_s: float = BUDGET_S) -> Looked:
-    """Reads some samples, each several times with random generators seeded otherwise. Leaves out those that raise, and
-    those for which there is no time. Reads none of a stream, since it would be read from its beginning. `collate_fn`
-    is called with one sample, to see if it draws random numbers.
+    """Reads some samples, each several times with random generators seeded differently. Leaves out samples that raise,
+    and those for which there is no time. Reads none of a stream, since it would be read from its beginning.
+    `collate_fn` is called with one sample, to see if it draws random numbers.
     """
     if isinstance(dataset, Shards):
         return Looked()
@@ -126,8 +126,8 @@ def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> tuple[list[lis
 
 
 def figures_or_none(sample: Any) -> list[list[float]] | None:
-    """The figures of a sample; None where it has a value that cannot be read, such as a truncated image, which is
-    decoded only now, or that no array can have.
+    """The figures of a sample; None if a value cannot be decoded, such as a truncated image, or cannot become an
+    array.
     """
     try:
         return figures_of(sample)
@@ -146,8 +146,8 @@ def figures_of(sample: Any) -> list[list[float]]:
 
 
 def _values_in(sample: Any) -> Iterator[npt.NDArray[Any] | bytes]:
-    """The values as arrays, texts as bytes. Leaves out texts that may be paths, which are others on each host, and
-    what has no order or is unknown.
+    """Yields the values as arrays, texts as bytes. Leaves out texts that may be paths, which differ between hosts, and
+    values without an order or of unknown types.
     """
     if isinstance(sample, str):
         if "/" not in sample and "\\" not in sample:

@@ -1,11 +1,12 @@
-"""Differences between kinds of devices, beside the order of work on them (`streams`): a small class for each kind.
+"""The differences between kinds of devices, except for the order of work on them (`streams`): a small class for each
+kind.
 
-`cuda` is NVIDIA's GPUs and, with PyTorch's build for ROCm, AMD's, which differs in versions (`build`), error messages
-(`faults`), and has no NVML. Intel's (`xpu`) and Apple's (`mps`) are used like the CPU: nothing is prefetched to them,
+`cuda` is NVIDIA's GPUs and, with PyTorch's build for ROCm, AMD's, which differ in versions (`build`) and error messages
+(`faults`), and have no NVML. Intel's (`xpu`) and Apple's (`mps`) are used like the CPU: nothing is prefetched to them,
 and ranks average in host memory.
 
 Never run on a real device of any of these kinds: `cuda` was run on a simulated one, `xpu` and `mps` on stand-ins for
-what is called here.
+the functions that are called here.
 """
 
 import os
@@ -52,8 +53,8 @@ class Host:
         return "", 0
 
     def select(self, device: torch.device) -> None:
-        """Makes it the process's default device of its kind. Of a GPU that is offered several times the process gets a
-        part of the memory (`share`).
+        """Makes it the process's default device of its kind. If a GPU is offered several times, the process gets only
+        its share of the memory (`share`).
         """
 
     def empty_cache(self) -> None:

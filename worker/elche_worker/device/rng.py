@@ -35,7 +35,7 @@ def seeded(seed: int) -> Iterator[None]:
         for device, state in zip(in_use, before, strict=True):
             device.set_rng_state_all(state)
         for device in others:
-            device.manual_seed_all(torch.initial_seed())  # with which PyTorch would have begun to use it
+            device.manual_seed_all(torch.initial_seed())  # the seed that PyTorch would give it at its first use
 
 
 @contextmanager
@@ -50,14 +50,14 @@ def host_seeded(seed: int) -> Iterator[None]:
 
 
 def seed_host(seed: int) -> None:
-    """Seeds the host's generators, as worker processes of a `DataLoader` have no others."""
+    """Seeds the host's generators, which are all that the worker processes of a `DataLoader` use."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def host_state() -> tuple[Any, ...]:
-    """The state of the host's generators, to compare: it is another one once a random number was drawn."""
+    """The state of the host's generators, to compare: it differs once a random number was drawn."""
     kind, keys, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
@@ -95,7 +95,7 @@ def capture_rng_state(*, of_gpu: bool = True) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], only: Collection[str] = GENERATORS) -> None:
-    """Restores a state of `capture_rng_state`, of these generators."""
+    """Restores the generators named in `only` from a result of `capture_rng_state`."""
     if "torch" in only:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and torch.cuda.is_available():
@@ -119,7 +119,9 @@ def rng_digests() -> dict[str, str]:
 
 
 def seed_apart(number: int, only: Collection[str]) -> None:
-    """Reseeds these generators from `number` and their seed, or their next random number."""
+    """Reseeds the generators named in `only`: torch's from its seed plus `number`, the others from their next random
+    number plus `number`.
+    """
     if "torch" in only:
         torch.manual_seed(torch.initial_seed() + number)
     if "python" in only:

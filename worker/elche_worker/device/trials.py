@@ -60,6 +60,7 @@ def begin_trials(wanted: str) -> Trials | None:
 
 
 def _try_all(wanted: str, limit_s: float, told: IO[str]) -> None:
+    """Lists the devices in a fork, tries each in a fork of its own, and writes the outcome to `told` as JSON."""
     listing = _Forked(lambda names: names.write(json.dumps(discovery.names_of(wanted))))
     text, output, code = listing.end(time.monotonic() + limit_s)
     if not text:

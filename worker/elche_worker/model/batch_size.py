@@ -54,7 +54,7 @@ def _given(job: JobDefinition, device: Device) -> Any:
 
 
 def _of_device(given: Any, device: Device, dataset_size: int) -> int:
-    """The batch size on a device of a number, "auto" or a function."""
+    """The batch size on a device, for a number, "auto" or a function."""
     try:
         return _number(_called(given, device) if callable(given) else given, dataset_size)
     except InvalidJob as error:
@@ -67,7 +67,7 @@ def _called(given: Callable[[Device], Any], device: Device) -> Any:
     except Exception as error:
         raise InvalidJob(
             f"batch_size of the device {device.label} raised {type(error).__name__}: {error}; it must "
-            "know every device, and cpu, whose value steps and drop_last count in"
+            "return a number for every device, and for cpu, in whose batches steps and drop_last are counted"
         ) from None
 
 

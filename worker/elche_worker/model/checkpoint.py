@@ -66,7 +66,9 @@ MODEL_PIECE = "model "
 STOPPED = ".stopped."
 """Prefix of drafts that stopped ranks have left."""
 SPARED_S = 60.0
-"""Seconds for which such drafts are kept where a new checkpoint replaces others: they may still become one."""
+"""Seconds for which such drafts survive when a new checkpoint replaces others, since they may still become
+checkpoints.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class CheckpointData:
     state: dict[str, Any]
     """Everything else: plain values, tensors and pieces only."""
     frozen: str = ""
-    """Digest of the frozen parameters, if the weights are without them."""
+    """The moving average of the weights and of other buffers; empty if the job has none."""
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     """The moving average of the weights, and of buffers that are not among them; empty if the job has none."""
 
@@ -103,7 +105,7 @@ it, so that no name comes twice."""
 
 class CheckpointTarget:
     """Where a job's checkpoints are: a folder, or a URL that fsspec knows. Its methods raise `OSError`, and for a URL
-    what the package for it raises.
+    the errors of its fsspec package.
     """
 
     def __init__(self, place: str) -> None:
@@ -122,7 +124,7 @@ class CheckpointTarget:
     ) -> tuple[str, int]:
         """Writes the checkpoint NAME; returns its path and size in bytes. Never overwrites anything.
 
-        `write_pieces` writes, to a folder, what a replica group has divided.
+        `write_pieces` writes the parts of a sharded model to a folder.
         """
         parent = None if self._fs else Path(self.place)
         if parent is not None:
@@ -220,9 +222,9 @@ def _was_just_left(path: Path) -> bool:
 
 
 def divided(kept: CheckpointData) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any, dict[str, Piece]]:
-    """Splits the data: whole weights, whole tensors of the state, the state's structure, and pieces by name.
+    """Splits the data into whole weights, whole tensors of the state, the state's structure, and pieces by name.
 
-    The names are the same on all processes that have a part of it.
+    All processes that have a part of a piece use the same name for it.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces = {f"{MODEL_PIECE}{name}": one for name, one in kept.weights.items() if isinstance(one, Piece)}
@@ -289,7 +291,7 @@ class Loaded:
 
     @property
     def model(self) -> dict[str, torch.Tensor]:
-        """The weights of the model that was evaluated: their average, where the job had one (`ema`)."""
+        """The weights that were evaluated: their moving average if the job had one (`ema`)."""
         return {name: _mean_of(name, one, self.mean).to(one.dtype) for name, one in self.weights.items()}
 
     @property
@@ -306,8 +308,8 @@ class Loaded:
                 )
 
     def restore_model(self, model: nn.Module) -> None:
-        """Copies the weights into the model, which may be sharded. Raises `InvalidJob` where frozen parameters were
-        left out, and the model has others.
+        """Copies the weights into the model, which may be sharded. Raises `InvalidJob` if the checkpoint leaves frozen
+        parameters out and the model's are different.
         """
         targets = persistent_tensors(model)
         weights = completed(model, self.weights, self.frozen, f"the checkpoint {self.path}")
@@ -360,8 +362,9 @@ def load(path: str, new: NewTensor | None = new_whole) -> Loaded:
             mean = safetensors.torch.load_file(folder / EMA) if EMA in manifest["files"] else {}
             mean = {name: torch.view_as_real(one) if one.is_complex() else one for name, one in mean.items()}
             mapped = safetensors.torch.load_file(folder / STATE_TENSORS)
-            # Copies, since an optimizer keeps what it is given. Tensors of a mapped file are not aligned, so that sums
-            # have another order and other results; and if another host replaces the file, SIGBUS ends this process.
+            # Copied, since an optimizer keeps the tensors that it is given. Those of a mapped file are not aligned,
+            # which changes the order and so the result of sums; and if another host replaces the file, SIGBUS ends this
+            # process.
             tensors = {name: one.clone() for name, one in mapped.items()}
             state = unflattened(json.loads((folder / STATE).read_text(encoding="utf-8")), {**tensors, **pieces})
             mean |= state.get("mean", {})
@@ -390,6 +393,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
+    """Raises `InvalidJob` unless the file has the size and the checksum that the manifest says."""
     path = folder / name
     if not path.is_file():
         raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
@@ -426,10 +430,11 @@ def _fetched(url: str, scratch: Path) -> Path:
 
 
 def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names. Those
-    `without` stay out.
+    """Copies of parameters and persistent buffers by name; a tied one appears, whole, under each of its names. Names in
+    `without` are left out.
 
-    A sharded model is gathered, tensor by tensor, by all of its processes; those without `is_kept` get nothing.
+    A sharded model is gathered, tensor by tensor, by all of its processes; a process without `is_kept` gets an empty
+    dict.
     """
     weights = {}
     for name, tensor in persistent_tensors(model).items():
@@ -445,8 +450,8 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that `state_dict` leaves out, but not of those that no file can hold (sparse ones): these
-    are as `model()` makes them.
+    """Copies of the buffers that `state_dict` leaves out. Those that no file can hold (sparse ones) are left to
+    `model()`.
     """
     persistent = model.state_dict().keys()
     named = model.named_buffers()

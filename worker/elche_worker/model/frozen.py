@@ -28,8 +28,8 @@ class LeftOut:
         """The same parameters' digest as rows of headers have it; None if none are left out."""
 
     def check(self, digests: Iterable[int]) -> None:
-        """Raises `InvalidJob` unless the parameters are, on all ranks, those that `model()` has made here, which a
-        resumed training will have. `digests` are those of a round's header.
+        """Raises `InvalidJob` unless all ranks have the parameters that `model()` made here, since a resumed training
+        will have these. `digests` are those of a round's header.
         """
         if self._in_rounds is not None and any(one != self._in_rounds for one in digests):
             raise InvalidJob(

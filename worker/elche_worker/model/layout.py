@@ -89,7 +89,7 @@ class Layout:
     Trained parameters and floating-point buffers that are statistics (`STATISTIC`) are averaged in float32 (float64 for
     float64). Other buffers, such as counters, queues and masks, are broadcast from the source in each round, bit for
     bit; frozen parameters only when they are not equal on all ranks. The settings `buffers` and `optimizer_state`
-    replace this for theirs: "average", "from_source" or "local" (neither).
+    choose for buffers and for the optimizer's state: "average", "from_source" or "local" (neither).
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class Layout:
                     continue
                 for tensor, result, change in alike(entry.tensor, view, correction):
                     if entry.moment in NOT_NEGATIVE:
-                        # At least the smaller of both values: the correction may be negative, and the next step would
-                        # divide by the root of a sum near 0.
+                        # A correction may be negative. The sum stays at least the smaller of old value and result: the
+                        # next step divides by its root, and would be huge for a value near 0.
                         least = torch.minimum(tensor, result.to(tensor))
                         tensor.copy_(torch.maximum(tensor + change.to(tensor.device), least))
                     else:
@@ -384,10 +384,11 @@ class Layout:
     def apply_bytes(self, raw: torch.Tensor) -> None:
         """Copies the bytes of `buffer_bytes` into the model, and those of `frozen_bytes` if they follow."""
         for entry, start, end in self._parts_of(raw):
+            # copied, since only aligned bytes can be viewed as another dtype
             entry.tensor.copy_(raw[start:end].clone().view(entry.dtype).reshape(entry.shape))
 
     def _parts_of(self, raw: torch.Tensor) -> Iterator[tuple[LayoutEntry, int, int]]:
-        """The tensors of which `raw` has the bytes, each with their place."""
+        """The tensors whose bytes are in `raw`, each with start and end there."""
         offset = 0
         for entry in (*self._buffers, *self._frozen):
             if offset == raw.numel():
@@ -398,7 +399,7 @@ class Layout:
 
     @torch.no_grad()
     def own_values(self, raw: torch.Tensor) -> Callable[[], None]:
-        """Copies the model's tensors of which `raw` has the bytes; the result puts them back."""
+        """Copies the model's tensors whose bytes are in `raw`; the returned function copies them back."""
         own = [(entry, entry.tensor.clone()) for entry, _, _ in self._parts_of(raw)]
 
         @torch.no_grad()

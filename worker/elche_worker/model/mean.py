@@ -39,7 +39,9 @@ def decay_of(ema: float | None, batch_size: int) -> Decay | None:
 
 
 def what_resumes(ema: float | None, *, has_mean: bool) -> str:
-    """A warning for a job that resumes from a checkpoint with or without an average; "" if they fit."""
+    """A warning if a job with an average resumes from a checkpoint without one, or the other way round; "" if they
+    fit.
+    """
     if has_mean and ema is None:
         return "the checkpoint has a moving average of the weights (ema), which the job does not use"
     if ema is not None and not has_mean:
@@ -62,8 +64,8 @@ def mean_in_model(layout: Layout, mean: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 class MeanOfModel:
-    """The average of a model that one process trains without rounds: it moves after every batch. Without a decay there
-    is none.
+    """The average of a model that one process trains without rounds: it moves after every batch. Does nothing without a
+    decay.
     """
 
     def __init__(self, model: nn.Module, decay: Decay | None, *, buffers: str) -> None:

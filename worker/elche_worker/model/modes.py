@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 
 class Switches:
-    """What callbacks have switched in a model since it was built: parameters that they have frozen, and modules' modes.
-    A rank that has not heard of the epochs in which they did needs it, since `epoch_fn` may switch in one epoch only.
+    """What callbacks have changed in a model since it was built: frozen parameters, and modules' modes. A rank that
+    joins later needs it, since `epoch_fn` may change them in one epoch only.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,7 +23,7 @@ class Switches:
         self._modes = {name: module.training for name, module in model.named_modules()}
 
     def to_json(self) -> dict[str, Any]:
-        """Names of parameters that are frozen now, and the modes, by name, of modules that have another one now."""
+        """Names of parameters that are frozen now, and the modes, by name, of modules whose mode has changed."""
         parameters = dict(self._model.named_parameters())
         modes = {name: module.training for name, module in self._model.named_modules() if name in self._modes}
         return {
@@ -44,8 +44,8 @@ class Switches:
 
 
 def what_is_still(model: nn.Module, *, came_in_eval_mode: bool = False) -> str:
-    """A warning on modules that `model()` has returned in eval mode; "" if there are none. A model that
-    `came_in_eval_mode` as a whole is in train mode by now.
+    """A warning on modules that `model()` has returned in eval mode; "" if there are none. A whole model that
+    `came_in_eval_mode` has been put into train mode.
     """
     if came_in_eval_mode:
         return (
@@ -70,7 +70,7 @@ def begin_training(optimizers: Sequence[Optimizer]) -> None:
 
 @contextmanager
 def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context in which the model has the weights to evaluate and to save, of optimizers with two sets of weights.
+    """Context in which the model has the weights to evaluate and to save, for optimizers with two sets of weights.
     Afterwards it has the same weights as before, bit for bit.
     """
     told = _with_modes(optimizers)

@@ -65,6 +65,6 @@ class ParameterNorm:
 
 
 def of_parts(norms: Sequence[float | None], num_copies: int) -> float | None:
-    """The norm of a model from the norms of its parts, each of which `num_copies` processes hold."""
+    """The norm of a model from the norms of its parts. `num_copies` processes hold each part."""
     known = [norm for norm in norms if norm is not None]
     return sqrt(sum(norm**2 for norm in known) / num_copies) if len(known) == len(norms) else None

@@ -42,6 +42,7 @@ class OwnState:
         return {name: self._storable(name, one) for name, one in self.state().items()}
 
     def _storable(self, name: str, state: Any) -> Any:
+        """The state as it comes back from a checkpoint: flattened to JSON and tensors, and built again."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             text = json.dumps(flattened(copied(state), tensors, where=name))
@@ -74,8 +75,8 @@ class OwnState:
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Context after which the objects have their state of before. Raises `InvalidJob` if it cannot be stored, or an
-        object cannot load its own state.
+        """Context after which the objects' state is as before. Raises `InvalidJob` if the state cannot be stored, or an
+        object cannot load its own.
         """
         before = self.storable()
         self.restore(before, "a checkpoint")

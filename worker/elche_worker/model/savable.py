@@ -64,7 +64,7 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
             way = "use complex64, or a parameter of real numbers and torch.view_as_complex() in forward()"
         else:
             way = "use a type that it has"
-        raise InvalidJob(f"the model's {name} is {described(value)}, which no safetensors file can hold: {way}")
+        raise InvalidJob(f"the model's {name} is {described(value)}, which a safetensors file cannot hold: {way}")
     if any(hasattr(one, "device_mesh") for one in state.values()):
         return
     try:

@@ -124,8 +124,8 @@ def _check_parameters(built: Built, file_name: str) -> None:
     num_others = sum(id(one) not in of_model for one in _stepped(built.all_optimizers))
     if num_others:
         raise InvalidJob(
-            f"{file_name}: the optimizer has {num_others} parameters that the model does not have, which would be "
-            "another's on each rank and in no checkpoint: let model() return one module that holds them, too, such as "
+            f"{file_name}: the optimizer has {num_others} parameters that the model does not have, which would "
+            "differ between ranks and be in no checkpoint: let model() return one module that holds them, too, such as "
             "nn.ModuleDict({'net': net, 'loss': loss}), and build the optimizer of what optimizer(model) gets"
         )
 
@@ -184,7 +184,7 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last gradient before clipping; None if the job does not clip."""
         self._backs_off = backs_off
-        # Processes that share a model must call its collectives equally often: one that began a batch anew, because its
+        # Processes that share a model must call its collectives equally often: one that repeated a batch, because its
         # own memory ran out, would leave the others waiting.
         self._make_room = make_room if built.sharded is None else bool
         self._order_change = order_change
@@ -232,6 +232,7 @@ class TrainStep:
     def _accumulate_or_back_off(
         self, data: Any, size: int, weight: float, max_parts: int | None
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Trains the batch; if memory runs out, again after making room, or else in twice as many parts."""
         while True:
             try:
                 return self._accumulate(data, size, weight, max_parts)
@@ -249,6 +250,7 @@ class TrainStep:
     def _accumulate(
         self, data: Any, size: int, weight: float = 1.0, max_parts: int | None = None
     ) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Forward and backward of the batch, part by part. The loss is the mean over samples."""
         num_parts = self.num_parts if max_parts is None else min(self.num_parts, max_parts)
         parts = self._parts_of(data, size, num_parts)
         size = sum(part_size for _, part_size in parts)  # less where collate_fn has left parts out
@@ -301,7 +303,7 @@ class TrainStep:
 
     @contextmanager
     def _telling_figures(self, size: int) -> Iterator[None]:
-        """Adds the memory's figures, and advice, to an error for which memory ran out."""
+        """Adds memory figures and advice to an out-of-memory error."""
         try:
             yield
         except Exception as error:
@@ -347,7 +349,7 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for parameter in self._unstepped:  # or they would add up from batch to batch
+        for parameter in self._unstepped:  # otherwise they would add up from batch to batch
             parameter.grad = None
 
 
@@ -368,6 +370,9 @@ def split(data: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
 
 
 def _cut(data: Any, size: int, start: int, end: int) -> Any:
+    """The samples from `start` to `end`: cuts tensors and lists of texts with one entry per sample, keeps other
+    values.
+    """
     if isinstance(data, torch.Tensor):
         return data[start:end] if data.dim() and data.shape[0] == size else data
     if isinstance(data, Mapping):
@@ -392,7 +397,7 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
             f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
         )
     if needs_grad and not loss.requires_grad:
-        raise InvalidJob(f"{file_name}: train_step() returned a loss that no parameter has part in (no gradient)")
+        raise InvalidJob(f"{file_name}: train_step() returned a loss that depends on no parameter (no gradient)")
     return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
 
 

@@ -24,8 +24,8 @@ def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def without_copies(named: Iterable[Named]) -> list[Named]:
-    """The tensors, in their order, that together have all values once: of tied ones the first, and no views of others
-    (slices, transposes). Empty ones are left out.
+    """The tensors that together contain every value once, in their order: of tied ones the first, and no views of
+    others (slices, transposes). Empty ones are left out.
 
     If one contains the other, the trained one is taken, else the larger. Raises `InvalidJob` if two overlap and neither
     contains the other.

@@ -57,7 +57,7 @@ class Piece:
 
 
 def is_divided(value: Any) -> bool:
-    """True for a `DTensor`, of which each process of a replica group has a part."""
+    """True for a `DTensor`: each process of a replica group has a part of it."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 

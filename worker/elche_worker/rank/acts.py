@@ -20,19 +20,21 @@ class TakeLease:
 
 @dataclass(frozen=True, slots=True)
 class JoinGeneration:
-    """Begin to connect to the processes of equal position in the other replica groups."""
+    """Begin to connect to the processes at the same position in the other replica groups."""
 
     attempt: int
     generation: int
     position: int
-    """The group's position among the groups, from 0; equal in all its processes."""
+    """The group's position among the groups of the generation, from 0; the same in all of its processes."""
     world_size: int
     backend: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinishBuild:
-    """Wait until this process is connected in a generation, or has failed to, and exchange the outcome in the group."""
+    """Wait until this process is connected in a generation, or has failed to connect, and exchange the outcome in the
+    group.
+    """
 
     generation: int
 
@@ -55,8 +57,8 @@ class EnterRound:
     may_be_checkpoint: bool = False
     """True if the round's result may become a checkpoint that this group writes."""
     keeps_result: bool = False
-    """True if the result must be kept beside newer batches: it may be evaluated or left as a draft, which the
-    coordinator, which is away, cannot announce.
+    """True if the result must be kept beside newer batches, because it may be evaluated, or left as a draft: set while
+    the coordinator is away, which could not announce either.
     """
 
 

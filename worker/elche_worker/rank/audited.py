@@ -19,7 +19,9 @@ from elche_worker.telemetry.audit import AuditLog
 
 
 def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samples: int) -> dict[str, Any]:
-    """The head of the file: the process, the training, and the checkpoint that it resumes from ("": none)."""
+    """The head of the file: the process, the training, and in `resumed` the checkpoint that it resumes from ("":
+    none).
+    """
     return {
         "job": launch.job_id,
         "rank": launch.rank,

@@ -45,6 +45,9 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
 
 
 def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
+    """Downloads the bundle, checks its checksum, and unpacks it into the folder, which appears complete or not at
+    all.
+    """
     archive, draft = folder.with_name(f".{folder.name}.tar.gz"), folder.with_name(f".{folder.name}.draft")
     with archive.open("w+b") as file:
         _download(launch, channel, file)
@@ -81,8 +84,8 @@ def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
 
 
 def unpack(archive: IO[bytes], folder: Path) -> None:
-    """Unpacks a bundle into an empty folder. Raises `InvalidJob` for what `elche submit` does not pack: anything but
-    regular files, a path that leaves the folder, more files or bytes than the limits.
+    """Unpacks a bundle into an empty folder. Raises `InvalidJob` for anything that `elche submit` does not pack: an
+    entry that is no regular file, a path outside of the folder, more files or bytes than the limits.
     """
     num_files = num_bytes = 0
     try:
@@ -91,8 +94,8 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 num_files, num_bytes = num_files + 1, num_bytes + info.size
                 if not info.isreg():
                     raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is no regular file")
-                # By the sizes in the archive's headers, before anything is written: a small archive may unpack to a
-                # full disk.
+                # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack
+                # to a full disk.
                 if num_files > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
                     limit = f"{MAX_FILES:,} files or {MAX_UNPACKED_BYTES >> 20:,} MiB"
                     raise InvalidJob(f"the folder of the job has more than {limit}")

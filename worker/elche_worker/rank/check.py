@@ -37,14 +37,14 @@ def check(
 ) -> dict[str, Any]:
     """Returns the job's settings and the devices on which it would run. Raises `ElcheError` if it cannot run.
 
-    `settings` replace the file's. The devices, whose `trials` have begun, and the checkpoint to `resume` are checked
-    only if the job `runs_here`.
+    `settings` replace the file's. Only if the job `runs_here`, the devices, for which `trials` have begun, and the
+    checkpoint to `resume` are checked as well.
     """
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidJob(f"{path} cannot be read: {error}") from None
-    seed_all(0)  # what the file draws itself is alike on every rank
+    seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(source, str(path)), settings)
     dataset, dataset_size = build_dataset(job, str(path))
     build_order(job, dataset, str(path))
@@ -76,7 +76,7 @@ def check(
 
 
 def _check_resumed(loaded: Loaded, job: JobDefinition) -> None:
-    """Raises `InvalidJob` for a checkpoint of a training that has made all its epochs."""
+    """Raises `InvalidJob` for a checkpoint of a training that has completed all of its epochs."""
     trained = loaded.manifest["training"].get("ledger", {}).get("epoch", 0)
     if trained >= job.epochs:
         raise InvalidJob(
@@ -101,6 +101,7 @@ def _imports_beside(path: Path) -> list[str]:
 
 
 def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) -> list[str]:
+    """Warnings for the user about the data set's size. Raises `InvalidJob` if nothing would be trained."""
     if drop_last and dataset_size < batch_size:
         raise InvalidJob(
             f"drop_last leaves nothing to train: {dataset_size} samples are fewer than one batch of {batch_size}"
@@ -114,10 +115,11 @@ def _notes(dataset_size: int, batch_size: int, num_ranks: int, drop_last: bool) 
 
 
 def answer(words: Sequence[str], answers: int) -> int:
-    """Writes the JSON line for these arguments to a file descriptor; returns the exit code, 2 when the job cannot run.
-    A fork of the spawner receives them as JSON: `words`, and the job's `environment`, which is set before.
+    """Writes the JSON line for these arguments to the file descriptor `answers`; returns the exit code, 2 when the job
+    cannot run. A fork of the spawner receives its arguments as JSON: `words`, and the job's `environment`, which is set
+    before.
 
-    This process is not to be used for anything else: it has loaded the user's file.
+    The process must not be used for anything else afterwards, since it has loaded the user's file.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", help="the job's file; without one, only devices are looked for")
@@ -133,7 +135,8 @@ def answer(words: Sequence[str], answers: int) -> int:
         end_with_parent(arguments.parent_pid)
     take_any_text(encoding="utf-8")
     os.dup2(2, 1)  # so that output of the user's file, even at exit, does not mix with the answer
-    trials = begin_trials(arguments.device)  # before user code, which may use a device or start threads: trials fork
+    # before user code, which may use a device or start threads: trials are forks
+    trials = begin_trials(arguments.device)
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
     told = _answer(arguments, trials)

@@ -55,11 +55,12 @@ class CheckpointCapture:
         """The tensors that are saved: those that a new model has, and not buffers that only a forward pass creates."""
         self._names -= left_out.names
         self._spare: list[CheckpointData] = []
-        """At most one checkpoint that is written, whose memory is reused: to allocate it anew costs more than to copy.
+        """At most one checkpoint that was written, whose memory is reused: allocating it again costs more than
+        copying.
         """
 
     def capture_at_entry(self) -> dict[str, Any]:
-        """Copies, at the entry of a round, what later batches change: the result itself stays in the flat buffers."""
+        """Copies what later batches change, when a round is entered. The result itself stays in the flat buffers."""
         old = self._spare[-1].state if self._spare else {}
         return {
             "rank": self._rank,
@@ -69,9 +70,9 @@ class CheckpointCapture:
         }
 
     def capture(self, at_entry: dict[str, Any]) -> CheckpointData:
-        """A checkpoint of the round whose result is in the flat buffers, which are copied in the background."""
+        """Makes a checkpoint of the round whose result is in the flat buffers, which are copied in the background."""
         old = self._spare.pop() if self._spare else CheckpointData({}, {})
-        # as set by callbacks that have seen the result
+        # including what callbacks have set after they saw the result
         state = {**at_entry, "rates": self._rates.to_json(), "switches": self._switches.to_json()}
         if self._own_state.objects:
             state["registered"] = copied(self._own_state.state(), old.state.get("registered"))
@@ -87,7 +88,8 @@ class CheckpointCapture:
             mean |= results_of_views(live, mean) if mean else {}
         weights = {name: copied(tensor, old.weights.get(name)) for name, tensor in live.items() if name not in results}
         data = CheckpointData(weights, state, self._left_out.digest)
-        self._streams.hand_over()  # the communication stream does nothing else before the copy: a round waits for it
+        # the copy is next on the communication stream: no round is entered before it has ended
+        self._streams.hand_over()
         self._copying = self._thread.submit(self._copy, data, live, results, mean, old)
         return data
 
@@ -104,7 +106,7 @@ class CheckpointCapture:
             data.mean.update(copied(mean, old.mean))
 
     def recapture_moments(self, at_entry: dict[str, Any]) -> None:
-        """Copies moments that rounds average again, while the optimizers hold those of the result."""
+        """Copies averaged moments again, while the optimizers hold those of the result."""
         at_entry["optimizers"] = copied(
             [one.state_dict() for one in self._built.all_optimizers], at_entry["optimizers"]
         )
@@ -120,8 +122,8 @@ class CheckpointCapture:
         self._spare[:] = [data]
 
     def restore(self, loaded: Loaded, version: int, *, is_leader: bool = True) -> None:
-        """Restores model, moments and outer optimizer, and the random number generators on the rank that wrote the
-        checkpoint, in its group's leader; other processes seed theirs anew.
+        """Restores model, moments and outer optimizer. The random number generators are restored on the rank that wrote
+        the checkpoint, in its group's leader; all other processes seed theirs anew.
         """
         loaded.restore_model(self._built.model)
         for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
@@ -129,7 +131,7 @@ class CheckpointCapture:
             if self._rank == 0 and is_leader and (other := other_options(optimizer, state["param_groups"])):
                 print(f"elche: {type(optimizer).__name__} goes on as in the checkpoint, with {other}", flush=True)
             optimizer.load_state_dict(_divided_as(optimizer, state))
-        self._rates.reset()  # the loaded optimizers have the rates of then
+        self._rates.reset()  # the loaded optimizers have the rates of the time of the checkpoint
         if "rates" in loaded.state:
             self._rates.restore(loaded.state["rates"])
         if "switches" in loaded.state:
@@ -141,7 +143,7 @@ class CheckpointCapture:
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])
         else:
-            # Other numbers than in the part of training that the checkpoint has, in which they began with this seed.
+            # With the version: seeded as at the start, generators would repeat the numbers from before the checkpoint.
             seed_all(self._seed + self._rank + 1_000_003 * version)
 
 

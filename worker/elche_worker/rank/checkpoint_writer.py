@@ -53,15 +53,15 @@ class CheckpointWriter:
         self, version: int, order: rank_pb2.WriteCheckpoint | None, data: CheckpointData, capture: CheckpointCapture
     ) -> None:
         """Starts writing, and recycles the memory when that is done. Only a group's leader has an `order`; the other
-        processes write their parts.
+        processes write their own parts.
         """
         with self._room:
             self._num_waiting += 1
         self._thread.submit(self._write_data, version, order, data, capture)
 
     def write_draft(self, data: CheckpointData, capture: CheckpointCapture) -> Path:
-        """Writes a draft after what waits to be written, and waits for it; returns its folder. Raises what the storage
-        raises.
+        """Writes a draft once earlier checkpoints are written, and waits for it; returns its folder. Raises the
+        storage's errors.
         """
 
         def write() -> Path:
@@ -71,8 +71,8 @@ class CheckpointWriter:
         return self._thread.submit(write).result()
 
     def refuse(self, version: int, reason: str) -> None:
-        """Reports that the round's result is gone, so that the coordinator makes a checkpoint of a later round. On the
-        writer's thread, after the reports of earlier checkpoints.
+        """Reports that the round's result is gone, so that the coordinator makes a checkpoint of a later round. Runs on
+        the writer's thread, so that it follows the reports of earlier checkpoints.
         """
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason, is_late=True)
         self._thread.submit(self._tell, rank_pb2.ConverseRequest(checkpoint_failed=failed))
@@ -94,9 +94,10 @@ class CheckpointWriter:
             self._room.notify()
 
     def wait_for_room(self, is_over: Callable[[], bool]) -> None:
-        """Waits while `MAX_WAITING` checkpoints are being written: training stalls rather than lose one."""
+        """Waits while `MAX_WAITING` checkpoints are being written: training pauses rather than lose a checkpoint."""
         with self._room:
             while self._num_waiting >= MAX_WAITING and not is_over():
+                # looks again from time to time, since `_room` is not notified when the rank leaves
                 self._room.wait(timeout=0.1)
 
     def _write_part(self, data: CheckpointData) -> None:
@@ -108,6 +109,7 @@ class CheckpointWriter:
             print(f"this process's part of a checkpoint cannot be written: {error}", flush=True)
 
     def _write(self, version: int, order: rank_pb2.WriteCheckpoint, data: CheckpointData) -> None:
+        """Writes a checkpoint, removes those that the order does not keep, and reports the outcome."""
         started_s = time.perf_counter()
         has_begun = False
 
@@ -126,7 +128,7 @@ class CheckpointWriter:
             self.target.keep_only([*order.keep, order.name])
         except Exception as error:  # training goes on, whatever the storage raises
             if self._pieces is not None and not has_begun:
-                self._pieces.agree("")  # the other processes wait in `_write_part` for the folder
+                self._pieces.agree("")  # the other processes wait in `_write_part` for the leader's folder
             reason = f"the checkpoint {self.target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
             failed = rank_pb2.CheckpointFailed(version=version, reason=reason)
             print(reason, flush=True)

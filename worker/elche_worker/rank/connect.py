@@ -21,7 +21,7 @@ def connect(
     `CollectiveFailed`.
     """
     attempt, generation = act.attempt, act.generation
-    # With NCCL asked for, also a single rank gets a communicator: a host without a working NCCL is then noticed at
+    # With `backend="nccl"` even a single rank gets a communicator, so that a host without a working NCCL is noticed at
     # once.
     if act.world_size == 1 and job.backend != "nccl":
         home = device if device.type == "cuda" else CPU

@@ -6,7 +6,7 @@ from collections.abc import Callable
 LEAST_EVERY = 16
 """Fewest rounds between two digests."""
 COST_FRACTION = 0.001
-"""Most time for digests, as a part of the whole."""
+"""Largest part of the time that digests may take."""
 
 
 class DigestTimes:
@@ -17,7 +17,7 @@ class DigestTimes:
     """
 
     def __init__(self, *, is_always: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        """With `is_always`, after every round."""
+        """With `is_always`, a digest is due after every round."""
         self._is_always = is_always
         self._clock = clock
         self.every = LEAST_EVERY

@@ -1,8 +1,7 @@
 """A rank of several processes, which share one model (`fully_shard`); when one ends, all end.
 
-The leader, at position 0, has the session with the coordinator; the others carry out its acts in order. Their
-rendezvous is the coordinator's store, with the leader's secret; they connect over loopback, since a group is on one
-host.
+The leader, at position 0, has the session with the coordinator; the others carry out its acts in order. The processes
+meet through the coordinator's store, with the leader's secret, and connect over loopback, since a group is on one host.
 """
 
 import json
@@ -40,8 +39,9 @@ if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
 
 PATIENCE = timedelta(days=365)
-"""Practically no timeout: a follower waits for the next act as long as the job lasts, even paused. A leader that ends
-closes the connection."""
+"""Practically no timeout: a follower waits for the next act as long as the job lasts, even while it is paused. If the
+leader ends, the connection is closed, which ends the wait.
+"""
 HEADER_BYTES = 4
 """Length of the act that follows, as a little-endian integer."""
 FRAME_BYTES = 512
@@ -51,7 +51,7 @@ FRAME_BYTES = 512
 class DistributedGroup:
     """A `ReplicaGroup` over gloo, which becomes torch's default group. The constructor waits for all processes.
 
-    Raises `CollectiveFailed` when they cannot connect, such as when the coordinator, which has their store, is away.
+    Raises `CollectiveFailed` when they cannot connect, such as when the coordinator, whose store they need, is away.
     """
 
     def __init__(self, launch: Launch, channel: grpc.Channel, strategy: Strategy) -> None:
@@ -120,8 +120,8 @@ class DistributedGroup:
         return bool(answer)
 
     def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
-        # `fully_shard` takes the mean over the K processes. So a loss over n of the batch's N samples counts K n / N
-        # times: the mean is then the whole batch's gradient.
+        # `fully_shard` takes the mean over the K processes. Therefore a loss over n of the batch's N samples is
+        # weighted by K n / N: the mean is then the whole batch's gradient.
         weight = self.size * batch.own_size / batch.size
         return run(data, max(1, batch.own_size), weight=weight, max_parts=max(1, batch.size // self.size))
 
@@ -130,8 +130,8 @@ class DistributedGroup:
 
     @torch.no_grad()
     def share_buffers(self, layout: Layout) -> None:
-        """Averages the buffers, since each process has seen different samples; those that cannot be averaged become the
-        leader's.
+        """Averages the buffers, since each process has seen different samples. Those that cannot be averaged are copied
+        from the leader.
         """
         buffers = [entry for entry in layout.entries if not entry.is_trained]
         averaged = [entry.tensor for entry in buffers if entry.kind != "broadcast"]
@@ -159,12 +159,13 @@ class DistributedGroup:
             for one in parts:
                 work.add_part(one)
         if averaged.distance is not None:
+            # squares of norms add up over the parts of the model
             changed, size = (sum(one[at] ** 2 for one in distances) ** 0.5 for at in (0, 1))
             averaged = replace(averaged, distance=(changed, size))
-        if None in digests:  # a process for which digests are dearer has made none
+        if None in digests:  # a process for which digests cost more has computed none
             digest = None
         else:
-            # Odd factors, so that the processes' parts count by position: two that are exchanged change the digest.
+            # Odd factors that differ by position: the digest changes if two processes' parts are exchanged.
             digest = sum((2 * at + 1) * one for at, one in enumerate(digests)) % 2**64
         return replace(averaged, sent_bytes=sum(sent_bytes)), digest
 
@@ -178,7 +179,7 @@ class DistributedGroup:
 
 
 def report_failure(launch: Launch, channel: grpc.Channel, failure: bytes) -> None:
-    """Writes a process's failure into the coordinator's store, where the leader waits for it."""
+    """Writes this process's failure into the coordinator's store, where the leader waits for it."""
     CoordinatorStore(channel, launch.secret).set(_failed(launch), failure)
 
 
@@ -206,7 +207,7 @@ def await_abandoned(launch: Launch, channel: grpc.Channel, take: Callable[[int],
 
 
 def _await_key(store: CoordinatorStore, key: str) -> bytes | None:
-    """The key's value, once it is set; None if the job has ended."""
+    """Waits until the key is set and returns its value; None if the job has ended."""
     while True:
         try:
             return bytes(store.get(key))
@@ -227,7 +228,7 @@ def _code(error: RuntimeError) -> grpc.StatusCode | None:
 
 
 def _set(store: CoordinatorStore, key: str, value: bytes) -> None:
-    """Sets a key, once the coordinator is there; without effect if the job has ended."""
+    """Sets a key, and waits while the coordinator is away. Does nothing if the job has ended."""
     while True:
         try:
             return store.set(key, value)
@@ -249,12 +250,12 @@ def _failed(launch: Launch) -> str:
 
 
 def _abandoned(launch: Launch, number: int) -> str:
-    """Key of the store that has the generation of the leader's order `number`, from 1, to abandon one."""
+    """Key under which the store has the generation that the leader's order `number`, from 1, abandons."""
     return f"{_place(launch)}/abandoned/{number}"
 
 
 def _place(launch: Launch) -> str:
-    """Start of all keys of this start of the rank's processes."""
+    """Prefix of all keys of this start of the rank's processes."""
     return f"members/{launch.rank}/{launch.incarnation}"
 
 

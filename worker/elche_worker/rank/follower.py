@@ -28,7 +28,7 @@ class Wakeup:
         self._changed = threading.Condition()
 
     def notify(self) -> None:
-        """Has `wait_for` evaluate its condition again; from any thread."""
+        """Has `wait_for` evaluate its condition again. Called on any thread."""
         with self._changed:
             self._changed.notify_all()
 
@@ -39,7 +39,9 @@ class Wakeup:
 
 
 def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoReturn:
-    """Carries out the leader's acts. Raises what user code raises, and `CollectiveFailed` when a process has ended."""
+    """Carries out the leader's acts. Raises the errors of user code, and `CollectiveFailed` when a process of the group
+    has ended.
+    """
     while True:
         act = group.receive()
         match act:
@@ -53,8 +55,8 @@ def follow(group: DistributedGroup, replica: Replica, wakeup: Wakeup) -> NoRetur
             case EndRound():
                 replica.end_collective()
             case ApplyResult():
-                # Nothing to do about a lost round: its work is put back already, and the leader's next act follows.
-                with suppress(CollectiveFailed, RoundAborted):  # raised on the leader too, which reports it
+                # A lost round needs no action here: its work has been put back, and the leader's next act follows.
+                with suppress(CollectiveFailed, RoundAborted):  # the leader gets the error too, and reports it
                     replica.apply_result()
             case ResolveCheckpoint():
                 replica.resolve_checkpoint(act)

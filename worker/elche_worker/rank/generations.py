@@ -10,8 +10,8 @@ from elche_worker.rank.acts import JoinGeneration
 
 
 class GroupBuild:
-    """Builds the group of a generation on a thread of its own. Nothing waits for a build that was forgotten, which may
-    hang for half a minute if a rank has died.
+    """Builds the group of a generation on a thread of its own. A forgotten build is not waited for: it may hang for
+    half a minute if a rank has died.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GroupBuild:
 
 
 class Generations:
-    """The generation in use, if any, and newer ones that stand or are being built."""
+    """The generation in use, if any, and newer ones that are built or being built."""
 
     def __init__(self, connect: Callable[[JoinGeneration], Collectives], wake: Callable[[], None]) -> None:
         """`connect` builds a group; `wake` is called on another thread when a build has ended."""
@@ -49,12 +49,12 @@ class Generations:
         """By generation, all newer than the one in use. At most one of them is not finished."""
 
     def build(self, act: JoinGeneration) -> None:
-        """Begins to build a group. Builds that are not finished are forgotten."""
+        """Begins to build a group. Unfinished builds are forgotten."""
         self._builds = {generation: one for generation, one in self._builds.items() if one.is_finished}
         self._builds[act.generation] = GroupBuild(act, self._connect, self._wake)
 
     def finish(self, generation: int) -> str:
-        """Waits until a build has ended. Returns why it failed; "" if it did not."""
+        """Waits until a build has ended, and marks it finished. Returns why it failed, or ""."""
         build = self._builds[generation]
         try:
             build.group.result()
@@ -69,11 +69,11 @@ class Generations:
 
     @property
     def ended(self) -> list[GroupBuild]:
-        """Builds that have ended and were not finished."""
+        """Builds that have ended, but for which `finish` was not called."""
         return [one for one in self._builds.values() if one.group.done() and not one.is_finished]
 
     def standing(self, generation: int) -> Collectives:
-        """The group of a generation that is in use or stands."""
+        """The group of a generation that is in use or built."""
         if self.in_use is not None and self.in_use.generation == generation:
             return self.in_use
         return self._builds[generation].group.result(0)
@@ -85,7 +85,7 @@ class Generations:
         build = self._builds[generation]
         old = [self.in_use]
         self.in_use = build.group.result(0)
-        # The destructor of a group whose rank has died may wait for that rank: so the list has the only reference, and
+        # The destructor of a group with a dead rank may wait for that rank. So the list holds the only reference, and
         # the thread drops it.
         threading.Thread(target=old.clear, name="old generation", daemon=True).start()
         self._builds = {newer: one for newer, one in self._builds.items() if newer > generation}

@@ -8,7 +8,7 @@ from elche_worker.collectives.header import Row
 
 
 class Headers:
-    """Keeps rows of which only the digest was sent, until their round is committed (protocol P5.5)."""
+    """Keeps rows whose digest alone was sent, until their round is committed (protocol P5.5)."""
 
     def __init__(self) -> None:
         self._send_digests: set[int] = set()
@@ -30,7 +30,7 @@ class Headers:
             ack.header.extend(map(_message, rows))
 
     def forget(self, round_id: int) -> None:
-        """The rounds up to this one are committed."""
+        """Drops the rows of rounds up to this one, which are committed."""
         self._untold = {one: kept for one, kept in self._untold.items() if one > round_id}
 
     def untold(self, generation: int) -> list[rank_pb2.HeaderTold]:

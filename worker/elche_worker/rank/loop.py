@@ -50,7 +50,9 @@ LOGGERS_GRACE_S = 2.0
 """Seconds for which a rank that leaves waits for the job's loggers to finish."""
 
 LAST_ROUND_S = 8.0
-"""Seconds for which a rank that stops without a coordinator waits for its last round: time is left to write a draft."""
+"""Seconds for which a rank that stops without a coordinator waits for its last round, so that time is left to write a
+draft.
+"""
 
 MAX_REASON_CHARS = 1000
 """Most characters of a reason, for people, that a message has."""
@@ -133,12 +135,12 @@ class RankLoop:
         return self._replica.progress
 
     def rehearse(self, *, warms_up: bool) -> None:
-        """Before the rank is ready, evaluates a batch, and trains one if it `warms_up`; both leave no trace."""
+        """Before the rank is ready, evaluates a batch, and with `warms_up` trains one; neither leaves a trace."""
         self._replica.rehearse(warms_up=warms_up)
 
     def run(self) -> None:
-        """Trains until the coordinator tells the rank to leave. Raises `Leave` then, `StoppedAlone`, and what user code
-        raises.
+        """Trains until the coordinator tells the rank to leave, and raises `Leave` then. Raises `StoppedAlone` if the
+        rank stops without a coordinator, and the errors of user code.
         """
         # The order matters: commands first, since they may abandon what comes next; a result before chores and batches,
         # since the round commits only when all have it; chores before the next round, which overwrites the result.
@@ -171,7 +173,7 @@ class RankLoop:
 
     @property
     def _may_train(self) -> bool:
-        """True if the rank may train a batch now, should one be ready. Not before it has a version: the first round
+        """True if the rank may train a batch now, once one is ready. False until it has a version: the first round
         gives every rank the same model.
         """
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
@@ -234,7 +236,9 @@ class RankLoop:
         self._replica.take_lease(lease)
 
     def _give_reserve_back(self) -> None:
-        """Answers `Recall`. Grants first: after `Recalled` the coordinator counts on no granted round being entered."""
+        """Answers `Recall`. Grants are dropped first: once `Recalled` is sent, the coordinator relies on it that no
+        granted round is entered.
+        """
         self._rounds.give_grants_back()
         recalled = rank_pb2.Recalled(num_samples=self._reserve.give_back())
         self._session.send(rank_pb2.ConverseRequest(recalled=recalled))
@@ -244,19 +248,20 @@ class RankLoop:
         every = self._rounds.go_on_alone()
         if every and not self._reserve.is_empty:
             left = self._loader.num_leased - self._meter.num_processed
+            # enough for the batches until the next granted round
             self._reserve.permit_batches(every - left // self._batch_size)
 
     @property
     def _stops_alone(self) -> bool:
-        """True if the rank was told to stop, and the coordinator, which would have its work committed, is away."""
+        """True if the rank was told to stop while the coordinator, which would have its work committed, is away."""
         return self._control.is_told_to_stop and not self._session.is_connected
 
     def _stop_alone(self) -> NoReturn:
-        """Ends training without a coordinator: finishes the round that is running, or else enters the next granted one,
-        and leaves its result as the draft of a checkpoint.
+        """Ends training without a coordinator: finishes the running round, or else enters the next granted one, and
+        leaves its result as the draft of a checkpoint. Raises `StoppedAlone`.
 
-        Ranks that are stopped at the same time so end with the same round. If some are one round further, that round
-        does not complete; those ranks leave no draft, and the others do.
+        Ranks that are stopped at the same time thus end with the same round. If some are one round ahead, that round
+        does not complete: they leave no draft, and the others do.
         """
         if self._averaging.is_running:
             self._apply_result()
@@ -266,7 +271,7 @@ class RankLoop:
                 self._apply_result()
         try:
             round_id, draft = self._replica.leave_draft()
-        except Exception as error:  # the job goes back to an older checkpoint, whatever the storage raises
+        except Exception as error:  # the job then goes back to an older checkpoint, whatever error the storage raised
             print(f"elche: no draft of a checkpoint can be written: {error}", file=sys.stderr)
             round_id, draft = 0, ""
         raise StoppedAlone(round_id, draft)
@@ -336,8 +341,8 @@ class RankLoop:
         self._group.abandon(generation)
 
     def _abandon(self, generation: int) -> None:
-        """Abandons a generation: ends its round, if one runs, reports the outcome, and enters no other. The outcome
-        goes before `Abandoned`, after which the coordinator decides the generation's open rounds by what it has heard.
+        """Abandons a generation: ends its round if one runs, reports the round's outcome, and enters no other round of
+        it. The outcome is sent before `Abandoned`, on which the coordinator decides the generation's open rounds.
         """
         group = self._replica.generations.in_use
         if self._averaging.is_running and group is not None and group.generation == generation:
@@ -358,8 +363,8 @@ class RankLoop:
         starved = self._may_train and not self._is_out_of_work
         throttled = not self._is_out_of_work and self.local_step >= self._rounds.limit_step
         with self._control.wake:
-            # Others may wait for a round that depends on this rank's last batches. Only once its report is allowed: at
-            # the end of each wait it would be sent for every batch.
+            # Others may wait for a round that depends on this rank's last batches. The report is sent only when it is
+            # allowed: at the end of each wait it would be sent for every batch.
             if self._meter.has_unreported:
                 due_s = self._report_times.allowed_s - started_s
                 if not self._control.wake.wait_for(self._has_something_to_do, timeout=max(0.0, due_s)):
@@ -437,12 +442,12 @@ class RankLoop:
     # Rounds
 
     def _enter(self, round_id: int, *, is_last: bool = False) -> None:
-        """Takes the snapshot and starts averaging; a blocking round also applies its result. The result of one that
-        `is_last` will be left as a draft.
+        """Takes the snapshot and starts averaging; for blocking averaging, also applies the result. With `is_last` the
+        result is kept to be left as a draft.
         """
-        if self._control.leaving is not None:  # the others may have left too: the collective would wait for them
+        if self._control.leaving is not None:  # the others may have left too, and the collective would wait for them
             raise Leave(self._control.leaving)
-        # Here the loop waits for the device, once per round: the round's compute time has to be complete.
+        # The loop waits for the device here, once per round: the round's compute time has to be complete.
         self._meter.add_times(self._replica.timer.finish())
         self._note_batches()
         self._read_grad_norm()
@@ -453,7 +458,8 @@ class RankLoop:
         entered = rank_pb2.RoundEntered(round=round_id, generation=generation)
         self._session.send(rank_pb2.ConverseRequest(round_entered=entered))
         started_s = time.perf_counter()
-        is_away = not self._session.is_connected  # if the rank is then stopped, it leaves its last result as a draft
+        # a rank that is stopped while the coordinator is away leaves its last result as a draft
+        is_away = not self._session.is_connected
         act = EnterRound(self._replica.row(round_id, generation), may_be_checkpoint, keeps_result=is_away)
         self._group.send(act)
         self._replica.enter_round(act)
@@ -463,7 +469,7 @@ class RankLoop:
             self._apply_result()
 
     def _apply_result(self) -> None:
-        """Puts the result into the model and reports it, or reports that there is none."""
+        """Puts the result into the model and reports it, or reports that the round has none."""
         started_s = time.perf_counter()
         generation = self._await_result()
         entered = self._replica.entered
@@ -506,8 +512,9 @@ class RankLoop:
         def is_over() -> bool:
             return self._averaging.is_done or control.leaving is not None or generation in control.abandoned
 
-        # Without a time limit: a slow rank may take as long as it needs. The coordinator ends the wait, by abandoning
-        # the generation, when a rank has died; without a coordinator a rank that is to stop gives up by itself.
+        # No time limit: a slow rank may take as long as it needs. If a rank has died, the coordinator abandons the
+        # generation, which ends the wait. Without a coordinator, a rank that is told to stop gives up after
+        # `LAST_ROUND_S`.
         with control.wake:
             control.wake.wait_for(lambda: is_over() or self._stops_alone)
             if self._stops_alone:
@@ -563,7 +570,7 @@ class RankLoop:
         kept = rank_pb2.BestKept()
         try:
             keep_best(self._launch.model_path, order.checkpoint, restores=order.restores)
-        except Exception as error:  # the job keeps its last model, whatever the storage raises
+        except Exception as error:  # the job keeps its last model, whatever error the storage raised
             kept.error = sendable(f"the best model cannot be stored: {error}"[:MAX_REASON_CHARS])
             print(kept.error, flush=True)
         self._session.send(rank_pb2.ConverseRequest(best_kept=kept))

@@ -79,11 +79,11 @@ LEAVE_GRACE_S = 3.0
 MEMBER_GRACE_S = 2.0
 """Seconds for which a process of a replica group waits before it reports an error that may be a failed collective."""
 PEERS_GRACE_S = 10.0
-"""Seconds for which it waits if the error certainly is a failed collective: enough for the agent, even on a busy host,
-to report how the first process of the group ended, and to end the others.
+"""Seconds for which a process of a replica group waits before it reports a failed collective: enough for the agent,
+even on a busy host, to report how the first process of the group ended, and to end the others.
 """
 VERDICT_S = 10.0
-"""Seconds for which a rank that has failed waits to be told to leave, which shows that its error has arrived."""
+"""Seconds for which a failed rank waits to be told to leave, which shows that the coordinator has its error."""
 READ_BETWEEN = (
     "samples are read between batches and not ahead of them: only the thread that made the data set can read it. With "
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
@@ -100,7 +100,7 @@ def main(launch: Launch) -> None:
     os.environ.update(launch.environment)
     if launch.is_loop:
         become_script(launch)
-    # The agent may be killed without a chance to end its ranks, and they would go on for ever beside their successors.
+    # An agent that is killed cannot end its ranks, and they would go on forever next to their successors.
     threading.Thread(target=_end_with_agent, name="agent", daemon=True).start()
     keep_survivors_alive()
     as_a_script(launch.file_name, launch.arguments)
@@ -125,11 +125,11 @@ def main(launch: Launch) -> None:
         _end(session, 0)
     except StoppedAlone as stopped:
         print(f"elche: this rank stops: {stopped}", file=sys.stderr)
-        _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # it is no fault of the job
+        _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # the job is not at fault
     except CollectiveFailed as error:
         print(f"elche: {error}", file=sys.stderr)
         if not isinstance(error, OperationStuck):
-            _await_verdict(control)  # another replica group is lost: the coordinator decides what follows
+            _await_verdict(control)  # another replica group is lost, and the coordinator decides what follows
         _end(session, LEFT_ALONE)
 
 
@@ -197,7 +197,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
-    time.sleep(VERDICT_S)  # time for the leader to be told what follows; the agent then ends this process too
+    time.sleep(VERDICT_S)  # time for the leader to learn what follows; the agent then ends this process too
     os._exit(code)
 
 
@@ -207,8 +207,8 @@ def _pass_on(failure: bytes, session: Session) -> None:
 
 
 def _let_others_tell(launch: Launch, error: BaseException) -> None:
-    """Delays the report of a failed collective: if a process of the group has ended, the agent knows why, and reports
-    it and ends the others first.
+    """Delays the report of a failed collective. If a process of the group has ended, the agent knows why: it reports
+    that first, and ends the others.
     """
     if launch.group_size > 1 and isinstance(error, PeerLost | RuntimeError):
         time.sleep(PEERS_GRACE_S if isinstance(error, PeerLost) else MEMBER_GRACE_S)
@@ -221,7 +221,7 @@ def _await_verdict(control: Control) -> None:
 
 
 def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
-    """Reads the user's file, then selects the device: the file may set environment variables for it."""
+    """Reads the user's file, and then selects the device, since the file may set environment variables for it."""
     enter_folder(launch, channel)
     enter_packages(launch.requirements, Path(launch.packages_dir))
     if launch.missing_secrets:
@@ -229,7 +229,7 @@ def _load(launch: Launch, channel: grpc.Channel) -> JobDefinition:
             f"the host has no secret {launch.missing_secrets[0]}: put its value into a file of that name in the folder "
             "that elche-worker --secrets names"
         )
-    seed_all(0)  # what the file draws itself is alike on every rank
+    seed_all(0)  # as every rank does, so that random numbers that the file draws are the same
     job = with_settings(load_job(launch.source, launch.file_name, launch.module), launch.settings)
     if job.group_size != launch.group_size:
         raise InvalidJob(
@@ -367,8 +367,8 @@ def build(
 
 
 def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
-    """Reads the checkpoint from which the job resumes; None if it begins. Every rank reads it; of a sharded model each
-    process reads its part.
+    """Reads the checkpoint from which the job resumes; None if it starts from scratch. Every rank reads it; of a
+    sharded model each process reads its part.
     """
     if not launch.resume:
         return None
@@ -506,10 +506,10 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 
 
 def _end_with_agent() -> None:
-    """Ends this process with its agent, which holds the other end of its standard input and writes nothing to it.
+    """Ends this process when its agent ends: the agent holds the other end of standard input and writes nothing to it.
 
-    Reads the file descriptor, not `sys.stdin`: that would hold its lock for ever, and processes that user code forks
-    would hang when they close theirs.
+    Reads the file descriptor, not `sys.stdin`, whose lock would be held for ever: processes that user code forks would
+    hang when they close theirs.
     """
     while os.read(0, 4096):
         pass
@@ -517,7 +517,7 @@ def _end_with_agent() -> None:
 
 
 def _ask_to_leave(control: Control, session: Session) -> None:
-    """Asks the coordinator to let the rank leave, once it is there. When it has been away for `ALONE_AFTER_S`, has the
+    """Asks the coordinator to let the rank leave, once it answers. If it has been away for `ALONE_AFTER_S`, has the
     rank stop by itself.
     """
     has_asked = False
@@ -530,7 +530,7 @@ def _ask_to_leave(control: Control, session: Session) -> None:
 
 
 def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> None:
-    """Writes down what the rank had to say, and where its draft is, for the next agent with this work folder."""
+    """Records the rank's unsent messages, and where its draft is, for the next agent with this work folder."""
     unsaid = session.unsaid
     record = StoppedRank(
         job_id=launch.job_id,
@@ -547,7 +547,7 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
     try:
         record.save(Path(launch.output_dir))
     except OSError as error:
-        print(f"elche: what this rank had to say cannot be kept: {error}", file=sys.stderr)
+        print(f"elche: this rank's unsent messages cannot be kept: {error}", file=sys.stderr)
         return
     kept = f"; {stopped.draft} has its model of round {stopped.round}" if stopped.round else ""
     print(f"elche: its work is handed in when its worker and the coordinator are back{kept}", file=sys.stderr)

@@ -1,8 +1,9 @@
-"""The packages that a job requires beside those of its host: uv installs them once, into a folder of their own.
+"""The packages that a job requires in addition to those of its host: uv installs them once, into a folder of their own.
 
-The host's packages, above all torch, are used as they are. So uv is asked what it would install into the agent's
-environment with every version pinned; only that is installed, and comes first in `sys.path`. Folders are keyed by the
-requirements and the host's packages; the least recently used ones are removed when there are too many.
+The host's packages, above all torch, are used as they are. uv is asked what it would install into the agent's
+environment with the version of every present package pinned; only that is installed, and its folder comes first in
+`sys.path`. Folders are named by the requirements and the host's packages. The least recently used ones are removed when
+there are too many.
 """
 
 import fcntl
@@ -79,6 +80,7 @@ def _lock(folder: Path, kind: str, how: int) -> IO[str]:
 
 
 def _install(requirements: Sequence[str], pins: Sequence[str], folder: Path) -> None:
+    """Installs what the host lacks into the folder, which appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".draft-") as temporary:
         draft, wanted, held = (Path(temporary) / name for name in ("packages", "wanted.txt", "held.txt"))
         wanted.write_text("\n".join(requirements) + "\n")
@@ -132,7 +134,7 @@ def _remove_old(cache: Path) -> None:
     for draft in cache.glob(".draft-*"):  # of a process that was killed
         if time.time() - _used_at(draft) > 2 * INSTALL_S:
             shutil.rmtree(draft, ignore_errors=True)
-    # Both locks: a process that holds `.build` has found the folder and is about to take `.use`.
+    # Takes both locks: a process that holds `.build` has found the folder and is about to take `.use`.
     now = fcntl.LOCK_EX | fcntl.LOCK_NB
     for folder in folders[: max(0, len(folders) - MAX_FOLDERS)]:
         with suppress(BlockingIOError), _lock(folder, ".build", now), _lock(folder, ".use", now):

@@ -1,4 +1,4 @@
-"""What a replica is built from, and what it says of a round."""
+"""What a replica is built from, and what it reports of a round."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ class EnteredRound:
     """Samples that its snapshot contains, since the incarnation began."""
     work: RoundWork
     state: dict[str, Any] | None = None
-    """State captured with the snapshot, for a checkpoint of the result; None if there will be none."""
+    """State captured with the snapshot for a checkpoint of the result; None if the result will not become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Parts:
     backs_off: bool = False
     """True if batches are split into more parts when memory runs out."""
     looked: Looked = field(default_factory=Looked)
-    """What was seen of the data set."""
+    """What was found when samples of the data set were read."""
     eval_dataset: Any = None
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None

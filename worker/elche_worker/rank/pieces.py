@@ -24,7 +24,7 @@ from elche_worker.model.tensors import Piece
 class Pieces:
     """Writes checkpoints of a sharded model, together with the group's other processes, on the thread that calls it.
 
-    `mesh` has the group's processes in host memory, arranged as the model's.
+    `mesh` is a mesh of the group's processes on the CPU, with the shape of the model's mesh.
     """
 
     def __init__(self, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:

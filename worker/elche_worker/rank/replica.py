@@ -1,8 +1,8 @@
 """One process's model, or its part of one: trains, averages, evaluates and saves it.
 
 The rank's loop decides when. In a replica group each process has a `Replica`: the leader's loop sends each act (`acts`)
-to the others before it carries it out, and they carry out the same (`follower`). So all processes of the group are in
-the same method when it exchanges something within the group.
+to the others before it carries it out, and they carry out the same act (`follower`). So all processes of the group are
+in the same method whenever they exchange something within the group.
 """
 
 import faulthandler
@@ -144,9 +144,9 @@ class Replica:
         than the newest are newcomers and have no weight.
         """
         self._result = ResultExtent(0, 0, 0)
-        """The training in the last result, from which `progress` counts on."""
+        """The training in the last result, to which `progress` adds what was trained since."""
         self._has_result = False
-        """True if the round that was entered last has a result, which was applied."""
+        """True if the round that was entered last has a result, and it was applied."""
         self._leased: Counter[int] = Counter()
         """By epoch: samples leased and not trained."""
         self.epoch = -1
@@ -233,7 +233,9 @@ class Replica:
         self.generations.build(act)
 
     def finish_build(self, generation: int) -> str:
-        """Waits until all processes of the rank are connected, or one has failed. Returns why it failed, else ""."""
+        """Waits until all processes of the rank are connected, or one has failed. Returns the reason of the failure, or
+        "".
+        """
         problems = self.replica_group.exchange(self.generations.finish(generation))
         problem = next(filter(None, problems), "")
         if problem:
@@ -259,7 +261,7 @@ class Replica:
 
     def rehearse(self, *, warms_up: bool) -> None:
         """Checks that checkpoints and the trained model can be written and read. Where ranks share evaluations,
-        evaluates a batch and drops the outcome (protocol P12.10). If it `warms_up`, also trains one.
+        evaluates a batch and drops the outcome (protocol P12.10). With `warms_up`, also trains a batch without effect.
         """
         check_savable(self.model, self._left_out.names)
         check_state(self.optimizers)
@@ -287,9 +289,9 @@ class Replica:
 
     def warm_up(self) -> None:
         """Trains a batch and drops its effects, before any other rank waits for this one (protocol P19.2)."""
-        # What is warmed up: kernels are compiled, autotuned and loaded, memory is allocated. All others would wait in
-        # the first round for a rank that does so with its first batch.
-        state = capture_rng_state()  # first: the data set may draw random numbers too
+        # Warming up compiles, autotunes and loads kernels, and allocates memory. If a rank did so with its first batch,
+        # all others would wait for it in the first round.
+        state = capture_rng_state()  # first, since the data set may draw random numbers too
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
         if data is not None:
@@ -299,13 +301,13 @@ class Replica:
         restore_rng_state(state)
 
     def train(self, act: TrainBatch) -> None:
-        """Trains the batch that is ready, or this process's part of it. One that is None is only counted."""
+        """Trains the batch that is ready, or this process's part of it. A batch whose data is None is only counted."""
         asked_s = time.perf_counter()
         batch = self.loader.take()
         if self.loader.is_in_step:
             self.meter.add_data_wait((time.perf_counter() - asked_s) * 1000)
         data = self.loader.transfer.receive(batch.data, batch.event)
-        if not self.replica_group.is_leader:  # callbacks may have set the factor on the leader alone
+        if not self.replica_group.is_leader:  # callbacks may have set the factor on the leader only
             self.rates.factor = act.factor
         if batch.epoch != self.epoch:
             self._begin_epoch(batch.epoch)
@@ -333,14 +335,15 @@ class Replica:
             self.meter.add_times(times_ms)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Calls `epoch_fn` once for each epoch since the last one that this process has begun, also for epochs of which
-        it got no batch: a change that the user makes in one of them, such as unfreezing layers, would be missing here.
+        """Calls `epoch_fn` for each epoch since the last one that this process has begun. Epochs without a batch for
+        this process count too: the function's changes in them, such as unfreezing layers, would otherwise be missing
+        here.
         """
         if epoch <= self._begun_epoch:  # leases of two epochs may alternate at an epoch's end
             self.epoch = epoch
             return
         had = self.rates.to_json()
-        self.averaging.order_change()  # the callback may do anything
+        self.averaging.order_change()  # the callback may change parameters
         for begun in range(self._begun_epoch + 1 if self._begun_epoch >= 0 else epoch, epoch + 1):
             self.epoch = self._begun_epoch = begun
             self._call_epoch_fn(begun, had)
@@ -348,9 +351,9 @@ class Replica:
         self.replica_group.share_learning_rates(self.rates)
 
     def _call_epoch_fn(self, epoch: int, had: dict[str, Any]) -> None:
-        """Calls `epoch_fn`. `had` are the learning rates before the call. If they come from a checkpoint, or from the
-        source of a round, that had called it for this epoch already, they are restored afterwards: a function that
-        multiplies the rates must have its effect once.
+        """Calls `epoch_fn`. `had` has the learning rates from before the call. If these come from a checkpoint, or from
+        the source of a round, for which the function was called for this epoch already, they are restored afterwards: a
+        function that multiplies rates must take effect once.
         """
         self.callbacks.call(self._job.epoch_fn, self.view, epoch, on_every_rank=True)
         if epoch <= self.rates.epoch:
@@ -367,7 +370,7 @@ class Replica:
     def enter_round(self, act: EnterRound) -> EnteredRound:
         """Takes the snapshot and starts averaging, in the generation that the row names."""
         is_new_group = self._use_generation(act.row.generation)
-        # An epoch of which nothing is left here may be complete with this round, and its result is then evaluated.
+        # If no leased samples of an epoch are left here, this round may complete it, and its result may be evaluated.
         ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
         self._reshard()
         self.checkpoints.capture.finish_copy()
@@ -408,7 +411,7 @@ class Replica:
             round=round_id,
             layout_hash=self.layout.hash,
             weight=self.meter.work.weight,
-            finite=1,
+            finite=1,  # set by `averaging` once the values are checked
             cut=self.meter.num_processed,
             local_step=self.meter.local_step,
             compute_us=round(self.meter.work.compute_ms * 1000),
@@ -434,7 +437,8 @@ class Replica:
         self._handing.take(averaged.state)
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         self._has_result = True
-        if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):  # once may be a broken batch
+        # a single time may be due to a bad batch
+        if not averaged.is_finite or (averaged.is_discarded and self._was_discarded):
             self._forget_moments()
         self._was_discarded = averaged.is_discarded
         self._left_out.check(row.frozen for row in averaged.rows)
@@ -448,7 +452,7 @@ class Replica:
         return AppliedResult(averaged, digest)
 
     def _show_result(self, *, has_work: bool) -> None:
-        """Captures the result for a checkpoint, and calls the job's `after_round` if it contains work of any rank: the
+        """Captures the result for a checkpoint, and calls the job's `after_round` if any rank's work is in it. The
         round that distributes the initial model has none.
         """
         at_entry = self.entered.state
@@ -464,7 +468,7 @@ class Replica:
             self.checkpoints.capture_result(self.entered.round, at_entry)
 
     def _call_after_round(self) -> None:
-        """Calls `after_round`. Its changes to the model are applied to the result too, beside newer steps."""
+        """Calls `after_round`. Its changes to the model are applied to the result too; newer steps are kept."""
         if self._job.after_round is None:
             return
         self.checkpoints.capture.finish_copy()
@@ -475,9 +479,9 @@ class Replica:
         self.layout.take_changes(before)
 
     def _forget_moments(self) -> None:
-        """Clears the optimizer's state, unless the round has averaged it. Called after this rank's parameters were not
-        finite, or were left out twice in a row: the state is probably wrong too. In other cases it stays, since the
-        next steps are worse without it.
+        """Clears the optimizer's state, unless rounds average it. Called after this rank's parameters were not finite,
+        or were left out twice in a row, since the state is then probably wrong too. Otherwise it stays: without it the
+        next steps are worse.
         """
         if self._job.optimizer_state == "local":
             for optimizer in self.optimizers:
@@ -488,7 +492,7 @@ class Replica:
         return self.layout.result_digest() if self._job.overlaps and self.layout.has_result else self.layout.digest()
 
     def _reshard(self) -> None:
-        """Frees parameters that the last forward has left gathered, so that the model consists of the shards again."""
+        """Frees parameters that the last forward pass has gathered, so that the model consists of its shards again."""
         if self._parts.built.sharded is not None:
             self._parts.built.sharded.reshard()
 
@@ -528,7 +532,9 @@ class Replica:
 
     @property
     def _round_held(self) -> int:
-        """The round whose result is in the flat buffers or the model: the one entered last; 0 when it is in neither."""
+        """The round whose result is in the flat buffers or the model, which is the one entered last; 0 if its result is
+        in neither.
+        """
         is_in_model = self.local_step == self._result.local_step
         return self.entered.round if is_in_model or self.layout.has_result else 0
 
@@ -538,8 +544,8 @@ class Replica:
             self.layout.swap()
 
     def leave_draft(self) -> tuple[int, str]:
-        """Writes the result of the round that was entered last as a draft of a checkpoint, unless another rank of this
-        host does. Returns the round and the draft's folder; (0, "") without one. Raises what the storage raises.
+        """Writes the result of the round entered last as a draft of a checkpoint, unless another rank of this host
+        does. Returns the round and the draft's folder; (0, "") without a draft. Raises the storage's errors.
         """
         held = self._round_held if self._has_result else 0
         group, target = self.generations.in_use, self.checkpoints.writer.target
@@ -553,8 +559,8 @@ class Replica:
 
     @contextmanager
     def _result_in_model(self) -> Iterator[None]:
-        """Context in which the model has the round's result instead of newer steps. A rank alone may not have kept it,
-        since it could not know that it would be asked for (protocol P12.3): the newer steps stay then.
+        """Context in which the model has the round's result instead of newer steps. A rank that is alone may not have
+        kept the result, since it could not know that it would be needed (protocol P12.3): the newer steps then stay.
         """
         has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
         if has_newer_steps:
@@ -593,8 +599,8 @@ class Replica:
 
 @contextmanager
 def _peers_told_apart() -> Iterator[None]:
-    """Wraps user code that may use collectives, of a sharded model or of its own. Turns errors by which a peer is lost
-    into `CollectiveFailed`; others are errors of the job.
+    """Wraps user code that may use collectives, of a sharded model or of its own. Raises `CollectiveFailed` for errors
+    that show a lost peer; other errors are the job's.
     """
     try:
         yield
@@ -605,7 +611,7 @@ def _peers_told_apart() -> Iterator[None]:
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[CheckpointTarget, About]:
-    """Returns the place of the job's checkpoints, and the job's part of their manifests."""
+    """Returns the place of the job's checkpoints, and the job's fields of their manifests."""
     root = job.checkpoint_dir or str(Path(launch.output_dir) / "checkpoints")
     about = About(
         job=launch.job_id,

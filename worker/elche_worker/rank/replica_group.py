@@ -41,8 +41,8 @@ class ReplicaGroup(Protocol):
         ...
 
     def abandon(self, generation: int) -> None:
-        """On the leader: has the others abort the generation's round at once. Called on the session's thread, while the
-        loops of all may be blocked until the round ends.
+        """On the leader: has the others abort the generation's round at once. Called on the session's thread, because
+        the loops of all processes may be blocked until the round ends.
         """
         ...
 
@@ -71,13 +71,13 @@ class ReplicaGroup(Protocol):
     def combine(
         self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
     ) -> tuple[Average, int | None]:
-        """Combines distance, bytes and digest over the processes of the group, and adds all losses to the leader's
-        `work`. `norm` is the parameter norm of this process's part.
+        """Combines distance, bytes and digest over the group's processes, and adds all losses to the leader's `work`.
+        `norm`: the parameter norm of this process's part.
         """
         ...
 
     def parameter_norm(self, own: float | None) -> float | None:
-        """The parameter norm of the whole model; `own` is the present one of this process's part."""
+        """The parameter norm of the whole model. `own`: the present norm of this process's part."""
         ...
 
     def new_pieces(self) -> "Pieces | None":

@@ -17,16 +17,16 @@ class RoundCheckpoints:
         self.capture = capture
         self.writer = writer
         self._captured: dict[int, CheckpointData] = {}
-        """By round, until it is committed: written then, or its memory is reused."""
+        """Captured states by round. When the round is committed, its state is written or its memory reused."""
 
     def capture_result(self, round_id: int, at_entry: dict[str, Any]) -> None:
         """Captures the result in the flat buffers, with the state that was captured when the round was entered."""
         self._captured[round_id] = self.capture.capture(at_entry)
 
     def capture_late(self, round_id: int, newest: int) -> bool:
-        """Captures a result whose round was not announced as one that may become a checkpoint, unless that was done
-        already. Its moments are a few batches newer than the result (protocol P12.5). Returns False when the flat
-        buffers have it no more: `newest` is the round that was entered last.
+        """Captures a result although its round was not announced as one that may become a checkpoint; does nothing if
+        it was captured already. Its moments are a few batches newer than the result (protocol P12.5). Returns False if
+        the flat buffers no longer have the result: `newest` is the round entered last.
         """
         if round_id not in self._captured and round_id != newest:
             return False
@@ -35,8 +35,8 @@ class RoundCheckpoints:
         return True
 
     def write_draft(self, held: int) -> Path:
-        """Writes the result in the flat buffers, of the round `held`, as a draft, and waits for it; returns its
-        folder. Raises what the storage raises.
+        """Writes the result in the flat buffers, which is that of round `held`, as a draft, and waits for it; returns
+        its folder. Raises the storage's errors.
         """
         self.capture_late(held, held)
         return self.writer.write_draft(self._captured.pop(held), self.capture)

@@ -16,8 +16,8 @@ class RoundMemory:
     """
 
     def __init__(self, wanted: str, transfer: DeviceTransfer, size_bytes: int) -> None:
-        """`wanted` is the setting `memory`; rounds need `size_bytes`, which prefetched batches leave free
-        until then.
+        """`wanted` is the setting `memory`. Rounds need `size_bytes`, which prefetched batches leave free until the
+        choice is made.
         """
         self._transfer = transfer
         self._size_bytes = size_bytes
@@ -26,7 +26,7 @@ class RoundMemory:
             transfer.set_aside_bytes = size_bytes
 
     def place(self, group: Collectives, local_step: int) -> ValuesPlace:
-        """The place of the next round's values, in this group and after `local_step` batches."""
+        """The place for the next round's values, in this group and after `local_step` batches."""
         if group.device.type == "cpu":
             return ValuesPlace.DEVICE
         if self._chosen is None and local_step >= LEAST_BATCHES:
@@ -36,7 +36,7 @@ class RoundMemory:
         return self._chosen or ValuesPlace.PAGEABLE
 
     def _choose(self, spare_bytes: int) -> ValuesPlace:
-        # `plan` has set this to 0 if training leaves less, and prefetched batches may then have taken it.
+        # `plan` sets this to 0 if training leaves less memory; prefetched batches may have taken it then.
         is_room = self._transfer.set_aside_bytes >= self._size_bytes
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))

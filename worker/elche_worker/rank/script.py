@@ -1,7 +1,7 @@
 """`python -m elche_worker.rank.script FD`: a rank of a submitted script with its own loop (protocol P26).
 
-The process that was forked for the rank becomes this one, so that the script runs in a fresh interpreter, as with
-`python SCRIPT`: its own `__main__`, its own handlers at exit, and CUDA untouched.
+The process that was forked for the rank replaces itself by this program, so that the script runs in a fresh interpreter
+as with `python SCRIPT`: with its own `__main__` and exit handlers, and with CUDA untouched.
 """
 
 import os
@@ -31,8 +31,8 @@ def become_script(launch: Launch) -> NoReturn:
     """Replaces this process by one that runs the script."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    # In memory, not as an argument: the launch has the rank's secret, and arguments can be read by all users of the
-    # host.
+    # In memory, not as an argument: the launch line has the rank's secret, and all users of the host can read
+    # arguments.
     file = sealed(launch.to_line())
     file.flush()
     os.set_inheritable(file.fileno(), True)
@@ -44,7 +44,7 @@ def main() -> None:
     """Fetches what the script needs, and runs it."""
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         launch = Launch.from_line(file.read())
-    os.environ["SPT_NOENV"] = "1"  # or the title overwrites the environment that /proc shows
+    os.environ["SPT_NOENV"] = "1"  # otherwise the title overwrites the environment that /proc shows
     setproctitle(f"elche rank {launch.rank} of {launch.job_id}")
     del os.environ["SPT_NOENV"]
     write_when_asked(f"{launch.output_dir}/rank-{launch.rank}.log")
@@ -69,7 +69,9 @@ def _prepared(launch: Launch) -> str:
 
 
 def _written(launch: Launch) -> str:
-    """Writes the script; returns its path. Each rank writes the same file, with a draft of its own: none finds half."""
+    """Writes the script; returns its path. Each rank writes the same file through a draft of its own, so that none
+    reads half of it.
+    """
     path = Path(launch.output_dir) / f"{FOLDER}{launch.job_id}" / Path(launch.file_name).name
     draft = path.with_name(f".{path.name}.{launch.rank}")
     try:

@@ -59,30 +59,33 @@ class Spawner:
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._immortal: set[int] = set()
-        """Strays that were killed and have not ended, such as in a driver that hangs: they are not waited for again."""
+        """Strays that were killed and have not ended, for example because they hang in a driver: they are not waited
+        for again.
+        """
         self._running: dict[int, int] = {}
-        """The agent's number of each process, by process id. A process stays until it is reaped, before which its id
-        cannot be reused.
+        """The agent's number of each process, by process id. A process stays here until it is reaped: before that its
+        id cannot be reused.
         """
         self._logs: dict[int, str] = {}
         """Log of each process, by process id."""
         self._launches: deque[int] = deque()
-        """Launch lines as file descriptors, in the order of requests. Only the ranks read them: a secret that this
-        process read would be in the memory of all processes that it forks later.
+        """Launch lines as file descriptors, in the order of requests. Only ranks read them: a secret that this process
+        read would stay in its memory, and so in that of every process that it forks later.
         """
         self._requests: deque[bytes] = deque()
         self._rest = b""
         """The beginning of an incomplete request."""
         self._selector = selectors.DefaultSelector()
-        # A signal handler may run between any two lines; so the kernel's SIGCHLD only writes a byte into a pipe, and
-        # the loop below reaps when it reads it.
+        # A signal handler may run between any two lines. So the kernel's SIGCHLD only writes a byte into a pipe, and
+        # the loop in `serve` reaps when it reads the byte.
         self._wakeup, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
 
     def serve(self) -> None:
         """Returns when the agent has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a host: ranks leave in order first
+        # sent to all processes when a host shuts down: ranks leave in order first
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -144,8 +147,8 @@ class Spawner:
         self._tell(number=number, pid=pid)
 
     def _reap(self) -> None:
-        """Reports processes that have ended, and kills processes that user code has left behind. Strays first: when the
-        agent hears of the end, it gives the devices to other ranks, which would find their memory taken.
+        """Reports processes that have ended, after killing those that user code has left behind. If the agent heard of
+        the end first, it would give the devices to other ranks, which would find their memory taken.
         """
         ended = {}
         for pid in list(self._running):
@@ -159,8 +162,8 @@ class Spawner:
             self._end_strays()
 
     def _end_strays(self, session: int | None = None) -> None:
-        """Kills processes that ended ranks have left behind: those of an ended rank's session, and daemons outside of
-        it, which became children of this process when the rank ended. Running ranks adopt their own orphans.
+        """Kills the processes that ended ranks have left behind: those of an ended rank's session, and daemons outside
+        of it, which became children of this process when the rank ended. Running ranks adopt their own orphans.
         """
         deadline_s = time.monotonic() + STRAYS_S
         self._immortal = {pid for pid in self._immortal if os.waitpid(pid, os.WNOHANG) == (0, 0)}
@@ -168,7 +171,7 @@ class Spawner:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, signal.SIGKILL)
         while strays := [pid for pid in children() if pid not in self._running and pid not in self._immortal]:
-            if time.monotonic() > deadline_s:  # the loop then ends: they are no strays any more
+            if time.monotonic() > deadline_s:  # ends the loop, since they no longer count as strays
                 self._immortal |= set(strays)
             for pid in strays:
                 with suppress(ProcessLookupError, PermissionError):
@@ -178,7 +181,7 @@ class Spawner:
             time.sleep(0.001)
 
     def _end_all(self) -> None:
-        """Kills processes that user code has started, which the kernel would not end with this process."""
+        """Kills processes that user code has started, since the kernel does not end them with this process."""
         for pid in self._running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -223,8 +226,8 @@ class Spawner:
         os._exit(1)
 
     def _become(self, launch_file: int, log_path: str, parent: int, num_threads: int) -> NoReturn:
-        """Runs a rank, or one of a rank's processes, in the forked process, with `num_threads` threads for computing;
-        0: as many as the spawner was started with.
+        """Runs a rank, or one of a rank's processes, in the forked process. `num_threads` is its number of threads for
+        computing; 0: as many as the spawner has.
         """
         try:
             self._leave(parent)
@@ -254,7 +257,7 @@ def _take_threads(number: int) -> None:
     if number and os.environ.get(THREADS) != str(number):
         import torch
 
-        os.environ[THREADS] = str(number)  # for its child processes: torch has read it already
+        os.environ[THREADS] = str(number)  # for its child processes; torch has read it already
         torch.set_num_threads(number)
 
 
@@ -298,12 +301,12 @@ def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEP
 
 
 def _import(*modules: str) -> None:
-    """Imports modules. An import that fails is made again by the rank, whose log then shows the error; so are all on
-    systems whose libraries do not support fork.
+    """Imports modules. If an import fails, the rank repeats it and has the error in its log. On systems whose libraries
+    do not support fork, ranks make all of these imports themselves.
     """
     if not sys.platform.startswith("linux"):
         return
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # a process that has initialised CUDA to look for it cannot be forked
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # a process that has initialised CUDA to look for it could not be forked
     before = os.environ.get(name)
     os.environ[name] = "1"
     with suppress(Exception):
@@ -332,7 +335,7 @@ def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
         _import(COMPILER)
     gc.collect()
     gc.freeze()  # the collector does not write to frozen objects, so that their pages stay shared with the ranks
-    os.environ["SPT_NOENV"] = "1"  # or titles overwrite the environment that /proc shows
+    os.environ["SPT_NOENV"] = "1"  # otherwise titles overwrite the environment that /proc shows
     setproctitle("elche spawner")
     del os.environ["SPT_NOENV"]
     Spawner(socket.socket(fileno=agent_fd)).serve()

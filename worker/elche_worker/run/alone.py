@@ -183,7 +183,7 @@ class _Rank(RateSetters):
 
 
 def _tell_skipped(epoch: int, sums: EpochSums) -> None:
-    """Says how many batches were skipped. Raises `InvalidJob` if none was trained in the first epoch."""
+    """Prints how many batches were skipped. Raises `InvalidJob` if none was trained in the first epoch."""
     if not sums.num_skipped:
         return
     if not sums.num_batches and epoch == 0:
@@ -240,7 +240,7 @@ def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: 
 
 
 class _Watch:
-    """Judges evaluations: if the monitored metric improves, and if metrics are finite."""
+    """Judges evaluations: whether the monitored metric improves, and whether metrics are finite."""
 
     def __init__(self, job: JobDefinition) -> None:
         self._job = job
@@ -265,8 +265,8 @@ class _Watch:
         self._best = value if self.is_best else self._best
 
     def end(self) -> None:
-        """Called after the final evaluation. Raises `JobFailed` if a metric that was finite before is not any more;
-        warns of one that never was.
+        """Called after the final evaluation. Raises `JobFailed` if a metric has become not finite; warns of one that
+        was never finite.
         """
         if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
             raise JobFailed(spoilt)

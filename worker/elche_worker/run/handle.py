@@ -52,7 +52,7 @@ class Handle:
         """Epochs whose evaluation was not received yet."""
         self._result: dict[str, Any] | None = None
         self._view: dict[str, Any] | None = None
-        """The newest."""
+        """The newest view."""
         self._errors: list[str] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
         for thread in self._threads:
@@ -81,7 +81,9 @@ class Handle:
         return None if self._is_over else self._take(self._metrics.get())
 
     def cancel(self) -> None:
-        """Asks the training to end after a checkpoint; `join` then raises or returns the outcome. Idempotent."""
+        """Asks the training to end after a checkpoint. `join` then raises `JobFailed`, unless the training had
+        succeeded before. Idempotent.
+        """
         if not self._is_cancelled and self._process.poll() is None:
             self._is_cancelled = True  # a second signal would end it without a checkpoint
             self._process.send_signal(signal.SIGINT)
@@ -139,7 +141,8 @@ class Handle:
                     self._started.set()
                 case "epoch":
                     self._add_epoch(event)
-                case "evaluation" if event["epoch"] in self._epochs:  # the final model's may be of an incomplete epoch
+                # the final model's evaluation may be in the middle of an epoch, which is not reported
+                case "evaluation" if event["epoch"] in self._epochs:
                     self._put(self._epochs.pop(event["epoch"]), event["metrics"])
                 case "result":
                     self._result = event

@@ -1,7 +1,7 @@
-"""Checks that ranks which run a file anew train the job on which `start()` was called.
+"""Checks that ranks, which run the job's file again, train the job on which `start()` was called.
 
-They have the file's `job`, its functions, and the global variables as the file sets them at its top level. A program
-that starts several jobs, with other functions or other values, would else get the file's own each time.
+Ranks have the file's `job`, its functions, and the global variables as the file's top level sets them. A program that
+starts several jobs, with other functions or other values, would otherwise train the file's own job each time.
 """
 
 import ast
@@ -40,7 +40,7 @@ def check_is_of_file(job: JobDefinition) -> None:
             )
     try:
         tree = ast.parse(inspect.getsource(module))
-    except (OSError, SyntaxError, TypeError):  # a notebook's cell: what it uses from others is refused
+    except (OSError, SyntaxError, TypeError):  # a notebook's cell: what it uses from other cells is refused elsewhere
         return
     for name in _globals_of([getattr(job, name) for name in own], module):
         if _has_changed(name, tree, module):
@@ -51,13 +51,15 @@ def check_is_of_file(job: JobDefinition) -> None:
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a user has written, of one that decorators and `functools.partial` have wrapped."""
+    """The user's function inside decorators and `functools.partial`."""
     inner = inspect.unwrap(function)
     return innermost(inner.func) if isinstance(inner, functools.partial) else inner
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """True for the same object, equal plain values, and functions of the same code that have such values with them."""
+    """True for the same object, for equal plain values, and for functions with the same code and alike defaults and
+    closures.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
@@ -90,8 +92,8 @@ def _content(cell: CellType) -> Any:
 
 
 def _globals_of(values: list[Any], module: ModuleType) -> list[str]:
-    """The module's variables that these functions read, by themselves and through its other functions and classes, and
-    that none of them sets, as a counter or a cache is.
+    """The module's variables that these functions read, directly or through other functions and classes of the module.
+    Those that one of them sets, such as counters and caches, are left out.
     """
     read: set[str] = set()
     written: set[str] = set()
@@ -117,6 +119,7 @@ def _set_by(code: CodeType) -> set[str]:
 
 
 def _codes_of(value: Any) -> Iterator[CodeType]:
+    """The code of a function, or of all methods of a class."""
     match innermost(value) if callable(value) else value:
         case MethodType() as method:
             yield from _codes_of(method.__func__)
@@ -128,8 +131,8 @@ def _codes_of(value: Any) -> Iterator[CodeType]:
 
 
 def _has_changed(name: str, tree: ast.Module, module: ModuleType) -> bool:
-    """True if a variable has another value than the one that the file's top level gives it, or may have, since the
-    program's own part (`if __name__ == "__main__"`) assigns to it as well.
+    """True if the variable has, or may have, another value than the file's top level gives it; also if the program's
+    own part (`if __name__ == "__main__"`) assigns to it.
     """
     at_top = [one for one in tree.body if not _is_main(one) and name in _assigned(one)]
     if not at_top:
@@ -138,7 +141,7 @@ def _has_changed(name: str, tree: ast.Module, module: ModuleType) -> bool:
         case ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(value=ast.expr() as value):
             with contextlib.suppress(ValueError):
                 literal = ast.literal_eval(value)
-                # An empty container is a cache, and one that the top level uses may be filled there.
+                # An empty container is a cache; one that the top level uses may have been filled there.
                 may_be_filled = isinstance(literal, list | dict | set) and (not literal or _is_read(name, tree))
                 return not may_be_filled and not _are_alike(literal, vars(module)[name])
     return any(name in _assigned(one) for one in tree.body if _is_main(one))
@@ -156,7 +159,7 @@ def _is_main(statement: ast.stmt) -> bool:
 
 
 def _assigned(statement: ast.stmt) -> set[str]:
-    """The names to which a statement assigns, or what it contains, outside of functions and classes."""
+    """The names to which the statement, or a statement in it, assigns, outside of functions and classes."""
     return _names(statement, ast.Store)
 
 

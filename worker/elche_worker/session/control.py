@@ -16,16 +16,16 @@ MAX_ANNOUNCED = 1 << 16
 
 @dataclass(slots=True)
 class Control:
-    """Shared between the session's thread and the loop. `wake` is notified of every change."""
+    """State that the session's thread and the loop share. `wake` is notified of every change."""
 
     wake: threading.Condition = field(default_factory=threading.Condition)
     has_news: bool = False
-    """True if `inbox` or `leaving` has changed, a group is built, or the coordinator is away. The loop reads it without
-    the lock before every batch.
+    """True if `inbox` or `leaving` has changed, the build of a group has ended, or the coordinator is away. The loop
+    reads it without the lock before every batch.
     """
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
-    """Reason for which the rank is to leave; None if it is not."""
+    """Reason for which the rank has to leave; None if it stays."""
     is_told_to_stop: bool = False
     """True once the process is to end (SIGTERM), and the coordinator has been away for more than a moment."""
     abandoned: set[int] = field(default_factory=set)
@@ -33,7 +33,9 @@ class Control:
     clock: tuple[float, float] | None = None
     """(sent, received): times of the coordinator's last clock message, by its clock and by this host's, in seconds."""
     on_abandon: Callable[[int], None] | None = None
-    """Called with a generation that is to be abandoned, on the session's thread: the loop may be unable to."""
+    """Called on the session's thread with a generation that is to be abandoned, since the loop may be blocked in its
+    collective.
+    """
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
         """Adds a command."""
@@ -45,6 +47,7 @@ class Control:
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
             self.has_news = True
             self.wake.notify_all()
+        # without the lock, which the loop needs to end its round
         if command.HasField("abandon") and self.on_abandon is not None:
             self.on_abandon(command.abandon.generation)
 
@@ -67,7 +70,7 @@ class Control:
             self.wake.notify_all()
 
     def note_news(self) -> None:
-        """Has the loop look for a build that has ended, or an absent coordinator."""
+        """Has the loop check whether the build of a group has ended, or the coordinator is away."""
         with self.wake:
             self.has_news = True
             self.wake.notify_all()
@@ -117,7 +120,7 @@ class Rounds:
     last_step: float = inf
     """Local step of the last announced round, if no batch may follow it."""
     alone_step: float = -inf
-    """Local step of the last granted round that the rank has announced to itself since."""
+    """Local step of the granted round that the rank has announced to itself since the last `SyncNow`; -inf: none."""
     last_entered: int = 0
     last_announced: int = 0
     """The newest round that the coordinator has announced; later ones are granted ones."""
@@ -164,8 +167,8 @@ class Rounds:
         self.last_step, self.alone_step = last if command.stop_after else inf, -inf
 
     def go_on_alone(self) -> int:
-        """While the coordinator is away: announces the next granted round, unless a round is announced. Returns the
-        batches between granted rounds; 0 when none are left.
+        """While the coordinator is away: announces the next granted round, unless a round is announced already. Returns
+        the number of batches between granted rounds; 0 if none are left.
         """
         away = self.away
         if away is None or (not away.count and not self.targets):
@@ -177,8 +180,8 @@ class Rounds:
         return away.every
 
     def last_alone(self) -> int | None:
-        """The round that a rank which stops without a coordinator enters at once, if there is one: whenever the others
-        come to it, it is the same for all.
+        """The round that a rank which stops without a coordinator enters at once; None if there is none. All ranks
+        choose the same one, however many batches each has trained.
         """
         self.go_on_alone()
         return min(self.targets, default=None)
@@ -208,4 +211,5 @@ class Rounds:
         self.last_entered = round_id
         newer = self.newer_batches.pop(round_id, None)
         self.apply_step = -inf if newer is None else local_step + newer
+        # the values of this dict, used as an ordered set, are None; 0 means that the round is not in it
         return self.checkpoint_rounds.pop(round_id, 0) is None

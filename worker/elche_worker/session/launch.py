@@ -21,7 +21,7 @@ class Launch:
     tls: str = ""
     """Folder of certificates for the coordinator's channel; empty: no TLS."""
     interface: str = ""
-    """Network interface on which the rank is reached by others; empty: that of the route to the coordinator."""
+    """Network interface on which others reach the rank; empty: the one of the route to the coordinator."""
     secret: str
     job_id: str
     rank: int
@@ -55,7 +55,7 @@ class Launch:
     bundle: str = ""
     """Checksum of the bundle that contains `file_name`; empty: the file is sent alone."""
     requirements: list[str] = field(default_factory=list)
-    """Packages that the file needs beside those of the agent."""
+    """Packages that the file needs in addition to the agent's."""
     module: str = ""
     """The job in the bundle, as PACKAGE.MODULE:NAME."""
     missing_secrets: list[str] = field(default_factory=list)

@@ -26,7 +26,7 @@ class Links:
     """Accepts other ranks' connections and closes them at once, and tries connections to them. No data is sent."""
 
     def __init__(self, coordinator: str, interface: str = "") -> None:
-        """Listens where gloo does."""
+        """Listens on the same network as gloo."""
         self.address = ""
         """HOST:PORT; empty if it cannot listen."""
         with suppress(OSError, InvalidJob):
@@ -39,7 +39,7 @@ class Links:
         threading.Thread(target=self._accept, name="links", daemon=True).start()
 
     def answer(self, probe: rank_pb2.Probe, tell: Callable[[rank_pb2.ConverseRequest], None]) -> None:
-        """Tests the ranks on another thread, and reports those that can be reached by `tell`."""
+        """Tests the ranks on another thread, then calls `tell` with a message that lists the reachable ones."""
 
         def run() -> None:
             reached = reachable({peer.rank: peer.address for peer in probe.peers})
@@ -49,12 +49,12 @@ class Links:
 
     def _accept(self) -> None:
         while True:
-            with suppress(OSError):  # it was closed before
+            with suppress(OSError):  # the peer has closed the connection already
                 self._listener.accept()[0].close()
 
 
 def reachable(addresses: Mapping[int, str], limit_s: float = LIMIT_S) -> list[int]:
-    """The ranks that accept a connection within `limit_s`, in order. Others have ended, or their link is broken."""
+    """The ranks that accept a connection within `limit_s`, in order. The others have ended, or their link is broken."""
     left, opened = dict(addresses), []
     began_s = next_s = time.monotonic()
     with selectors.DefaultSelector() as selector:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 _chance = random.Random()
-"""A generator of its own, since user code seeds the process's: ranks would all pause equally long."""
+"""A generator of its own: user code gives all ranks the same seed, with which they would all pause equally long."""
 
 
 def soon(pause_s: float) -> float:
@@ -28,7 +28,7 @@ SAY_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Unsaid(Generic[Message]):
-    """The rest of a conversation that one side has left, by which another process goes on with it."""
+    """The rest of a conversation that one process has left, with which another process continues it."""
 
     num_sent: int
     num_heard: int
@@ -76,15 +76,14 @@ class Outbound(Generic[Message]):
         new ones.
         """
         self.forget(taken)
-        with self._lock:  # a message that is sent meanwhile comes after the kept ones: numbers must rise on a stream
+        # under the lock, a message sent meanwhile comes after the kept ones: numbers must rise on a stream
+        with self._lock:
             for message in self._kept:
                 outgoing.put(message)
             self._queue = outgoing
 
     def is_news(self, number: int) -> bool:
-        """True if a message from the coordinator was not received before on another stream. True for
-        unnumbered ones.
-        """
+        """True if the message was not received before, on another stream. Always true for messages without a number."""
         return number == 0 or number > self.num_heard
 
     def forget(self, taken: int) -> None:
@@ -106,7 +105,7 @@ class Outbound(Generic[Message]):
             return Unsaid(self._num_sent, self.num_heard, tuple(self._kept))
 
     def go_on(self, unsaid: Unsaid[Message]) -> None:
-        """Goes on with a conversation of another process."""
+        """Continues a conversation that another process has left."""
         with self._lock:
             self._num_sent, self.num_heard = unsaid.num_sent, unsaid.num_heard
             self._kept = deque(unsaid.messages)

@@ -27,12 +27,12 @@ class ReportTimes:
         return self.is_allowed(now_s) and (now_s - self._reported_s >= self._every_s or num_batches >= MAX_BATCHES)
 
     def is_allowed(self, now_s: float) -> bool:
-        """True if a report can be sent for which others may wait."""
+        """True if a report that others may wait for can be sent now."""
         return now_s >= self.allowed_s
 
     @property
     def allowed_s(self) -> float:
-        """Time from which such a report can be sent."""
+        """Time from which a report that others may wait for can be sent."""
         return self._reported_s + EVERY_S
 
     def note(self, now_s: float, local_step: int) -> None:

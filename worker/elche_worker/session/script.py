@@ -19,11 +19,11 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except (Parted, PeerLost) as error:  # without a traceback: the line where the script waits is not at fault
+    except (Parted, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
         print(f"elche: {error}", file=sys.stderr)
         sys.exit(left_alone_code if isinstance(error, PeerLost) else 1)
     except SystemExit as error:
         if error.code:
-            sys.last_value = error  # as Python does for uncaught exceptions: open trainers report it
+            sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it
         raise

@@ -22,15 +22,17 @@ MAX_TEXT_CHARS = 32_768
 TAKEN_POLL_S = 0.01
 """Seconds between two looks whether the coordinator has the last messages, before the process exits."""
 MAX_WAITING_EVENTS = 1000
-"""User-defined events are dropped while so many messages are not durable at the coordinator."""
+"""User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that are not kept: later ones have the same, or nobody needs them later."""
+"""Messages that are not kept for the next stream: a later message of the kind replaces them, or they are useless
+then.
+"""
 FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
 """Status codes after which another stream would get the same answer."""
 Outgoing = queue.SimpleQueue[rank_pb2.ConverseRequest | None]
 
 LOST = "the coordinator is lost: "
-"""Begins the reason for which a session is lost, if the coordinator does not know the rank any more."""
+"""Prefix of the reason for which a session is lost because the coordinator does not know the rank any more."""
 
 WHEN_TOO_LARGE = {
     "ready": "it contains the names of the model's tensors, the data set's shards and the checkpoint's state; "
@@ -64,8 +66,8 @@ class Session:
         store: str = "",
         unsaid: Unsaid[rank_pb2.ConverseRequest] | None = None,
     ) -> None:
-        """`on_away` is called when a stream has ended and another is to be opened. `store` and `unsaid` are of a
-        process that has stopped, in whose name the conversation goes on.
+        """`on_away` is called when a stream has ended and another is to be opened. `store` and `unsaid` continue the
+        conversation of a process that has stopped.
         """
         self._secret = secret
         self._on_command = on_command
@@ -83,7 +85,7 @@ class Session:
         self._away_since_s = time.monotonic()
         self._closing = threading.Event()
         self._is_leaving = False
-        """Set once the session is closing: the coordinator's absence is not reported any more."""
+        """Set once the session is closing; from then on the coordinator's absence is not printed."""
         self._stub = rank_pb2_grpc.RankServiceStub(channel)
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
@@ -162,12 +164,13 @@ class Session:
             if time.monotonic() - said_s >= SAY_EVERY_S and not self._is_leaving:
                 said_s = time.monotonic()
                 print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
+            # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
             self._closing.wait(soon(retry_s))
         return self._on_lost("the session is closed")
 
     def _converse(self) -> str:
-        """Runs one stream to its end; returns why it has ended. Raises gRPC's error if it has ended by one."""
+        """Runs one stream to its end; returns why it has ended. Raises `grpc.RpcError` if it ended with an error."""
         outgoing: Outgoing = queue.SimpleQueue()
         metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_heard)))
         store = (("elche-store", self.store),) if self.store else ()
@@ -178,7 +181,7 @@ class Session:
                 if kind == "welcome":
                     self.store, self.takes_stopped = command.welcome.store, command.welcome.takes_stopped
                     self._outbound.open(outgoing, command.welcome.taken)
-                    if self._closing.is_set():  # `close` has found no stream to end
+                    if self._closing.is_set():  # `close` found no stream that it could end
                         self._outbound.close()
                 elif kind == "taken":
                     self._outbound.forget(command.taken.seq)
@@ -186,7 +189,7 @@ class Session:
                     outgoing.put(rank_pb2.ConverseRequest(pong=rank_pb2.Pong()))
                 elif self._outbound.is_news(command.seq):
                     self._on_command(command)
-                    # Only now: a command that was not handled must come again on the next stream.
+                    # Only now: a command that was not handled must be sent again on the next stream.
                     self._outbound.num_heard = command.seq or self._outbound.num_heard
         finally:
             outgoing.put(None)

@@ -41,7 +41,7 @@ class StoppedRank:
         return Unsaid(self.num_sent, self.num_heard, tuple(messages))
 
     def check(self) -> None:
-        """Raises `ValueError`, `TypeError` or `DecodeError` for values that no rank has left."""
+        """Raises `ValueError`, `TypeError` or `DecodeError` for a record that no rank can have written."""
         numbers = (self.rank, self.incarnation, self.round, self.num_sent, self.num_heard)
         if not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
             raise ValueError
@@ -49,7 +49,7 @@ class StoppedRank:
             raise ValueError
         if "\0" in self.draft:
             raise ValueError
-        self.unsaid  # noqa: B018  # raises
+        self.unsaid  # noqa: B018  # raises if a message cannot be decoded
 
     def save(self, output_dir: Path) -> None:
         """Writes the record, whole or not at all. Raises `OSError`."""
@@ -84,8 +84,8 @@ def _read(path: Path) -> StoppedRank:
 
 
 def claim(output_dir: Path, attempt: int, round_id: int) -> bool:
-    """True for the first rank that asks in this folder: it alone writes the round's result, which all others have too.
-    Raises `OSError`.
+    """True for the first rank that asks in this folder. It alone writes the round's result, since all ranks have the
+    same. Raises `OSError`.
     """
     (output_dir / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -12,9 +12,9 @@ from elche_worker.user.strategy import Strategy
 
 
 def sharding_of(job: JobDefinition, file_name: str) -> Callable[[nn.Module], ShardedModel] | None:
-    """A function that shards the job's model in place; None if each rank holds the whole model.
+    """Returns a function that shards the job's model in place; None if each rank holds the whole model.
 
-    It needs torch's default process group, of the processes that share the model, and raises `InvalidJob`.
+    The function needs a torch default process group of the processes that share the model. It raises `InvalidJob`.
     """
     if job.shard is None:
         return None

@@ -94,7 +94,7 @@ class Sharded:
         self.process_group = process_group
         self._inner: nn.Module | None = module
         self._parts = parts
-        # Kept, since a gathered module has others registered, and the optimizer has these.
+        # Kept, because the optimizer has these parameters, and a gathered module registers others.
         self._parameters = list(module.parameters())
         self._scalars = [parameter for parameter in self._parameters if parameter.requires_grad and not parameter.dim()]
         self._is_averaging_due = False
@@ -230,7 +230,7 @@ class Sharded:
         return state
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the module's state from whole tensors, the same on every rank, of which each takes its shards.
+        """Sets the module's state from whole tensors, the same on every rank; each rank keeps its shards.
 
         Raises `Misuse`, and changes nothing, if names or shapes are not the module's.
         """
@@ -308,6 +308,7 @@ class Sharded:
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
+        """Averages the scalars' gradients over the ranks in one all-reduce, in float32 or wider."""
         self._is_averaging_due = False
         wide = torch.float32
         for parameter in self._scalars:

@@ -43,7 +43,8 @@ class Rank(Protocol):
     Set learning rates in `epoch_fn` and `after_round`, which run on every rank, equally on all. Elsewhere the setters
     raise `Misuse`, since one rank would train at a different rate. Rates are stored in checkpoints and sent to ranks
     that join; schedules, which are functions, are not. A new process calls `epoch_fn` for the epoch in which it begins,
-    so that it can set them again; rates then stay if it was called for this epoch before.
+    so that schedules can be set again; rates are then left as they are if the function was called for that epoch
+    before.
     """
 
     lr_factor: float

@@ -78,8 +78,9 @@ class JobDefinition(Settings):
     model: Callable[[], nn.Module]
     """Builds the model on the CPU; the rank moves it to its device."""
     optimizer: Callable[[nn.Module], Any]
-    """Builds the optimizer of the model that it is given; or a list, tuple or dict of several, as Muon beside AdamW,
-    which are stepped one after the other, unless with `manual_optimization` the train step does it."""
+    """Builds the optimizer for the model; or a list, tuple or dict of several, such as Muon and AdamW, which are
+    stepped one after the other, or by the train step with `manual_optimization`.
+    """
     dataset: Callable[[], Any]
     """Builds a map-style data set: `len(dataset)` and `dataset[index]`."""
     train_step: Callable[..., Loss]
@@ -88,7 +89,8 @@ class JobDefinition(Settings):
     batch_size: BatchSize
     """Samples per batch on each rank; or a function of the rank's `Device`; or by parts of the device's name, such as
     {"RTX 3090": 256, "GTX 1060": 32, "": 64}; or "auto": as many as its memory holds, up to 256. Steps and `drop_last`
-    count in one number: the function's for "cpu", or that of "", or the least."""
+    count batches of one nominal size: the function's for "cpu", the one of "", or the smallest.
+    """
     outer_optimizer: OuterOptimizer | str = Settings.outer_optimizer
     """Outer optimizer: `outer.Average()` takes the average itself; `outer.SGD`, `outer.Nesterov` and `outer.Adam` make
     a step towards it (DiLoCo). Or the name of one, in lower case.
@@ -127,8 +129,9 @@ class JobDefinition(Settings):
     schedule: Callable[[Progress], float] | None = None
     """Returns the factor on the optimizer's learning rates at the job's progress."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """Builds a torch scheduler, which is never stepped: its learning rate at the job's position, in batches of all
-    ranks, is taken. Instead of `schedule`."""
+    """Builds a torch scheduler. It is never stepped: elche takes its learning rate at the job's position, in batches of
+    all ranks. Use it instead of `schedule`.
+    """
     epoch_fn: Callable[[Rank, int], None] | None = None
     """Called on every rank before its first batch of an epoch: (rank, epoch). May set learning rates: see `Rank`."""
     metrics_fn: Callable[[EpochMetrics], None] | None = None
@@ -170,7 +173,7 @@ class JobDefinition(Settings):
         )
         _require(
             isinstance(self.loggers, list | tuple) and all(isinstance(one, Logger) for one in self.loggers),
-            "loggers must be a list of TensorBoard(), WandB(), MLflow() or what has their methods begin, log and end",
+            "loggers must be a list of TensorBoard(), WandB(), MLflow() or objects with methods begin, log and end",
         )
         self._check_together()
         self._check_group()

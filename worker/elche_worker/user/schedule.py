@@ -50,8 +50,8 @@ class LearningRates:
         scheduler: Callable[[Any], LRScheduler] | None = None,
     ) -> None:
         self.epoch = -1
-        """The last epoch for which `epoch_fn` has had its effect on these rates: on this rank, or on the rank or in the
-        checkpoint from which they come. -1: none.
+        """The last epoch for which `epoch_fn` has acted on these rates: here, or on the rank or in the checkpoint from
+        which they come; -1: none.
         """
         self._scale = 1.0
         self._factor = 1.0

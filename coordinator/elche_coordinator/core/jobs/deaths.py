@@ -22,7 +22,8 @@ DEATHS_ON_SAMPLES = 5
 shortly before: fewer may be chance. Deaths of one rank alone never fail the job, since it may have too little memory.
 """
 SHORTLY_S = 60.0
-"""Seconds without a death after which deaths on the same samples are hardly chance."""
+"""If no rank has died for so many seconds before the first death on the same samples, these deaths are hardly chance.
+"""
 REPORTED_MS = 200.0
 """Time in ms within which a rank that trains reports, unless one batch takes longer."""
 
@@ -55,6 +56,7 @@ class Deaths:
 
     def restart_delay_s(self, record: RankRecord) -> float:
         """Counts one more death of the rank; returns the seconds before it may be restarted."""
+        # it has committed batches since its start, so that its deaths are not in a row
         if record.base_step:
             self._in_a_row[record.rank] = 0
         num_before = self._in_a_row[record.rank]
@@ -65,8 +67,8 @@ class Deaths:
         self, record: RankRecord, ledger: Ledger, settings: AgreedSettings, now_s: float, *, trained: bool
     ) -> str | None:
         """Records a rank's death. Returns the failure's text if its samples in flight are those on which earlier ranks
-        died, since they would kill more ranks (protocol P24.3). An unrelated death between, or one while not `trained`,
-        restarts the count: then processes are killed at random.
+        died, since they would kill more ranks (protocol P24.3). A death on other samples, or of a rank that had not
+        `trained`, restarts the count: ranks then die for other reasons.
         """
         # Which sample killed a process is not known, only what it was training. A sample that kills whoever trains it
         # is among those that all dead processes have in common, and nothing else stays in common for long.
@@ -108,7 +110,8 @@ def _num_in_flight(record: RankRecord, now_s: float) -> int:
 def _accusation(ranks: list[Rank], samples: Lease, settings: AgreedSettings) -> str:
     who, first, last = ", ".join(map(str, sorted(set(ranks)))), samples.offset, samples.offset + samples.size - 1
     where = f"samples {first} to {last} of epoch {samples.epoch + 1}'s order"
-    if not settings.is_drawn and not settings.shard_sizes:  # the coordinator has no numpy, which makes the order
+    # the coordinator has no numpy, which computes the order, so that the user has to list the indices
+    if not settings.is_drawn and not settings.shard_sizes:
         arguments = f"{settings.seed} {samples.epoch} {settings.dataset_size} {first} {samples.size}"
         where += f" (`python -m elche.permutation {arguments}` lists their indices)"
     return f"{len(ranks)} processes (of ranks {who}) have died while they trained {where}; look at these samples"

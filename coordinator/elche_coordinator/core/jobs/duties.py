@@ -8,8 +8,8 @@ from elche_coordinator.core.rounds.generation import Generation
 
 
 def duty_of(record: RankRecord, training: Training | None, generation: Generation | None, stalls: StallWatch) -> Duty:
-    """The rank's duty: a batch, an evaluation, or a wait for others, such as in a round; with the seconds of silence
-    after which it counts as stalled, and as hung. None for these: its silence means nothing.
+    """The rank's duty: a batch, an evaluation, or waiting for others, with the seconds of silence after which it counts
+    as stalled, and as hung; None where silence means nothing.
     """
     if training is None or generation is None:
         return Duty()
@@ -20,6 +20,7 @@ def duty_of(record: RankRecord, training: Training | None, generation: Generatio
     is_busy = generation.should_work(record) or generation.should_enter(record)
     if is_busy:
         stall_s = stalls.patience_s(record)
+        # the allowed silence of `stalls`, with the shorter `EXPLAINED_S` in place of its `LEAST_S`
         hang_s = EXPLAINED_S + stall_s - LEAST_S if record.recent_ms else None
     elif generation.is_averaging(record):
         stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000

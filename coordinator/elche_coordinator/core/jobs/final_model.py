@@ -47,7 +47,7 @@ class FinalModel:
         """Records that the rank is lost, and with it a best model that it has not confirmed."""
         if self._awaits_best and lost is self._saver:
             self._awaits_best, self.model_is = False, "last"
-            self.best_problem = f"rank {lost.rank}, which was to put it there, is gone"
+            self.best_problem = f"rank {lost.rank}, which was to store it, is gone"
 
     def complete(self, training: Training) -> bool:
         """Returns True if all is written; else orders what is missing."""
@@ -59,7 +59,7 @@ class FinalModel:
 
     def _keep_best(self, training: Training, saver: RankRecord) -> None:
         """Orders the best model to be stored beside the last one, or instead of it, from its checkpoint. Every judged
-        version has one, unless it is the last, or it could not be written.
+        version has a checkpoint, except the last one, and one that could not be written.
         """
         best = training.evaluations.best_version
         checkpoint = training.checkpoints.of(best)

@@ -1,6 +1,7 @@
-"""The queue as lines of jobs that are alike for the placing of slots: where the first gets none, none behind it does.
+"""The queue, as a line for each kind of jobs that the placing of slots treats alike: if the first job of a line gets no
+slots, none behind it does.
 
-So a look at the queue costs as many steps as there are lines, and not as there are jobs.
+So placing takes time that grows with the number of lines, not with the number of jobs.
 """
 
 from bisect import bisect_left, insort
@@ -14,13 +15,13 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.machine import JobPhase
 
 Kind = tuple[str, tuple[str, ...], int, int]
-"""What the jobs of a line have in common."""
+"""Account, conditions, least number of ranks and group size, which all jobs of a line share."""
 Turn = tuple[float, float, int, PlacedJob]
 """A job's place in its line: by `order`, and by number where that is equal."""
 
 
 def _kind(spec: JobSpec) -> Kind:
-    """All on which it depends if there are slots for a job, but for the job's own state: see `Placing`."""
+    """The properties of a submission that decide if there are slots for it (see `Placing`)."""
     return spec.account, spec.needs, spec.least_ranks, spec.group_size
 
 
@@ -32,7 +33,7 @@ class Line:
     turns: list[Turn] = field(default_factory=list)
 
     def jobs(self) -> Iterator[PlacedJob]:
-        """The jobs in order, also while those that were returned leave the line."""
+        """Yields the jobs in order. A job that was yielded may leave the line meanwhile."""
         index = 0
         while index < len(self.turns):
             turn = self.turns[index]

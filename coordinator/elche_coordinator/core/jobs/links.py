@@ -67,6 +67,7 @@ class LinkWatch:
         return self._watch(("round", stuck.id), standing, patience_s, now_s)
 
     def _watch(self, what: tuple[str, int], generation: Generation, patience_s: float, now_s: float) -> None:
+        """Asks the ranks once `what` has lasted for `patience_s` seconds, and again after twice the time, and so on."""
         if what != self._watched:
             self._watched, self._since_s, self._num_asked = what, now_s, 0
             self._asked.clear()
@@ -80,8 +81,8 @@ class LinkWatch:
             self._outbox.add(SendProbe(**record.address(self._outbox.job_id), peers=peers))
 
     def on_probed(self, record: RankRecord, event: LinksProbed) -> dict[Rank, str] | None:
-        """Records a rank's answer. Once all have answered, returns the ranks to leave out, with reasons; among equally
-        connected ones the highest. Empty if all are connected: the averaging is only slow. None before.
+        """Records a rank's answer. Returns None until all have answered; then the ranks to leave out with reasons, of
+        equally connected ones the highest. Empty if all reach each other: the averaging is only slow.
         """
         if self._asked.get(record.rank) is not record:
             self._outbox.refuse(event, f"rank {record.rank} was not asked", "the averaging has gone on, or ended")
@@ -99,8 +100,8 @@ class LinkWatch:
 
 
 def _apart(links: Mapping[Rank, set[Rank]]) -> list[Rank]:
-    """Ranks without which all others are connected with each other: leaves out the rank with the fewest links, the
-    highest of several, until that holds. Not always the fewest ranks; to find these takes exponential time.
+    """The ranks to leave out so that all others reach each other: the one with the fewest links, of several the
+    highest, until that holds. Not always the fewest ranks, which take exponential time to find.
     """
     left, apart = {rank: set(others) for rank, others in links.items()}, []
     while any(len(others) < len(left) - 1 for others in left.values()):

@@ -139,7 +139,8 @@ class Membership:
         if not standing.is_closing:
             standing.is_closing = True
             standing.scheduler.hurry(now_s)
-        # Grants first: a rank that is cut off could enter a granted round of this generation while the next one trains.
+        # Revokes grants first: a rank that is cut off could enter a granted round of this generation while the next one
+        # trains.
         return standing.scheduler.reserve.revoke() and not standing.rounds
 
     def _report_newcomers(self, before: Generation, now: Generation) -> None:
@@ -172,7 +173,7 @@ class Membership:
         if self.forming is not None and self.standing is not None:
             self._stop_forming(now_s)
         self.change_members()
-        return self._resolve(now_s)  # an abandoned generation is followed by one of the remaining ranks
+        return self._resolve(now_s)  # if the standing generation is abandoned, the remaining ranks form the next one
 
     def _dismiss(self, record: RankRecord) -> Failure | None:
         """Asks the rank to exit, since its work is committed."""
@@ -221,7 +222,8 @@ class Membership:
                 )
             if failure := self.abandon(now_s):
                 return failure
-        if not event.reason and standing.abandoned is not None:  # a report with a reason may have come first
+        # a report with a reason is the rank's own; only its later answer to `SendAbandon` counts
+        if not event.reason and standing.abandoned is not None:
             standing.abandoned[record.rank] = None
         return self._resolve(now_s)
 
@@ -286,7 +288,8 @@ class Membership:
             return failure
         there = self._staying(self._roster.ranks)
         for record in present(standing.members).values():
-            if record.rank not in there and record.stopped_round is None:  # else its draft may be all that is left
+            # a stopped rank's draft may be all that is left of the model
+            if record.rank not in there and record.stopped_round is None:
                 failure = failure or self._dismiss(record)
         self.form({rank: record for rank, record in there.items() if record.phase is not RankPhase.STARTING})
         return failure

@@ -41,7 +41,7 @@ class PlacedJob(Job):
         """True while its number of ranks can be changed."""
 
     def has_session_due(self, rank: Rank) -> bool:
-        """True if a process of the rank that has no session any more may be dead."""
+        """False if the rank's process may run on without a session."""
         return True
 
     def place(self, groups: list[tuple[Place, ...]], fleet: Fleet, next_incarnation: NextIncarnation) -> None:

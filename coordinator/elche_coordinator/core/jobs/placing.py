@@ -17,7 +17,7 @@ from elche_coordinator.core.records.machine import JobPhase
 
 
 class _Offers:
-    """Slots by the conditions of jobs, cached while jobs are placed."""
+    """Counts of slots by the conditions of jobs, cached while jobs are placed."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -67,10 +67,10 @@ class _Wait(NamedTuple):
 
 
 class Placing:
-    """Gives slots to jobs. A queued job for which there are too few keeps what it could use from those behind it.
+    """Gives slots to jobs. A queued job that gets too few holds back, from jobs behind it, all slots that it could use.
 
-    While slots are given, neither free slots nor a project's room in its quota become more. So for a job of which one
-    of the same kind (`lines`) waits already there are too few, too.
+    While slots are given, neither the free slots nor a project's room in its quota grow. So once a job of one kind
+    (`lines`) has to wait, all others of that kind do.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Placing:
         """Slots that jobs are asked to give to others, as found by the last `place`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the jobs, which are noted again."""
+        """The state without the queue and the holders of slots: `Coordinator.__setstate__` notes all jobs again."""
         return {**self.__dict__, "_lines": Lines(), "_holders": {}}
 
     @property
@@ -107,7 +107,7 @@ class Placing:
         return self._lines.job_ids
 
     def note(self, job: PlacedJob, now_s: float) -> None:
-        """Notes a job that is new or has changed."""
+        """Updates the queue and the holders of slots for a job that is new or has changed."""
         is_queued = job.phase is JobPhase.QUEUED
         if job.phase is not JobPhase.ENDED and (not is_queued or job.roster.num_living):
             self._holders[job.id] = job
@@ -147,6 +147,7 @@ class Placing:
         self._place_more(holders, fleet, shares, kept)
         self.asked = []
         for job in waiting:
+            # a job is asked to give slots to one waiting job at a time
             busy = {one.job_id for one in self.asked}
             self.asked += asked(job, [one for one in holders if one.id not in busy], fleet, shares)
 
@@ -179,6 +180,7 @@ class Placing:
         for job in shares.in_turn(map(unless_one_waits, self._lines)):
             spec, kind = job.spec, self._lines.kind_of(job)
             if self._is_too_early(job):
+                # waits for its time, and holds no slots back meanwhile
                 pass
             elif shares.room(job) < spec.least_ranks:
                 self._waits[kind] = job.id, _Wait(job.reason), _Wait(job.reason)

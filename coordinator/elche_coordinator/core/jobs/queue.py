@@ -3,8 +3,10 @@
 Jobs are placed by priority, and among equals by their projects' shares (`shares`). A job that waits for slots holds
 back those behind it, since large jobs would otherwise never be placed while small ones arrive. Jobs of lower priority
 give it slots: first those beyond their least number of ranks; if these are too few, whole jobs go back to the queue
-with a checkpoint made for that, the lowest priority and newest first. Jobs of equal priority whose projects have more
-slots than the waiting one's will have give those beyond their least number, and no more.
+with a checkpoint made for that, the lowest priority and newest first.
+
+Jobs of equal priority give only slots beyond their least number, and only as many as leave their project no fewer slots
+than the waiting job's project then has.
 """
 
 from collections.abc import Iterable
@@ -23,11 +25,11 @@ def holds_back(job: PlacedJob, fleet: Fleet) -> bool:
 
 
 def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
-    """Requests to other jobs to give slots to the waiting one, beyond those that come free already; none if all
-    together have too few.
+    """Requests to other jobs for the slots that the waiting one lacks, beyond those that come free already. Empty if
+    all jobs together have too few, or if the waiting one needs several slots of one host: they might come free on
+    different ones.
 
-    None for what needs several slots of one host, which would have to come free there. A job with slots that the
-    waiting one cannot use is not asked either: those might come free.
+    A job is asked only if the waiting one can use all of its slots, since any of them may come free.
     """
     jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.needs)], waiting.spec.least_ranks
     # Slots of ranks that are leaving count as free: they were asked before, and must not be asked for again and again.
@@ -75,7 +77,7 @@ def _has_only(job: PlacedJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool
 
 
 def _can_give(job: PlacedJob) -> bool:
-    """True if ranks of the job can leave soon: a paused one makes no round with which they could."""
+    """True if ranks of the job can leave soon. A paused job makes no round, in which their work would be committed."""
     trains = job.phase in (JobPhase.GROUPING, JobPhase.TRAINING)
     return job.can_scale and not job.is_paused and (trains or (job.phase is JobPhase.STARTING and job.can_begin_again))
 

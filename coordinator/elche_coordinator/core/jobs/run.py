@@ -109,8 +109,8 @@ class Run:
         return None
 
     def other_data(self, record: RankRecord, event: RankReady) -> str | None:
-        """Describes a sample that the rank has read otherwise than those that train; None when it has the same data,
-        and while nobody trains.
+        """Describes a sample in which the rank's data differs from that of the training ranks; None if the data is the
+        same, or nobody trains.
         """
         return self._startup.other_data(self._roster.ranks, record.rank, event) if self.training is not None else None
 
@@ -230,10 +230,10 @@ class Run:
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would begin anew.
+        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would start over.
 
-        The newest checkpoint in the folder may be newer than any that the coordinator knows. For a complete training it
-        would leave nothing to train, so that an older one is named.
+        The newest checkpoint in the folder may be newer than any that the coordinator knows. A complete training names
+        an older one, since the newest one would leave nothing to train.
         """
         training, before = self.training, self._spec.resume
         if training is None or not training.checkpoints.kept:

@@ -23,4 +23,5 @@ def is_being_saved(job: TrainingJob) -> bool:
     if job.phase is not JobPhase.TRAINING or training is None:
         return False
     checkpoints = training.checkpoints
+    # while training is paused, no round comes that could become a requested checkpoint
     return not checkpoints.is_idle or (checkpoints.is_awaited and not training.is_paused)

@@ -1,8 +1,8 @@
 """Counts the slots that each project has and may have, and chooses the job that gets the next ones.
 
-Among jobs of equal priority it is one of the project that has the fewest slots at the time, and of these the one that
-was submitted first: so somebody with one job does not wait for all of somebody else's hundred. A job without a project
-is its submitter's own. The submitter is the client's word, not checked: shares are for people who trust one another.
+Among jobs of equal priority, the project with the fewest slots comes first, and within a project the job that was
+submitted first: somebody's hundred jobs do not delay somebody else's only one. A job without a project counts for its
+submitter. The client's word on the submitter is not checked: shares are for people who trust one another.
 """
 
 from collections import Counter
@@ -46,12 +46,12 @@ class Shares:
         return (self.quota(job) - self.held(job)) // job.spec.group_size
 
     def take(self, job: PlacedJob, num_ranks: int) -> None:
-        """The job gets slots for so many ranks."""
+        """Counts slots for `num_ranks` ranks, which the job gets, as its project's."""
         self._held[job.spec.account] += num_ranks * job.spec.group_size
 
     def in_turn(self, lines: Iterable[Iterable[PlacedJob]]) -> Iterator[PlacedJob]:
-        """The jobs in the order in which they get slots. What one takes counts for those after it. Each line has jobs
-        of one project in their order; its next one is asked for once the one before has got what it gets.
+        """Yields the jobs in the order in which they get slots. Each line has the jobs of one project in their order.
+        The caller gives a job its slots (`take`) before it asks for the next job, so that they count.
         """
         heads = [head for line in map(iter, lines) if (head := self._head(line)) is not None]
         heapify(heads)

@@ -66,13 +66,13 @@ class Startup:
         return Failure(why, invalid=True) if why is not None else None
 
     def other_data(self, ranks: RankRecords, rank: Rank, event: RankReady) -> str | None:
-        """Describes a sample that a rank which joins has read otherwise; None when it has the same data."""
+        """Describes a sample that a joining rank has read differently; None if it has the same data."""
         self._read[rank] = _Read.of(event)
         return self._other_data(ranks)
 
     def _other_data(self, ranks: RankRecords) -> str | None:
-        """Describes the first sample that a rank has read otherwise than the lowest; None when all have the same, and
-        when a rank reads its samples otherwise each time. Forgets ranks that are gone.
+        """Describes the first sample that a rank has read differently from the lowest rank; None if there is none, or
+        if a rank's samples differ at each reading. Forgets ranks that are gone.
         """
         there = present(ranks)
         self._read = {rank: read for rank, read in sorted(self._read.items()) if read.is_of(there.get(rank))}

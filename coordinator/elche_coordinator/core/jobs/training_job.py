@@ -105,7 +105,7 @@ class TrainingJob(PlacedJob):
 
     @property
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
         return self.run.resume_point
 
     @property
@@ -127,7 +127,7 @@ class TrainingJob(PlacedJob):
         return self.is_open and not self.spec.replay
 
     def scale(self, num_ranks: int, now_s: float) -> None:
-        """Sets the number of ranks. Surplus ranks leave, the highest first."""
+        """Sets the number of ranks, and lowers the least number to it. Surplus ranks leave, the highest first."""
         if not self.can_scale:
             self.refuse_now("ScaleRequested", "it has ended, or repeats a recording")
             return
@@ -252,7 +252,9 @@ class TrainingJob(PlacedJob):
         event: EvaluationDone | CheckpointSaved | CheckpointFailed | EpochMetricsTaken,
         now_s: float,
     ) -> None:
-        """Handles a chore of a round's result that is done; the job may have waited for it to end."""
+        """Handles a finished chore of a round's result: an evaluation, a checkpoint or a callback. The job may have
+        waited for it.
+        """
         training = self.run.training
         if training is None or (isinstance(event, EvaluationDone) and not self.is_open):
             self.refuse_now(event, "its outcome is decided, or it has no training yet")
@@ -265,7 +267,7 @@ class TrainingJob(PlacedJob):
                 training.on_checkpoint_saved(record, event, now_s)
                 if self.phase is JobPhase.TRAINING and not staying(self.ranks) and not training.checkpoints.is_awaited:
                     for one in self.ranks.values():
-                        if one.stopped_round is not None:  # other hosts need not wait for an order
+                        if one.stopped_round is not None:  # its agent still waits for an order to save the draft
                             self.roster.shut_down(one, "another rank's draft is used")
                     self.go_back(record.rank, f"rank {record.rank} leaves {record.host}", now_s, is_death=False)
                     return
@@ -356,8 +358,8 @@ class TrainingJob(PlacedJob):
         self._on_lost(record, now_s)
 
     def _refuse_data(self, record: RankRecord, other: str, now_s: float) -> None:
-        """Leaves out a rank that has other data than those that train on, and tries it again as one that died. The job
-        fails if it may lose none.
+        """Leaves out a rank whose data differs from that of the training ranks, and restarts it like one that died. The
+        job fails if it may lose no rank.
         """
         if not self._can_lose(record):
             self.fail(Failure(other, invalid=True))
@@ -422,14 +424,14 @@ class TrainingJob(PlacedJob):
         self.run.model.lose(record)
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
-        if record.stopped_round is None:  # else all of the others may have stopped long ago
+        if record.stopped_round is None:  # it may have been the last one that had not stopped
             self._save_stopped(now_s)
         self._finish()
 
     def _schedule_restart(self, record: RankRecord, now_s: float) -> None:
         """Notes the time at which a lost rank may be restarted (`Placing`)."""
         if record.incarnation in self._gives:
-            return  # it left for another job: restarted like a rank that is added
+            return  # it gave its slots to another job, and gets new ones only as an added rank does
         delay_s = self._deaths.restart_delay_s(record)
         if self.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             self.places.need_again(record.rank, now_s + delay_s)
@@ -445,6 +447,9 @@ class TrainingJob(PlacedJob):
         self._hold_or_go_on(now_s)  # also when its least number has changed
 
     def _leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
+        """As `leave`. A job that is starting goes back to the queue; a replay goes on, since its ranks must stay the
+        same.
+        """
         training, membership, first = self.run.training, self.run.membership, leaving[0]
         if self.phase is JobPhase.STARTING and self._goes_back(is_violent=True):
             self.go_back(first.rank, f"rank {first.rank} is to leave {first.host}", now_s, is_death=False)
@@ -463,16 +468,14 @@ class TrainingJob(PlacedJob):
             training.checkpoints.request()
 
     def _on_stopped(self, record: RankRecord, event: RankStopped, now_s: float) -> None:
-        """Handles a rank that has stopped without a coordinator. While others train on, its host's agent tells of its
-        end.
-        """
+        """Handles a rank that has stopped without a coordinator. If others train on, its agent reports its exit."""
         record.stopped_round = event.round
         record.departs(DepartureTrigger.ASKED)
         self._save_stopped(now_s)
 
     def _save_stopped(self, now_s: float) -> None:
-        """Once all present ranks have stopped, and so every round of theirs is known, has the draft of the last
-        committed one become a checkpoint, to which the job goes back.
+        """Once all present ranks have stopped, so that the outcome of all their rounds is known, orders the draft of
+        the last committed round to become a checkpoint, to which the job goes back.
         """
         training = self.run.training
         if training is None or self.phase is not JobPhase.TRAINING or training.replay is not None:
@@ -498,7 +501,8 @@ class TrainingJob(PlacedJob):
         if self._num_fruitless > MAX_FRUITLESS:
             self.fail(Failure(f"{notice}; {MAX_FRUITLESS} attempts in a row have reached no checkpoint", rank=rank))
             return
-        least = self.spec.min_ranks if self.spec.num_ranks else 1  # else it takes the free slots again
+        # without a number of ranks it begins on whatever slots are free
+        least = self.spec.min_ranks if self.spec.num_ranks else 1
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self._counted = self.counts
         self.run = Run(self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
@@ -520,8 +524,8 @@ class TrainingJob(PlacedJob):
         return self._goes_back(is_violent=True)
 
     def _goes_back(self, *, is_violent: bool) -> bool:
-        """True if the job goes back to its newest checkpoint once no rank has the model. Not if a process ended by
-        itself, which it would do again.
+        """True if the job goes back to its newest checkpoint once no rank has the model. Only if a death `is_violent`:
+        a process that exited by itself would do so again.
         """
         settings = [record.settings for record in self.ranks.values() if record.settings is not None]
         wanted = [self.spec.on_rank_loss, *(one.on_rank_loss for one in settings)]
@@ -550,6 +554,7 @@ class TrainingJob(PlacedJob):
         self._finish()
 
     def _finish(self) -> None:
+        """Decides the outcome of a finishing job once all is written: a failure if the final evaluation is spoilt."""
         training = self.run.training
         if self.phase is not JobPhase.FINISHING or training is None or not self.run.model.complete(training):
             return

@@ -1,4 +1,4 @@
-"""Detects hung ranks, to be left out: others wait for them, and they do not answer, or answer and make no batch."""
+"""Detects hung ranks: others wait for them, and they answer no ping, or answer and train no batch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ ANSWER_S = 1.5
 ANSWERS = 4.0
 """An answer may take this many times the rank's longest time to answer."""
 FORGOTTEN = 0.5
-"""Factor on that longest time per quicker answer, since a process that was stopped once is not slow."""
+"""Each quicker answer multiplies that longest time by this factor: a process that was stopped once must not count as
+slow forever.
+"""
 ANSWERING_S = 1.0
 """Further seconds for the batch of a rank that answers, since it may wait for data."""
 UNKNOWN_S = 10.0
 """Seconds for an answer of a rank whose work has no history: its first batch, an evaluation."""
 REGROUP_S = 0.5
-"""Seconds that a change of membership costs each other rank."""
+"""Assumed cost of a change of membership, in seconds of training."""
 UNAWAITED = 4.0
 """A rank that is silent for this many times the allowed silence is left out even if no other idles: under `async` the
 others train on, without averaging.
@@ -49,18 +51,18 @@ class Duty:
 
 
 class HangWatch:
-    """Decides by each rank's own history, and only while others wait.
+    """Finds hung ranks by their own histories, so that no timeout has to be chosen for fast or slow batches.
 
-    A silent rank is pinged. It is left out when it does not answer in time, or answers and then makes no batch for
-    longer than the allowed silence; but not before the others together have waited for longer than its loss costs, or
-    it is silent for four times the allowed silence. So no timeout has to be chosen for fast or slow batches.
+    A silent rank is pinged while others wait. It hangs if it does not answer in time, or answers and then trains no
+    batch for longer than its allowed silence. It is left out once the others together have waited longer than its loss
+    costs, or once it is silent for `UNAWAITED` times its allowed silence.
     """
 
     def __init__(self) -> None:
         self._heard_s: dict[Rank, float] = {}
         """Time of each rank's last message other than an answer."""
         self._asked_s: dict[Rank, float | None] = {}
-        """Time at which each rank was pinged that has not answered; None: the ping was not sent yet."""
+        """Time at which each rank that has not answered was pinged; None: the ping was not sent yet."""
         self._answered_s: dict[Rank, float] = {}
         """Time of each rank's first answer since its last other message."""
         self._longest_s: dict[Rank, float] = {}
@@ -77,7 +79,7 @@ class HangWatch:
             self._asked_s[rank] = now_s
 
     def on_answered(self, rank: Rank, now_s: float) -> None:
-        """Records an answer, by which the rank has all messages that were sent before the ping."""
+        """Records an answer, which shows that the rank has received every message sent before the ping."""
         asked_s = self._asked_s.pop(rank, None)
         if asked_s is not None:
             self._longest_s[rank] = max(FORGOTTEN * self._longest_s.get(rank, 0.0), now_s - asked_s)
@@ -90,16 +92,16 @@ class HangWatch:
                 times.pop(rank, None)
 
     def excuse(self, late_s: float) -> None:
-        """Excludes `late_s` seconds from all silences, in which the coordinator itself did not run, so that messages
-        may be unread.
+        """Shortens all silences by `late_s` seconds in which the coordinator itself did not run and could not read
+        messages.
         """
         for times in (self._heard_s, self._answered_s):
             times.update({rank: at_s + late_s for rank, at_s in times.items()})
         self._asked_s.update({rank: at_s and at_s + late_s for rank, at_s in self._asked_s.items()})
 
     def check(self, duties: Mapping[Rank, Duty], now_s: float) -> tuple[list[Rank], dict[Rank, str], float | None]:
-        """Returns the ranks to ping, those to leave out with reasons, and the seconds until the next check; None: no
-        rank waits.
+        """Returns the ranks to ping, the ranks to leave out with reasons, and the seconds until the next check (None:
+        no rank waits for another).
         """
         # a rank that was never heard is silent from its first check on
         silent_s = {rank: now_s - self._heard_s.setdefault(rank, now_s) for rank in duties}

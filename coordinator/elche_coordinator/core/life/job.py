@@ -91,7 +91,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would begin anew."""
+        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
 
     @property
     @abstractmethod
@@ -106,7 +106,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def generation_id(self) -> GenerationId:
-        """The newest group of its ranks; 0 before the first."""
+        """The newest generation of its ranks; 0 before the first."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class Job(ABC):
 
     @abstractmethod
     def work_done(self) -> dict[Rank, int]:
-        """Each rank's work in some unit, for its share of the whole."""
+        """Work of each rank, in a unit of the job's choice; views show each rank's share of the sum."""
 
     @abstractmethod
     def complete(self, result: JobResult) -> JobResult:

@@ -24,7 +24,9 @@ LATE_S = 0.25
 
 
 class SilenceWatch:
-    """Checks a job's ranks some time after any of them is heard; `set_check` schedules that, in seconds."""
+    """Checks a job's ranks for silence from time to time. `set_check` schedules the next check in so many seconds; None
+    cancels it.
+    """
 
     def __init__(self, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]) -> None:
         self._ranks = ranks
@@ -35,9 +37,9 @@ class SilenceWatch:
         self.stalls = StallWatch()
         """Finds ranks to report as stalled, whether others wait for them or not."""
         self.hangs = HangWatch()
-        """Finds ranks to leave out, for which others wait."""
+        """Finds ranks to leave out because others wait for them."""
         self._gaps_before_s: dict[Rank, float] = {}
-        """Longest gaps of ranks as of before they were left out."""
+        """Each rank's longest gap before it was left out, which `on_was_stopped` restores."""
 
     def since_s(self, rank: Rank) -> float | None:
         """Time since which a stalled rank is silent; None for another rank."""
@@ -49,7 +51,7 @@ class SilenceWatch:
             self._set_next(CHECK_S, now_s)
 
     def stop(self) -> None:
-        """Notes that no check is due, while the job does not train."""
+        """Forgets the time of the next check, since the job has stopped training."""
         self._due_s = inf
 
     def check(self, duties: Mapping[Rank, Duty], now_s: float) -> dict[Rank, str]:
@@ -84,14 +86,14 @@ class SilenceWatch:
         self._set_check(delay_s)
 
     def on_left_out(self, rank: Rank, now_s: float) -> None:
-        """Counts the silence of a rank that was left out as a gap, so that the next one may be longer."""
+        """Counts the silence of a rank that is left out as a gap, so that its next process may be silent for longer."""
         self._gaps_before_s[rank] = self.stalls.gaps_s.get(rank, 0.0)
         self.stalls.on_progress(rank, now_s)
         self.stalls.on_order(rank)
         self.hangs.forget([rank])
 
     def on_was_stopped(self, rank: Rank) -> None:
-        """Takes back that gap, since the rank's process had been stopped (SIGSTOP)."""
+        """Removes that gap again: the process had been stopped (SIGSTOP) and was not slow."""
         self.stalls.gaps_s[rank] = self._gaps_before_s.get(rank, 0.0)
 
     def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
@@ -103,8 +105,8 @@ class SilenceWatch:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
     def on_heard(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
-        """Records a message of the rank, before the job handles it. With overlapped averaging, a rank that enters a
-        round has a batch to make as well.
+        """Records a message of the rank, before the job handles it. Entering a round ends the rank's silence although,
+        with overlapped averaging, a batch may still be due.
         """
         self.hangs.on_heard(record.rank, now_s)
         match event:
@@ -114,7 +116,7 @@ class SilenceWatch:
                 self.on_progress(record, now_s)
 
     def on_alive(self, record: RankRecord, now_s: float) -> None:
-        """Ends the rank's silence after work other than a batch, or if no batch is due; the time until its next batch
+        """Ends the rank's silence after work other than a batch, or when no batch is due. The time until its next batch
         does not count as a gap.
         """
         if record.rank in self.stalls.stalled:
@@ -128,7 +130,7 @@ class SilenceWatch:
             self._report(record, silent_s, is_over=True)
 
     def forgive(self) -> None:
-        """Restarts all silences, when training is paused or goes on."""
+        """Restarts all silences, because training is paused or goes on."""
         self.hangs.forget(self._ranks)
         for rank in self._ranks:
             self.stalls.on_order(rank)

@@ -11,15 +11,15 @@ CHECK_S = 1.0
 MAX_CHECK_S = 5.0
 """Seconds between two checks while a rank is silent, at most."""
 LEAST_S = 10.0
-"""Allowed silence: these seconds, plus the larger of the following two."""
+"""Allowed silence is this many seconds plus the larger of `BATCHES` batch times and `GAPS` times the longest gap."""
 FIRST_S = 60.0
 """As `LEAST_S`, for a first batch, for which only some ranks may have to compile."""
 BATCHES = 20.0
-"""Times per batch."""
+"""Number of batch times in the allowed silence."""
 GAPS = 4.0
 """Multiple of the longest gap between two reports of the rank."""
 FORGOTTEN = 0.999
-"""Factor on the longest gap per sooner report, so that it is forgotten slowly."""
+"""Each shorter gap multiplies the longest one by this factor, so that it is forgotten slowly."""
 
 
 class StallWatch:
@@ -57,13 +57,15 @@ class StallWatch:
         return None if since_s is None else now_s - since_s
 
     def on_order(self, rank: Rank) -> None:
-        """Restarts the rank's silence, since it waits or does other work. This gap is not counted."""
+        """Restarts the silence of a rank that waits or does other work, without counting it as a gap. A stalled rank
+        stays stalled until it makes progress.
+        """
         if rank not in self.stalled:
             self._heard_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
     def excuse(self, late_s: float) -> None:
-        """Excludes `late_s` seconds from all silences, in which the coordinator itself did not run."""
+        """Shortens all silences by `late_s` seconds in which the coordinator itself did not run."""
         for times in (self._quiet_since_s, self._heard_s):
             times.update({rank: at_s + late_s for rank, at_s in times.items()})
 
@@ -85,7 +87,9 @@ class StallWatch:
         return found, next_s
 
     def patience_s(self, record: RankRecord) -> float:
-        """Allowed silence in seconds, by its history; infinite without one."""
+        """Allowed silence in seconds: by the rank's own batches, before its first one by the others' first batches;
+        infinite without any.
+        """
         if record.local_step > 0:
             usual_ms = record.ms_per_batch if record.usual_ms is None else record.usual_ms
             usual_s = self._first_s.get(record.rank, 0.0) if usual_ms is None else usual_ms / 1000

@@ -75,7 +75,7 @@ class Loop(Job):
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
         self._told_without: dict[int, set[Rank]] = {}
-        """By epoch that was reported: the ranks that had not ended it, and may say later that they have."""
+        """By reported epoch: the ranks that had not ended it. Their later reports of it are ignored."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._groups = Regrouping(self.ranks, self.outbox)
@@ -188,6 +188,7 @@ class Loop(Job):
             self._tell_epoch(oldest)
 
     def _tell_epoch(self, epoch: int) -> None:
+        """Reports an epoch, without the part of ranks that have not ended it."""
         tally, ended = self._tallies.pop(epoch)
         self._told_without[epoch] = {record.rank for record in self._groups.members} - ended
         self._told_without = {one: ranks for one, ranks in self._told_without.items() if ranks}

@@ -44,7 +44,9 @@ class Regrouping:
         self._num_fruitless = 0
 
     def on_abandoned(self, record: RankRecord, event: GenerationAbandoned) -> None:
-        """Records that a rank has abandoned the group, by itself or when asked. Ignores old news."""
+        """Records that a rank has abandoned the group, by itself or when asked, and asks the others to. Ignores old
+        news.
+        """
         if event.generation != self.generation_id:
             return
         self._abandon().add(record.rank)

@@ -41,7 +41,9 @@ class SubmittedLoop(Loop, PlacedJob):
         self._left: set[Rank] = set()
         """Ranks that have ended their loop, and whose processes may run on."""
         self._left_alone: Failure | None = None
-        """The failure of a rank that has lost others, until one of these is known to have failed by itself."""
+        """Failure of a rank that exited because others were gone. It fails the job if none of these turns out to have
+        failed by itself.
+        """
 
     @property
     def resume_point(self) -> str:
@@ -82,6 +84,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     def _on_began(self, record: RankRecord, event: LoopBegan, now_s: float) -> None:
         """Handles a rank that has set up its trainer. The job trains once all have."""
+        # its processes form their groups by themselves, so that both phases pass at once
         record.life.advance(RankTrigger.LOADED)
         record.life.advance(RankTrigger.GROUPED)
         self.policy = event.policy
@@ -127,7 +130,9 @@ class SubmittedLoop(Loop, PlacedJob):
         self.end_if_gone()
 
     def on_deadline(self) -> None:
-        """Fails a loop of which only the loss of others is known, and ends processes that have not left in time."""
+        """Fails a loop whose ranks exited because others were gone, if no other cause was found in time. Ends processes
+        that have not left in time.
+        """
         if self.is_open and self._left_alone is not None:
             self.fail(self._left_alone)
         elif self.phase is JobPhase.STOPPING:

@@ -27,7 +27,7 @@ class RankCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSyncNow(RankCommand):
-    """Enter a round after a local step. Sent again, it moves the step of a rank that has not entered yet."""
+    """Enter a round after a local step. Sent again, it moves the target of a rank that has not entered the round."""
 
     round: RoundId
     generation: GenerationId
@@ -54,7 +54,7 @@ class SendLease(RankCommand):
 
     lease: Lease
     is_reserve: bool = False
-    """True if it may be begun only once that is permitted, or while the coordinator is away."""
+    """True if the rank must not begin it before `SendPermit`, except while the coordinator is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class SendPermit(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRecall(RankCommand):
-    """Give the reserve back."""
+    """Give back the part of the reserve that was not begun; the answer is `ReserveRecalled`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendThrottle(RankCommand):
-    """Make no batch beyond a step; a higher step releases."""
+    """Train no batch beyond this local step. A later command with a higher step raises the limit."""
 
     limit_step: int
 
@@ -99,7 +99,7 @@ class SendMakeMetrics(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCheckpoint:
-    """Write a checkpoint of the state that the rank has captured of the round."""
+    """Write the state that the rank has captured of the round as a checkpoint."""
 
     name: str
     training: str
@@ -185,7 +185,7 @@ class SendKeepBest(RankCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendShutdown(RankCommand):
-    """End: the job's outcome is decided, or the rank is not needed any more."""
+    """Exit: the job's outcome is decided, or the rank is not needed any more."""
 
     reason: str
     failed: bool = False

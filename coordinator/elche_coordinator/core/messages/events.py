@@ -70,7 +70,7 @@ class ReserveRecalled(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEntered(RankEvent):
-    """The rank has taken its snapshot."""
+    """The rank has entered a round: it has taken its snapshot."""
 
     generation: GenerationId
     round: RoundId
@@ -104,7 +104,9 @@ class ResultReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderTold(RankEvent):
-    """The header's rows of a round for which the rank had sent the digest, since its generation is abandoned."""
+    """The header's rows of a round. A rank that has sent only their digest sends them when its generation is abandoned,
+    since the member that sends the rows may be lost.
+    """
 
     generation: GenerationId
     round: RoundId
@@ -136,7 +138,7 @@ class RankReady(RankEvent):
     links_address: str = ""
     """HOST:PORT at which others can test if they reach it."""
     samples: tuple[SampleRead, ...] = ()
-    """Some samples of its data set; others may have read fewer."""
+    """Some samples of its data set, to be compared with those of other ranks, which may have read fewer."""
     are_samples_random: bool = False
     """True if samples come out different each time."""
 
@@ -159,7 +161,9 @@ class GenerationAbandoned(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PingSent(RankEvent):
-    """A ping was sent to the rank; it may have waited until earlier changes were durable."""
+    """A ping was sent to the rank. Its time to answer begins now: the command may have waited until earlier changes
+    were durable.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +269,7 @@ class LoopProgressed(RankEvent):
     epoch_size: int
     """Samples of an epoch; 0: unknown."""
     epoch_done: int
-    """Samples of all ranks."""
+    """Samples of the epoch that all ranks together have trained."""
     batch_size: int
     anchor: int
     averaging_ms: float
@@ -472,7 +476,7 @@ class QuotasSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsForgotten:
-    """More jobs are known than are kept (`retention`): drops those of these that have ended."""
+    """More jobs are known than are kept (`retention`): the core drops those named here that have ended."""
 
     job_ids: tuple[JobId, ...]
 

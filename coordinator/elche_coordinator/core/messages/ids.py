@@ -26,7 +26,8 @@ Epoch = NewType("Epoch", int)
 
 
 def by_rank(ranks: Iterable[Rank], values: Iterable[Value]) -> dict[Rank, Value]:
-    """Keys values in the order of these ranks, such as a round's header, by rank. The only place that uses positions.
+    """Returns a dict from rank to value, for values in the order of `ranks`, such as the rows of a round's header.
+    Positions are used nowhere else.
 
     Raises `ValueError` when the two differ in length.
     """

@@ -19,7 +19,7 @@ MAX_WHOLE = 2**53
 
 
 def whole_number(value: object, name: str) -> int:
-    """Returns a count of a checkpoint or record. Raises `ValueError` for another value."""
+    """Returns `value`, read from a checkpoint or a record, if it is a count. Raises `ValueError` otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
         raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
     return value
@@ -158,7 +158,7 @@ class JobSpec:
     conditions: tuple[str, ...] = ()
     """Conditions on each device that it gets (`elche.selector`)."""
     requirements: tuple[str, ...] = ()
-    """Packages that its file needs beside the hosts'."""
+    """Packages that its file needs in addition to the hosts'."""
     module: str = ""
     """The job in the bundle, as PACKAGE.MODULE:NAME; empty: `job` of `file_name`."""
     secrets: tuple[str, ...] = ()

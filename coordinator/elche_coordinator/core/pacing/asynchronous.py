@@ -1,4 +1,4 @@
-"""The policy `async`: ranks average when each has made its count, and nobody stops to wait for that."""
+"""The policy `async`: ranks average when each has made its count, and no rank stops to wait for that."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +9,10 @@ from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
 
 
 class Async(Cadence):
-    """A round when every rank has made El Che's count; one that is done before the others trains on, and so overshoots
-    (row C1).
+    """Averages when every rank has made El Che's count. A rank that is done before the others trains on, and so
+    overshoots (row C1).
 
-    Nobody stops at a target, so the averaging is asked for when it is due, and work is topped up until then. Only the
+    No rank stops at a target: a round is announced when it is due, and until then ranks are leased more work. Only the
     last round of an epoch is planned as `Cadence` does, so that all ranks end it together.
     """
 

@@ -43,7 +43,9 @@ NUDGE = 0.5
 
 
 class Cadence:
-    """A round when the slowest rank has made its anchor of batches; the others make as many as fit (row C1)."""
+    """Averages when the slowest rank has made `anchor` batches; the others make as many as fit in that time (row
+    C1).
+    """
 
     can_revise = True
     stops_ranks = False
@@ -56,7 +58,7 @@ class Cadence:
         self._max_batch_diff = settings.max_batch_diff
         self.can_revise = self.can_revise and not self._is_lockstep
         self._asleep: Mapping[str, Any] | None = None
-        """Learned speeds, kept unused while the job has only one rank."""
+        """El Che's learned state, kept for later checkpoints while the job has only one rank."""
         self._solo_calibrated = False
         """True once the job's only rank has committed batches."""
         self._due_counts: dict[Rank, int] = {}
@@ -86,7 +88,7 @@ class Cadence:
         if rounds_left == 1 and (last := self._end_epoch(timed, work)) is not None:
             return last
         horizon_ms = max(0.0, wall_ms - max(elapsed_ms(pace) for pace in timed))
-        # the last rounds of an epoch are of equal length, so that none of them is a short rest
+        # the last three rounds of an epoch get equal lengths, so that no short rest is left over
         horizon_ms = max(finish_ms / rounds_left if rounds_left < 4 else horizon_ms, away_ms)
         counts = counts_near(timed, horizon_ms)
         together = self._together(timed, work, counts, horizon_ms)
@@ -96,7 +98,8 @@ class Cadence:
         self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int], horizon_ms: float
     ) -> dict[Rank, int]:
         """The counts within `max_batch_diff` of each other; smaller ones when too little work is left for these."""
-        # in lockstep the ranks furthest behind make one more batch, which others may have made already
+        # in lockstep each rank makes one batch more than the rank furthest behind has made; others may have made it
+        # already
         floor = 1 + min(pace.made for pace in paces) if self._is_lockstep else 0
         bounded = {rank: max(floor, count) for rank, count in within(counts, self._max_batch_diff).items()}
         while self._max_batch_diff is not None and horizon_ms > 1.0:
@@ -237,7 +240,7 @@ class Cadence:
     def _span_ms(self, paces: Sequence[Pace], counts: dict[Rank, int], work: Work) -> float:
         """Duration in ms of the round that ends the epoch: until its last batch is made.
 
-        Where others wait for an averaging, up to a batch of the slowest longer, if less of their time is lost so.
+        With blocking averaging it may last up to a batch of the slowest rank longer, if ranks idle less then.
         """
         span_ms = max(finish_ms(pace, counts[pace.rank]) for pace in paces)
         if self._max_batch_diff is not None or not work.free_later:

@@ -57,7 +57,8 @@ def counts_near(paces: Sequence[Pace], horizon_ms: float, *, at_least: int = 0) 
 def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]:
     """Counts that end the epoch, with `num_batches` more dealt out so that the last rank finishes as early as possible.
 
-    A rank that gets more makes them after all that it has leased; the others end with what they have of this epoch.
+    A rank that gets some of these makes them after all that it has leased; the others stop at the last batch of this
+    epoch that they have leased.
     """
     low = min(finish_ms(pace, pace.leased_total) for pace in paces)
     high = max(finish_ms(pace, pace.leased_total + math.ceil(num_batches / pace.ratio)) for pace in paces)
@@ -83,8 +84,8 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
 
 
 def whole_span_ms(paces: Sequence[Pace], counts: dict[Rank, int], span_ms: float) -> float:
-    """The length of a round, from `span_ms` to a batch of the slowest rank more, at which the least time is lost when
-    each rank makes beyond its count what fits.
+    """The length in ms of a round at which ranks idle least, if each trains as many batches beyond its count as fit. It
+    is `span_ms` or up to one batch of the slowest rank longer.
     """
     longest_ms = span_ms + max(pace.ms_per_batch or 1.0 for pace in paces)
     best = (_lost_until(paces, counts, span_ms), span_ms)
@@ -109,7 +110,7 @@ def spare_batches(ms_per_batch: float, work: Work) -> int:
 
 
 def arrivals_ms(paces: Sequence[Pace], counts: dict[Rank, int]) -> list[float]:
-    """Time from now at which each rank will have made its count."""
+    """Ms from now until each rank has made its count."""
     return [max(0.0, finish_ms(pace, counts[pace.rank])) for pace in paces]
 
 
@@ -119,7 +120,7 @@ def in_samples(paces: Sequence[Pace], num_batches: dict[Rank, int]) -> dict[Rank
 
 
 def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
-    """Samples of which every rank makes equally many batches."""
+    """Splits samples so that every rank trains equally many batches."""
     ranks = [pace.rank for pace in paces]
     if all(pace.ratio == 1 for pace in paces):
         return by_rank(ranks, equal_sizes(len(paces), num_samples))
@@ -128,7 +129,9 @@ def equal_shares(paces: Sequence[Pace], num_samples: int) -> dict[Rank, int]:
 
 
 def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> dict[Rank, int]:
-    """Free batches for ranks that have leased fewer than `wanted`, each for whoever would run out of work first."""
+    """Deals up to `free` batches to ranks that have leased fewer than `wanted`, each to the rank that would run out of
+    work first.
+    """
     most = {pace.rank: max(0, wanted[pace.rank] - pace.leased_total) for pace in paces}
     if added(pace.ratio * most[pace.rank] for pace in paces) <= free:
         return most
@@ -154,8 +157,8 @@ def dealt_free(paces: Sequence[Pace], wanted: dict[Rank, int], free: float) -> d
 
 
 def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> dict[Rank, int]:
-    """Deals all but the last one or two batches per rank, so that all ranks are busy until one moment, as dealing them
-    one by one would. One by one, a large epoch held the coordinator up for many seconds.
+    """Deals all but the last one or two batches per rank, by bisecting the time until which all ranks are busy. Dealing
+    one by one gives the same counts, but held the coordinator up for many seconds in a large epoch.
     """
 
     def needed(until_ms: float) -> dict[Rank, int]:
@@ -189,12 +192,12 @@ def _loss(paces: Sequence[Pace], counts: dict[Rank, int]) -> float:
 
 
 def finish_ms(pace: Pace, count: int) -> float:
-    """Time from now at which the rank will have made so many batches; negative when it has."""
+    """Ms from now until the rank has made `count` batches; negative if it has made them already."""
     return pace.delay_ms + (count - pace.made) * (pace.ms_per_batch or 1.0)
 
 
 def elapsed_ms(pace: Pace) -> float:
-    """Time since the last committed round's snapshot."""
+    """Ms since the last committed round's snapshot."""
     return pace.made * (pace.ms_per_batch or 1.0) + max(0.0, -pace.delay_ms)
 
 

@@ -1,7 +1,7 @@
 """The divergence guard: average more often when the ranks' parameters drift apart (row C8).
 
 Early in training, parameters move far in every round, and the guard may halve the anchor: on the digits example the
-anchor stays at 5 for about a third of the run. Threshold and rule are those of the original.
+anchor stays at 5 for about a third of the run. Threshold and rule are those of the original (docs/reference.md).
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from math import inf, isfinite
 HISTORY = 5
 """Rounds in a row above the threshold that halve the anchor."""
 RISING = 3
-"""Rounds in a row that rise, the last one to above the threshold, which keep the anchor from growing."""
+"""Rounds in a row of rising divergence, the last one above the threshold, that keep the anchor from growing."""
 
 
 class Drift(StrEnum):
@@ -34,7 +34,7 @@ class DivergenceGuard:
     _history: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def judge(self, divergences: list[float]) -> Drift:
-        """Takes in one round's divergences, one of each rank. What is not finite is beyond every threshold."""
+        """Takes in one round's divergences, one of each rank. One that is not finite exceeds every threshold."""
         if self.threshold <= 0 or not divergences:
             return Drift.CALM
         self._history.append(max(one if isfinite(one) else inf for one in divergences))
@@ -50,5 +50,7 @@ class DivergenceGuard:
         return [one if isfinite(one) else None for one in self._history]
 
     def restore(self, history: Iterable[float | None]) -> None:
-        """Goes on from `to_json`. Raises `TypeError`, `ValueError` or `OverflowError` for what is no number."""
+        """Restores the rounds that `to_json` returned. Raises `TypeError`, `ValueError` or `OverflowError` for a value
+        that is not a number.
+        """
         self._history = deque((inf if one is None else float(one) for one in history), maxlen=HISTORY)

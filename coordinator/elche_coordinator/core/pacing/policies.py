@@ -1,8 +1,8 @@
 """The policies by name.
 
 A policy gets the ranks' speeds and the work that is left, and returns the next rounds with a reason; it does nothing
-else. El Che sets the length of a round. The counts come from each rank's latest batch times, so that all arrive
-together also right after a speed has changed (El Che's smoothed times would lag for rounds).
+else. El Che sets the length of a round. The counts follow each rank's latest batch times, so that all arrive together
+even right after a speed has changed: El Che's smoothed times would lag for rounds.
 """
 
 from collections.abc import Callable, Sequence

@@ -36,11 +36,11 @@ class Work:
     epoch_batches: int
     """Batches of a whole epoch."""
     free_batches: int
-    """Batches of this epoch that nobody has."""
+    """Batches of this epoch that no rank has."""
     free_samples: int
-    """Samples of this epoch that nobody has."""
+    """Samples of this epoch that no rank has."""
     free_later: int
-    """Batches of later epochs that nobody has; 0 in the last one."""
+    """Batches of later epochs that no rank has; 0 in the last epoch."""
     open_rounds: int = 0
     """Rounds that are announced and not committed."""
     granted: int = 0

@@ -168,8 +168,8 @@ class Fleet:
         return self._once((one for one in self.free_places(conditions) if one not in without), set())
 
     def num_groups(self, spec: JobSpec) -> int:
-        """Number of ranks of the job for which hosts that are not drained have slots, free or not; of a loop, the host
-        that has most.
+        """Number of ranks of the job for which hosts that are not drained have slots, free or not; for a loop, only
+        slots of the host that has most.
         """
         return len(self._groups(self._once(self.offered(spec.needs), set()), spec))
 
@@ -208,8 +208,8 @@ class Fleet:
         return self.agents[place.agent_id].slots[place.slot]
 
     def _once(self, places: Iterable[Place], used: set[tuple[AgentId, str]]) -> list[Place]:
-        """The places with each device only once and without `used` ones, to which it adds those that it returns. CPUs,
-        and devices whose host allows it, as often as they are offered.
+        """The places without repeated devices and without those in `used`, to which the devices found are added. CPUs,
+        and devices whose host allows it, may repeat.
         """
         found = []
         for place in places:

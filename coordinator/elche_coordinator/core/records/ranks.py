@@ -135,7 +135,7 @@ class RankRecord:
     stopped_round: RoundId | None = None
     """Once its process has stopped without a coordinator: the round whose result it has left as a draft, or 0."""
     discarded_in_a_row: int = 0
-    """Number of averages in a row, among those to which it brought samples, from which it was left out."""
+    """Averages in a row that left the rank out although it brought samples."""
     evaluation_ms: float = 0.0
     """Duration in ms of the last evaluation here; 0 before the first."""
     evaluated_ms: float = 0.0

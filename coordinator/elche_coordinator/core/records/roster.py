@@ -66,7 +66,7 @@ class Roster:
         """Asks a rank whose work is committed to exit, since its slot is wanted. It is restarted on another slot if one
         is free.
         """
-        self.shut_down(record, f"{record.host} is to be left")
+        self.shut_down(record, f"its slot on {record.host} is wanted")
         record.departs(DepartureTrigger.WORK_COMMITTED)
         self.tell_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")
 
@@ -94,8 +94,8 @@ class Roster:
         )
 
     def note_exit(self, record: RankRecord, *, counts: bool) -> None:
-        """Records the process's end. It `counts` as lost if the job goes on and the others were not without
-        it already.
+        """Records the process's end. With `counts`, it adds to `num_lost`, unless the others went on without the rank
+        before.
         """
         record.life.advance(RankTrigger.EXITED)
         self.num_lost += counts and not record.is_done_without

@@ -110,6 +110,7 @@ class Round:
         teller = next((rank for rank, one in self.results.items() if one.header), first_rank)
         is_short = any(other.header_digest is not None for other in self.results.values())
         header_is = header_digest(header) if is_short else None
+        # a member that sent only a digest is compared by digest, all others by rows
         for rank, other in self.results.items():
             if other.header_digest != header_is if other.header_digest is not None else other.header != header:
                 return Failure(f"ranks {teller} and {rank} received different headers in round {self.id}")

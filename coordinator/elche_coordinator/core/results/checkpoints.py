@@ -122,7 +122,7 @@ class Checkpoints:
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
         """Records that a rank cannot write a checkpoint. Returns False for old news.
 
-        A late writer, which had trained on before it knew, is no failure: the next round becomes the checkpoint.
+        A writer that got the order too late to capture the state is no failure: the next round becomes the checkpoint.
         """
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False

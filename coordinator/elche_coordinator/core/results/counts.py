@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Counts since this coordinator knows the job, without those of the checkpoint from which it began."""
+    """Counts since this coordinator has known the job, without the counts of the checkpoint from which the job
+    began.
+    """
 
     samples: int = 0
     """Committed samples; those that are committed again after the job has gone back count again."""
@@ -21,7 +23,7 @@ class Counts:
     given_up_rounds: int = 0
     """Rounds that no member got a result of."""
     regroups: int = 0
-    """Changes of the ranks that train together."""
+    """Rounds whose result no member received."""
     discarded_samples: int = 0
     """Committed samples that were left out of the average."""
     checkpoint_failures: int = 0

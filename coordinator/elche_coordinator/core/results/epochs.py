@@ -35,14 +35,16 @@ class Epochs:
         self._due: dict[int, EpochReport] = {}
         """Finished epochs that were not sent yet, because their evaluation is missing."""
         self.untrained: Failure | None = None
-        """Set when the first epoch has ended and nothing was trained. A later one may be a stump of few batches."""
+        """Set when the first epoch has ended and none of its batches was trained. Later epochs are not checked: one may
+        have only a few batches left.
+        """
 
     def add(self, rank: Rank, work: EpochWork) -> None:
         """Adds one rank's work in a committed round."""
         self._tallies.setdefault(work.epoch, EpochTally()).add(rank, work)
 
     def add_silent(self, rank: Rank, booked: list[Lease], batch_size: int) -> None:
-        """Adds a lost rank's work in a committed round, of which losses are unknown."""
+        """Adds a lost rank's work in a committed round, whose losses are unknown."""
         for piece in booked:
             num_batches = -(-piece.size // batch_size)
             work = EpochWork(
@@ -68,7 +70,7 @@ class Epochs:
             tally.duration_s += elapsed_s * piece.size / num_samples
 
     def close(self, epoch: Epoch, ranks: list[Rank], *, committed: int, dropped: int) -> EpochReport:
-        """Reports a finished epoch."""
+        """Reports a finished epoch, and returns the report. Sets `untrained` if the first epoch has trained nothing."""
         tally = self._tallies.pop(epoch, EpochTally())
         report = tally.report(epoch=epoch, ranks=ranks, committed=committed, dropped=dropped, attempt=self._attempt)
         self._outbox.publish(report)
@@ -117,7 +119,7 @@ class Epochs:
         return [asdict(report) for _, report in sorted(reports.items())]
 
     def restore(self, state: Mapping[str, Any], untold: Iterable[Mapping[str, Any]]) -> None:
-        """Restores `to_json` and `untold`, whose epochs are sent in this training."""
+        """Restores the values of `to_json()` and `untold()`; the untold epochs are sent to a rank of this training."""
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state.items()}
         for fields in untold if self._tells_a_rank else ():
             report = EpochReport(**{name: _plain(value) for name, value in fields.items()})

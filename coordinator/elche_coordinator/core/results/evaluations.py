@@ -30,7 +30,7 @@ class Evaluation:
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Metrics as (sum, number of samples), over the received parts."""
     tensors: dict[str, TensorSum] = field(default_factory=dict)
-    """Sums of tensors over the received parts, of which a rank makes metrics once all are there."""
+    """Sums of tensors over the received parts. A rank makes metrics of them once all parts are there."""
     is_asked: bool = False
     """True if a rank was asked to make metrics of the tensors; it is in `waiting` until it answers."""
     duration_ms: float = 0.0
@@ -67,7 +67,7 @@ class Evaluation:
     def _add_tensor(self, name: str, tensor: TensorSum, rank: Rank) -> Failure | None:
         before = self.tensors.get(name)
         if not tensor.is_whole:
-            return Failure(f"rank {rank} tells {len(tensor.data)} bytes of {name!r}, whose shape is {tensor.shape}")
+            return Failure(f"rank {rank} sent {len(tensor.data)} bytes for {name!r}, whose shape is {tensor.shape}")
         if before is not None and before.shape != tensor.shape:
             return Failure(
                 f"eval_step returns {name!r} of shape {tensor.shape} on rank {rank}, and of shape {before.shape} on "
@@ -101,10 +101,10 @@ class Evaluations:
         self._open: list[Evaluation] = []
         """Evaluations under way, oldest first; they are judged in this order."""
         self._void: dict[Rank, list[int]] = {}
-        """By rank: epochs of void evaluations of which it will still send a part, to be ignored."""
+        """By rank: epochs of voided evaluations whose part the rank will still send, to be ignored."""
         self._monitor = settings.monitor
         self._sign = -1.0 if settings.more_is_better else 1.0
-        """Factor by which a smaller product is the better value."""
+        """Factor on the monitored metric, so that a smaller product is better."""
         self._patience = settings.patience
 
     @property
@@ -155,15 +155,15 @@ class Evaluations:
         return complete
 
     def ask(self, rank: Rank) -> list[Evaluation]:
-        """Returns evaluations with all parts, of whose tensors this rank is asked to make metrics; each once."""
+        """Asks this rank to make metrics of summed tensors; returns the evaluations that need it, each only once."""
         asked = [evaluation for evaluation in self._open if evaluation.lacks_metrics]
         for evaluation in asked:
             evaluation.is_asked, evaluation.waiting = True, {rank: None}
         return asked
 
     def lose(self, rank: Rank) -> list[Epoch]:
-        """Voids evaluations of which a lost rank had a part; if it was only making metrics of the sums, another rank
-        can. Returns the epochs whose evaluation is owed again.
+        """Voids the evaluations in which a lost rank had a part. If it was only making metrics of the sums, another
+        rank can do that. Returns the epochs whose evaluation is owed again.
         """
         self._void.pop(rank, None)
         touched = [evaluation for evaluation in self._open if rank in evaluation.waiting]

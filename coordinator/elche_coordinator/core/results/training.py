@@ -43,7 +43,7 @@ from elche_coordinator.core.work.shards import Shards
 OVERLAP_DECAY = 0.8
 """Factor per round on the longest recent averaging. Work is leased for that time, so that it must decay slowly."""
 MAX_DISCARDED = 3
-"""Averages in a row from which a rank is left out that fail the job."""
+"""The job fails when a rank is left out of this many averages in a row."""
 
 
 class Training:
@@ -189,7 +189,9 @@ class Training:
             record.evaluation_ms = event.duration_ms
             record.evaluated_ms += event.duration_ms
         if not self.evaluations.has(record.rank):
-            self._outbox.refuse(event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has told")
+            self._outbox.refuse(
+                event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has answered already"
+            )
         complete = self.evaluations.take_part(event)
         self._ask_for_metrics()
         return self._judge(complete)
@@ -238,7 +240,11 @@ class Training:
             self._refuse_checkpoint(event)
 
     def _refuse_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
-        self._outbox.refuse(event, f"version {event.version} is no checkpoint to be", f"rank {event.rank} writes none")
+        self._outbox.refuse(
+            event,
+            f"version {event.version} is not being written as a checkpoint",
+            f"rank {event.rank} was not asked to write it",
+        )
 
     def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """Records that the job's callback for a finished epoch has returned."""
@@ -253,8 +259,8 @@ class Training:
             committed, end = self.ledger.bounds(rank)
             if not committed <= row.cut <= end or row.local_step < self.members[rank].base_step:
                 return Failure(
-                    f"rank {rank} says that round {received.id} has {row.cut} samples and {row.local_step} batches of "
-                    f"it; {committed} samples are committed and {end} leased"
+                    f"rank {rank} says that round {received.id} contains its first {row.cut} samples and "
+                    f"{row.local_step} batches; {committed} of its samples are committed and {end} leased"
                 )
         return None
 
@@ -333,7 +339,7 @@ class Training:
         self.policy.learn(wall_ms, num_batches, received.cost_ms, drift)
         self.global_step += sum(num_batches.values())
         slowest_ms = max(record.ms_per_batch or 0.0 for record in self.members.values())
-        # a rank that waited longer than this has waited for one that evaluates, which leasing ahead does not shorten
+        # longer waits were for a rank that evaluates, which work leased ahead does not shorten
         longest_ms = min(received.longest_ms, received.sync_ms + slowest_ms)
         self.longest_averaging_ms = max(longest_ms, OVERLAP_DECAY * self.longest_averaging_ms)
         return parts
@@ -416,15 +422,17 @@ class Training:
         )
 
     def choose_writer(self) -> Rank:
-        """Chooses the writer of a checkpoint: the fastest rank, or, for a job with its own state, the lowest, which
-        receives epochs.
+        """Chooses the writer of a checkpoint: the fastest rank; for a job with its own state the lowest one, on which
+        the callbacks for finished epochs run.
         """
         if not self.settings.keeps_state:
             return fastest(self.members)
         return min(present(self.members) or self.members)
 
     def _choose_saver(self, quickest: Rank) -> Rank:
-        """Chooses the writer of the final state: the fastest rank, unless the best checkpoint is on another host."""
+        """Chooses the writer of the final state: the fastest rank; but if the best checkpoint is on another host, its
+        writer, which can store that checkpoint as the best model.
+        """
         writer = self.checkpoints.writer_of(self.evaluations.best_version)
         record = self.members.get(writer) if writer is not None else None
         if record is None or not record.is_present or record.agent_id == self.members[quickest].agent_id:
@@ -477,7 +485,7 @@ class Training:
         """The order to write a checkpoint of the committed round; None if it becomes none.
 
         A round that ends an epoch unexpectedly, because ranks had overshot their targets, becomes a checkpoint with the
-        writer's present moments. Another unplanned checkpoint waits for the next round.
+        writer's present moments. Any other checkpoint for which the round was not announced waits for the next round.
         """
         is_wanted = self.checkpoints.wants(now_s, closed) if is_foreseen else self.checkpoints.wants_end_of(closed)
         if self.started is None or not is_wanted:
@@ -496,8 +504,8 @@ class Training:
         return WriteCheckpoint(name=name, training=json.dumps(self.snapshot()), keep=keep)
 
     def save_stopped(self, now_s: float) -> None:
-        """Has a draft that a stopped rank has left of the last committed round become a checkpoint, unless there is
-        none, or one of that version.
+        """Orders a stopped rank's draft of the last committed round to become a checkpoint. Does nothing without such a
+        draft, or if a checkpoint of that version exists or is being written.
         """
         for rank in self.members:
             self.checkpoints.lose_writer(rank)  # nobody writes any more

@@ -1,4 +1,4 @@
-"""Follows the times at which members will enter the open round, report by report, without a look at all each time."""
+"""Estimates when members will enter the open round, updated by each report without a loop over all members."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -8,12 +8,10 @@ from elche_coordinator.core.records.ranks import RankRecord
 
 
 class Arrivals:
-    """The span from the first to the last time at which a member will enter one round; it may be too wide, never too
-    narrow.
+    """Bounds on the times at which the first and the last member enter one round: maybe too wide, never too narrow.
 
-    A member's time follows from its last report alone. Each report can only widen the span; a look at all members makes
-    it exact. So while the span is short enough no look is needed: a sum over all members per report would cost the
-    square of their number.
+    A report can only widen them; a look at all members makes them exact. While they are close enough no look is needed:
+    one for each report would cost time that grows with the square of the number of members.
     """
 
     def __init__(self) -> None:

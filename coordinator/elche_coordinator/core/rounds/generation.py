@@ -103,9 +103,11 @@ class Generation:
         return None
 
     def split(self) -> tuple[int, list[RankRecord]]:
-        """Returns the number of open rounds to commit, and the present members that then have another model.
+        """Returns the number of open rounds to commit, and the present members that have received more or fewer than
+        these.
 
-        The model of most members is kept; of equally many, the newer one. Any could be, since none is committed yet.
+        The model that most members have is kept; of equally common ones, the newer. Either would be right, since none
+        of these rounds is committed yet.
         """
         there = present(self.members).values()
         levels = {record.rank: self._num_received(record.rank) for record in there}
@@ -178,8 +180,8 @@ class Generation:
             self.scheduler.follow_progress(record, now_s)
 
     def _reached(self, event: RoundEntered | ResultReceived | RoundFailed, now_s: float) -> Round | None:
-        """Returns the open round of an event. A granted round is opened by the first event of it; None: the round is
-        neither open nor granted.
+        """Returns the open round of an event, after opening the granted rounds up to it. None if the round is neither
+        open nor granted.
         """
         if event.generation == self.id:
             self.scheduler.open_granted(event.round, now_s, is_told=self.abandoned is None)
@@ -207,9 +209,10 @@ class Generation:
             return None
         if record.phase is RankPhase.AVERAGING:
             record.life.advance(RankTrigger.RECEIVED_RESULT)
-        opened.entered[record.rank] = None  # of a round by grant, the event of entering may be lost or come later
+        opened.entered[record.rank] = None  # the `RoundEntered` of a granted round may be lost or come later
         opened.results[record.rank] = event
-        # A later round may be complete before an earlier one: results are taken in order, so that versions are.
+        # A later round may be complete before an earlier one. Rounds are committed in order, so that versions rise with
+        # them.
         while self.abandoned is None and self.rounds and self.rounds[0].is_received_by_all:
             if failure := self._commit(self.rounds[0], now_s):
                 return failure
@@ -251,8 +254,8 @@ class Generation:
         return None
 
     def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> Failure | None:
-        """Records that the rank will not receive a round's result. If no member will, its work goes into the
-        next one.
+        """Records that the rank will not receive a round's result. If no member will, the round is given up, and its
+        samples go into the next one. Returns a failure after `MAX_GIVEN_UP` of these in a row.
         """
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
@@ -283,13 +286,13 @@ class Generation:
         elif isinstance(event, HeaderTold):
             state, why = f"round {event.round} is open", f"rank {event.rank} has not said that it has its result"
         else:
-            state, why = f"round {event.round} is open", f"rank {event.rank} has said the same, or its opposite, before"
+            state, why = f"round {event.round} is open", f"rank {event.rank} has already reported this, or the opposite"
         self._outbox.refuse(event, state, why)
 
     def on_recalled(self, record: RankRecord, event: ReserveRecalled, now_s: float) -> None:
         """Records the reserve that the rank has given back."""
         if not self._training.ledger.take_back(record.rank, event.num_samples):
-            self._outbox.refuse(event, f"rank {record.rank} was not asked", "or it names what it has never had")
+            self._outbox.refuse(event, f"rank {record.rank} was not asked", "or the position is not in its leases")
             return
         if self.abandoned is None and not self.is_closing:
             self.scheduler.on_recalled(now_s)

@@ -57,7 +57,7 @@ class Limits:
             self._send(record, min(stop, record.limit_step) if self._applies else stop)
 
     def lift_stops(self) -> None:
-        """Lets ranks go on after a pause. Where steps are limited `update`, called next, grants them."""
+        """Lifts the stops of a pause. With `max_batch_diff`, ranks go on when the caller then calls `update`."""
         for record in self._members.values():
             record.limit_step = 0
             if not self._applies:

@@ -10,7 +10,7 @@ from elche_coordinator.core.records.round import Round
 from elche_coordinator.core.results.training import Training
 
 TAIL_ROUNDS = 3
-"""Rounds of an epoch whose work is never in reserve: it is dealt out as ranks come to it, so that all end together."""
+"""Rounds of an epoch whose work is never in reserve: it is leased bit by bit, so that all ranks end together."""
 EXCESS, EXCESS_ROUNDS = 2, 2
 """A reserve larger than `EXCESS` times what is needed plus `EXCESS_ROUNDS` rounds is recalled, as when a rank has
 become slower. A smaller excess is not, since nothing is granted until the rank has answered.
@@ -18,14 +18,14 @@ become slower. A smaller excess is not, since nothing is granted until the rank 
 MAX_ROUNDS = 1000
 """Most rounds that are granted at once."""
 ASYNC_FACTOR = 1.5
-"""Under `async` nobody stops at a target, so granted rounds lie further apart, and no rank is late for one."""
+"""Under `async` no rank stops at a target, so granted rounds lie further apart, and no rank is late for one."""
 
 
 class Reserve:
     """Grants the rounds that would follow an announced one, with leases for them.
 
-    While the coordinator is there nobody uses either: rounds are announced, and what is in reserve is permitted bit by
-    bit. While it is away ranks go on with both, at equal distances, until they are used up.
+    While the coordinator is there, ranks use neither: rounds are announced, and the reserve is permitted bit by bit.
+    While it is away, ranks enter the granted rounds at equal distances and train the reserve, until both are used up.
     """
 
     def __init__(self, members: RankRecords, training: Training, outbox: Outbox) -> None:
@@ -67,8 +67,8 @@ class Reserve:
     def revoke(self) -> bool:
         """Asks members to enter no granted round any more. Returns True once all have said that they will not.
 
-        Until then they may have made a round of which the coordinator has not heard. It would contain the work of ranks
-        that the next generation may not have, and be lost with them.
+        Until then they may have made a round that the coordinator has not heard of. It would contain the work of ranks
+        that may not be in the next generation, and be lost with them.
         """
         ledger, there = self._training.ledger, present(self._members)
         self.count = 0
@@ -91,6 +91,7 @@ class Reserve:
         training, ledger = self._training, self._training.ledger
         if not training.ride_out_s or not training.policy.is_calibrated or training.replay is not None:
             return 0
+        # limits come from the coordinator, so that nothing is granted where ranks need them
         if training.settings.max_batch_diff is not None or training.is_paused:
             return 0
         times_ms = [count * (self._members[rank].ms_per_batch or 0.0) for rank, count in every.items()]
@@ -110,7 +111,7 @@ class Reserve:
         if has > EXCESS * max(0, wanted) + EXCESS_ROUNDS * every * record.batch_size:
             self._recall(record)
         if ledger.is_recalled(record.rank):
-            return 0  # what is granted before it answers would be dropped, or not, depending on when it hears of which
+            return 0  # it is unknown if the rank would drop leases that it gets before it answers
         if wanted > has:
             for lease in ledger.reserve(record.rank, ledger.epoch, wanted - has):
                 self._outbox.add(SendLease(**record.address(self._outbox.job_id), lease=lease, is_reserve=True))

@@ -81,8 +81,8 @@ class RoundScheduler:
         self._limits.start()
 
     def go_on(self, now_s: float) -> None:
-        """Goes on with the training of an earlier generation, which had other members. If there are newcomers, a round
-        at once gives them the model.
+        """Continues the training of an earlier generation with other members. Newcomers get the model in a round that
+        is announced at once.
         """
         self.has_committed = self._goes_on = True
         self._limits.start()
@@ -129,11 +129,11 @@ class RoundScheduler:
             for rank, step in steps.items() if is_told else ():
                 self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
         if self._training.is_paused:
-            self.pause()  # ranks were told to stop at a round before this one, in which they would miss it
+            self.pause()  # ranks were told to stop at an earlier round, and would never enter this one
         return True
 
     def on_recalled(self, now_s: float) -> None:
-        """Called when a rank has given its reserve back: plans what waited for that."""
+        """Called when a rank has given its reserve back: plans the round, or grants the rounds, that waited for it."""
         if not self.rounds and self.has_committed:
             self.plan_next(now_s)
         elif self.has_committed and not self.reserve.is_awaited and not self._ledger.is_stopped:
@@ -317,13 +317,14 @@ class RoundScheduler:
 
     def _paces_of(self, records: Collection[RankRecord], now_s: float) -> list[Pace]:
         first_ms = overdue_ms = 0.0
-        if any(self._is_evaluating(record.rank) for record in records):  # else neither is needed
+        if any(self._is_evaluating(record.rank) for record in records):  # used for evaluating ranks only
             first_ms, overdue_ms = self._first_evaluation_ms(), self._least_overdue_ms()
         return [self._pace(record, now_s, first_ms, overdue_ms) for record in records if record.has_model]
 
     def _pace(self, record: RankRecord, now_s: float, first_ms: float, overdue_ms: float) -> Pace:
-        """Returns a rank's speed and position by its last report. Since that it has trained on, or it evaluates first:
-        for `first_ms` if it never has, and at least `overdue_ms` more if that takes longer than the last time.
+        """Estimates a rank's pace from its last report: since then it has trained on, or it evaluates before its next
+        batch. `first_ms`: assumed duration of a first evaluation; `overdue_ms`: least further time of one that takes
+        longer than the last.
         """
         is_evaluating = self._is_evaluating(record.rank)
         leased, leased_total = self._ledger.uncommitted_batches(record.rank)
@@ -413,8 +414,8 @@ class RoundScheduler:
                     self._lease(pace.rank, self._ledger.epoch, missing * pace.batch_size)
 
     def _train_on(self, now_s: float) -> None:
-        """While a rank evaluates or is late, gives the others later targets and work until then, of this epoch and then
-        of later ones. One that has entered the round, and trains on, gets work only: its target is passed.
+        """While a rank evaluates or is late, gives the others work until it is back, of this epoch and then of later
+        ones, and moves their targets. A rank that has entered the round already gets work only.
         """
         if self._policy.stops_ranks or self._settings.max_batch_diff is not None or len(self.rounds) != 1:
             return
@@ -437,7 +438,8 @@ class RoundScheduler:
             count = pace.made + max(0, int((until_ms - pace.delay_ms) / pace.ms_per_batch))
             if is_for_late:
                 count = min(count, int(longest_ms / pace.ms_per_batch))
-            # no spare for a rank that has entered while another is late: it must run out of work, or hangs stay unseen
+            # a rank that has entered gets no spare while another is late: hangs are found only while ranks wait, so it
+            # must run out of work
             spare = 0 if has_entered and is_for_late else self._policy.spare(pace, work)
             self._lease_on(rank, count + spare - pace.leased_total)
             target = record.base_step + min(count, self._ledger.uncommitted_batches(rank)[1])
@@ -479,14 +481,16 @@ class RoundScheduler:
             self._retarget(opened, pace.rank, target, spare=0)
 
     def _can_revise(self) -> bool:
-        """True if the open round may get other targets: nobody has entered it, and its policy allows that."""
+        """True if the open round may get other targets: no rank has entered it, and its policy allows that."""
         if not self._policy.can_revise or len(self.rounds) != 1 or self._training.replay is not None:
             return False
         opened, has_begun = self.rounds[0], self._training.committed is not None
         return has_begun and not (opened.entered or opened.is_fixed or opened.is_granted or self._training.is_paused)
 
     def _revise_targets(self, record: RankRecord, now_s: float) -> None:
-        """Gives the open round new targets when its ranks would arrive at different times, and none has entered it."""
+        """Gives the open round new targets when its ranks would arrive at different times, unless a rank has entered
+        it.
+        """
         if not self._can_revise() or self._training.committed is None:
             return
         opened = self.rounds[0]
@@ -514,7 +518,7 @@ class RoundScheduler:
         """True if members may come to the round at different times, now that this one has reported; False soon after
         all were looked at.
         """
-        if not self._training.evaluations.is_idle:  # whoever evaluates comes later than its last report says
+        if not self._training.evaluations.is_idle:  # an evaluating rank comes later than its last report says
             self._arrivals.forget()
         target = opened.targets.get(record.rank, 0)
         if not self._arrivals.may_differ(record, opened.id, target, REVISE_BATCHES, now_s):

@@ -38,7 +38,7 @@ class RankLeases:
     processed: int = 0
     """Samples before this position are trained, as reported."""
     permitted: int = 0
-    """Samples before this position may be trained; those after it are in reserve, for an absent coordinator."""
+    """Samples before this position may be trained; those after it are reserved for an absence of the coordinator."""
     end: int = 0
     """Position after the last lease."""
 
@@ -153,7 +153,7 @@ class Ledger:
         return sum(self.num_batches(end - start) for start, end in parts) + sum(map(self.num_batches, reserved))
 
     def free_later(self) -> int:
-        """Batches of all epochs after this one that nobody has."""
+        """Batches of all later epochs that no rank has."""
         later = range(self.epoch + 1, 0 if self.is_stopped else self.num_epochs)
         opened = [epoch for epoch in self._books if epoch in later]
         free = sum(map(self.free_batches, opened)) + (len(later) - len(opened)) * self.num_batches(
@@ -197,14 +197,16 @@ class Ledger:
         return self.total_committed() + sum(max(0, one.processed - one.committed) for one in self.rank_leases.values())
 
     def uncommitted_batches(self, rank: Rank) -> tuple[int, int]:
-        """Numbers of the rank's uncommitted batches: up to the last one of the open epoch, and all."""
+        """Returns two counts of the rank's uncommitted batches without its reserve: up to the last one of the first
+        incomplete epoch, and all.
+        """
         through_epoch, total = 0, 0
         leases = self.rank_leases.get(rank)
         if leases is None:
             return 0, 0
         size = self._batch_sizes.get(rank, self.extent.batch_size)
         after, start, end = leases.first, leases.committed, leases.permitted
-        for lease in leases.leases:  # as `RankLeases.parts`, which is too slow for all ranks of many
+        for lease in leases.leases:  # `RankLeases.parts`, inlined because it is too slow to call for each of many ranks
             at, after = after, after + lease.size
             num_samples = min(after, end) - max(at, start)
             if num_samples > 0:
@@ -217,7 +219,7 @@ class Ledger:
         """Epochs that are complete once each rank has committed so many more batches."""
         last: dict[Rank, dict[Epoch, int]] = {}
         if self.epoch not in self._books or self.has_free(self.epoch):
-            return []  # without a look at each rank's leases
+            return []  # an epoch with free samples does not end, whatever the ranks have leased
         for rank, leases in self.rank_leases.items():
             total, size = 0, self._batch_sizes.get(rank, self.extent.batch_size)
             for part in leases.parts(leases.committed, leases.permitted):
@@ -241,7 +243,7 @@ class Ledger:
         self._batch_sizes[rank] = size
 
     def num_batches(self, num_samples: int) -> int:
-        """Number of batches, of the job's size, of `num_samples` of one slice."""
+        """Number of batches of the job's size into which `num_samples` consecutive samples are cut."""
         return -(-num_samples // self.extent.batch_size)
 
     def in_flight(self, rank: Rank, num_batches: int) -> list[Lease]:
@@ -286,7 +288,7 @@ class Ledger:
         return leases.permitted - before
 
     def recall(self, rank: Rank) -> bool:
-        """Recalls the rank's reserve; returns False if that is under way."""
+        """Recalls the rank's reserve; returns False if a recall is under way already."""
         was_recalled = rank in self.recalled
         self.rank_leases.setdefault(rank, RankLeases())
         self.recalled[rank] = None
@@ -357,8 +359,8 @@ class Ledger:
             leases.permitted = max(leases.permitted, leases.processed)  # begun while the coordinator was away
 
     def commit(self, rank: Rank, cut: int) -> list[Lease]:
-        """Books the rank's samples before `cut`, counted since its incarnation began; returns the new ones,
-        in order.
+        """Books the rank's samples before `cut`, counted since its incarnation began; returns the new ones, in order.
+        Raises `ValueError` if `cut` is below the committed samples or above the leased ones.
         """
         leases = self.rank_leases.setdefault(rank, RankLeases())
         if not leases.committed <= cut <= leases.end:
@@ -436,5 +438,6 @@ class Ledger:
         self.close_epochs()
 
     def _forget_finished(self, leases: RankLeases) -> None:
+        """Drops leases whose samples are all committed."""
         while leases.leases and leases.first + leases.leases[0].size <= leases.committed:
             leases.first += leases.leases.popleft().size

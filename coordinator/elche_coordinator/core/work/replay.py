@@ -43,7 +43,9 @@ class Replay:
                 raise ValueError(f"round {index} of the recording does not fit the job: {error}") from None
 
     def _skip(self, num_samples: int) -> int:
-        """Index of the first round after `num_samples` samples."""
+        """Index of the first round after `num_samples` samples. Raises `ValueError` if that is in the middle of a
+        round.
+        """
         index, total = 0, 0
         while total < num_samples and index < len(self._rounds):
             total += self._rounds[index].num_samples

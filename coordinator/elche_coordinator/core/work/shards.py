@@ -37,6 +37,7 @@ class Shards:
         return self._starts[bisect_right(self._starts, position)]
 
     def _next_shard(self, free: IntervalSet, epoch: int) -> int:
+        """Start of the next untouched shard; once all are begun, that of the largest free interval."""
         if epoch not in self._orders:
             self._orders[epoch] = shuffled_shards(self._sizes, seed=self._seed, epoch=epoch)[::-1]
         order = self._orders[epoch]
