@@ -68,7 +68,7 @@ class RankCount(click.ParamType[tuple[int, int]]):
         except ValueError:
             most = 0
         if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
-            self.fail(f"{value!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+", param, ctx)
+            self.fail(f"{value!r} is neither a number of ranks, at least 1, nor a range such as 2..8 or 2+", param, ctx)
         return least, most
 
 
