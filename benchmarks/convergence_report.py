@@ -1,4 +1,4 @@
-"""Writes every table and picture of docs/convergence.md from kept runs; what is missing is run first.
+"""Writes the tables and pictures of docs/convergence.md and defaults.md from kept runs; what is missing is run first.
 
     python benchmarks/convergence_report.py            # all; hours from nothing, seconds from the kept runs
     python benchmarks/convergence_report.py --only means-text-2
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 KEPT = HERE / "kept" / "convergence.jsonl"
 BEFORE = HERE / "kept" / "convergence_before.jsonl"
 """Runs of ranks that took results in the middle of a batch: of the tables "means", which were not made again."""
-PAGE = HERE.parent / "docs" / "convergence.md"
+PAGES = [HERE.parent / "docs" / name for name in ("convergence.md", "defaults.md")]
 PICTURES = HERE.parent / "docs" / "pictures"
 
 PEERS = {
@@ -60,7 +60,6 @@ TABLES = {
     "text-2": Table("text", 2, ELCHE),
     "text-4": Table("text", 4, ELCHE),
     "digits-2": Table("digits", 2, ELCHE, held_out=20),
-    "digits-2-same-rate": Table("digits", 2, ELCHE, (2.0,), held_out=20),
     "digits-4": Table("digits", 4, ELCHE, held_out=20),
     "transformer-2": Table("transformer", 2, ELCHE, (2.0, 3.0, 4.5), 1, 6),
     "transformer-4": Table("transformer", 4, ELCHE, (2.0, 3.0, 4.5), 1, 6),
@@ -95,8 +94,13 @@ def with_table(page: str, name: str, lines: list[str]) -> str:
     """The page with a table in the place of what was there."""
     between = re.compile(rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not between.search(page):
-        raise SystemExit(f"{PAGE.name} has no table {name}")
+        raise SystemExit(f"there is no table {name}")
     return between.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], page)
+
+
+def page_of(pages: dict[Path, str], name: str) -> Path:
+    """The page that has the table; the first one if none has it."""
+    return next((path for path, page in pages.items() if f"<!-- table: {name} -->" in page), PAGES[0])
 
 
 def main() -> None:
@@ -104,16 +108,19 @@ def main() -> None:
     parser.add_argument("--only", choices=TABLES, help="one table")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a table would change")
     options = parser.parse_args()
-    page = before = PAGE.read_text()
+    pages = {path: path.read_text() for path in PAGES}
+    before = dict(pages)
     for name in [options.only] if options.only else TABLES:
         runs = Runs(TABLES[name], BEFORE if name.startswith("means") else KEPT, may_run=not options.check)
-        page = with_table(page, name, runs.lines())
+        path = page_of(pages, name)
+        pages[path] = with_table(pages[path], name, runs.lines())
         if name in DRAWN and not options.check:
             (PICTURES / f"{name}.svg").write_text(runs.drawing())
         print(name, file=sys.stderr)
-    if options.check and page != before:
-        raise SystemExit(f"{PAGE.name} is not what the kept runs say: run benchmarks/convergence_report.py")
-    PAGE.write_text(page)
+    for path, page in pages.items():
+        if options.check and page != before[path]:
+            raise SystemExit(f"{path.name} is not what the kept runs say: run benchmarks/convergence_report.py")
+        path.write_text(page)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def rank_count(text: str) -> tuple[int, int]:
     except ValueError:
         most = 0
     if most < 1 or least < 0 or least > most or (least == 0 and not text.isdigit()):
-        raise ValueError(f"{text!r} is no number of ranks, at least 1, nor a range such as 2..8 or 2+")
+        raise ValueError(f"{text!r} is neither a number of ranks, at least 1, nor a range such as 2..8 or 2+")
     return least, most
 
 

@@ -80,9 +80,11 @@ def resume_here(
         raise InvalidJob(
             f"the {COMMAND} of the run that has written {folder} is damaged: move the checkpoint elsewhere"
         )
+    is_loop = "loop" in manifest["training"]
     if file is None:
-        _refuse_complete(Path(place), options)
-    kind = ScriptRun if "loop" in manifest["training"] else LocalRun
+        more = f"set more epochs in the script: elche resume {folder} {manifest['file_name']}" if is_loop else ""
+        _refuse_complete(Path(place), options, more)
+    kind = ScriptRun if is_loop else LocalRun
     options = replace(
         options,
         resume=str(folder.resolve()),
@@ -117,8 +119,11 @@ def _is_command(command: dict[str, Any]) -> bool:
     )
 
 
-def _refuse_complete(run: Path, options: JobOptions) -> None:
-    """Raises `InvalidJob` for the folder of a complete run, unless the settings ask for more epochs or steps."""
+def _refuse_complete(run: Path, options: JobOptions, more: str) -> None:
+    """Raises `InvalidJob` for the folder of a complete run, unless the settings ask for more epochs or steps.
+
+    `more` says how to train a loop of the user's own further, which takes no settings.
+    """
     try:
         record = json.loads((run / RECORD).read_text(encoding="utf-8"))
         is_complete = record["state"] == "succeeded" and not record.get("ended_early")
@@ -128,8 +133,8 @@ def _refuse_complete(run: Path, options: JobOptions) -> None:
     wanted = options.settings.get("epochs", 0)
     if is_complete and isinstance(wanted, int) and wanted <= num_epochs and "max_steps" not in options.settings:
         raise InvalidJob(
-            f"the training in {run} is complete, with {num_epochs} epochs: there is nothing to resume "
-            f"unless --epochs is more than {num_epochs}"
+            f"the training in {run} is complete, with {num_epochs} epochs: there is nothing to resume unless "
+            + (f"you {more}" if more else f"--epochs is more than {num_epochs}")
         )
 
 

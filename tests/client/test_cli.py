@@ -82,8 +82,8 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["run"], "FILE"),
-        (["run", "FILE", "--ranks", "0"], "'0' is no number of ranks, at least 1"),
+        (["run"], "Missing argument 'FILE'; see `elche run --help`"),
+        (["run", "FILE", "--ranks", "0"], "'0' is neither a number of ranks, at least 1"),
         (["run", "FILE", "--ranks", "two"], "two"),
         (["run", "FILE", "--slow", "1"], "RANK=FACTOR"),
         (["run", "FILE", "--slow", "x=2"], "RANK=FACTOR"),

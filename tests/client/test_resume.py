@@ -155,6 +155,16 @@ def test_a_complete_run_is_not_begun_again(
     assert begun == []
 
 
+def test_a_complete_loop_is_told_where_its_epochs_are(
+    tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]
+) -> None:
+    """A loop takes no --epochs, and of a script that has changed the checkpoint's copy is used unless FILE is named."""
+    write_run(tmp_path, loop=True, state="succeeded", epochs=3)
+    with pytest.raises(InvalidJob, match=r"unless you set more epochs in the script: elche resume \S+ \S+\.py$"):
+        go_on(tmp_path, JobOptions())
+    assert begun == []
+
+
 @pytest.mark.parametrize(
     ("record", "settings"),
     [
