@@ -32,11 +32,11 @@ from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.rank_service import RankServicer
-from elche_coordinator.sessions import attend
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.timelines import Timelines
-from elche_coordinator.validation import _parse as parse
+from elche_coordinator.services.rank_service import RankServicer
+from elche_coordinator.services.sessions import attend
+from elche_coordinator.services.validation import _parse as parse
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.telemetry.timelines import Timelines
 
 
 class Jumping:

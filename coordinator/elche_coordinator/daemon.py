@@ -20,40 +20,41 @@ from elche.v1 import (
     rank_pb2_grpc,
     store_pb2_grpc,
 )
-from elche_coordinator import collector, tape
-from elche_coordinator.access import AccessInterceptor, Credentials, rank_caller
-from elche_coordinator.access_service import AccessServicer
-from elche_coordinator.agent_service import AgentServicer
-from elche_coordinator.artifacts import Artifacts
-from elche_coordinator.audit import Audit
-from elche_coordinator.averaging_service import AveragingServicer
-from elche_coordinator.bundle_service import BundleServicer
-from elche_coordinator.bundles import Bundles
-from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator import collector
+from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.encryption import Encryption
+from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.upkeep import Upkeep
+from elche_coordinator.archive.artifacts import Artifacts
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
 from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
-from elche_coordinator.encryption import Encryption
-from elche_coordinator.faults import Faults
-from elche_coordinator.health_service import Health
-from elche_coordinator.history import History
-from elche_coordinator.job_service import JobServicer
-from elche_coordinator.journal_files import JournalFiles
-from elche_coordinator.leadership import Leadership
-from elche_coordinator.open_files import max_connections, raise_limit
-from elche_coordinator.rank_service import RankServicer
-from elche_coordinator.releasing import ReleasingInterceptor
-from elche_coordinator.shared_bundles import SharedBundles
-from elche_coordinator.standby import lead, loading, open_store, start_over
-from elche_coordinator.stopping import Stop, save_jobs
-from elche_coordinator.store import Store
-from elche_coordinator.store_service import StoreServicer
-from elche_coordinator.timelines import Timelines
-from elche_coordinator.tokens import Tokens
-from elche_coordinator.transfers import Transfers
-from elche_coordinator.upkeep import Upkeep
-from elche_coordinator.validation import ValidationInterceptor
+from elche_coordinator.lifecycle.leadership import Leadership
+from elche_coordinator.lifecycle.standby import lead, loading, open_store, start_over
+from elche_coordinator.lifecycle.stopping import Stop, save_jobs
+from elche_coordinator.limits.open_files import max_connections, raise_limit
+from elche_coordinator.limits.releasing import ReleasingInterceptor
+from elche_coordinator.services.access_service import AccessServicer
+from elche_coordinator.services.agent_service import AgentServicer
+from elche_coordinator.services.averaging_service import AveragingServicer
+from elche_coordinator.services.bundle_service import BundleServicer
+from elche_coordinator.services.faults import Faults
+from elche_coordinator.services.health_service import Health
+from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, rank_caller
+from elche_coordinator.services.job_service import JobServicer
+from elche_coordinator.services.rank_service import RankServicer
+from elche_coordinator.services.store_service import StoreServicer
+from elche_coordinator.services.validation import ValidationInterceptor
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.bundles import Bundles
+from elche_coordinator.storage.shared_bundles import SharedBundles
+from elche_coordinator.storage.store import Store
+from elche_coordinator.streams.transfers import Transfers
+from elche_coordinator.telemetry.journal_files import JournalFiles
+from elche_coordinator.telemetry.timelines import Timelines
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer

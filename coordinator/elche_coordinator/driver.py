@@ -11,8 +11,6 @@ from google.protobuf.message import Message
 
 from elche.errors import Unreachable
 from elche_coordinator import codec
-from elche_coordinator.agents import Agents
-from elche_coordinator.backlog import Backlog
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import (
     AskStacks,
@@ -43,19 +41,21 @@ from elche_coordinator.core.messages.events import (
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.records.ranks import address_of
-from elche_coordinator.job_rows import JobRows
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Journals
+from elche_coordinator.limits.backlog import Backlog
+from elche_coordinator.limits.open_jobs import OpenJobs
 from elche_coordinator.loop_health import LoopHealth
-from elche_coordinator.open_jobs import OpenJobs
-from elche_coordinator.presence import Presence
-from elche_coordinator.snapshots import Snapshots
-from elche_coordinator.sources import Sources
-from elche_coordinator.store import Store
-from elche_coordinator.streams import Secrets, Stream, Streams
-from elche_coordinator.tape import Entry, Recorded, Tape
-from elche_coordinator.watchers import Watchers
-from elche_coordinator.writer import Writer
+from elche_coordinator.storage.job_rows import JobRows
+from elche_coordinator.storage.snapshots import Snapshots
+from elche_coordinator.storage.sources import Sources
+from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.tape import Entry, Recorded, Tape
+from elche_coordinator.storage.writer import Writer
+from elche_coordinator.streams.agents import Agents
+from elche_coordinator.streams.presence import Presence
+from elche_coordinator.streams.streams import Secrets, Stream, Streams
+from elche_coordinator.streams.watchers import Watchers
 
 log = logging.getLogger(__name__)
 

@@ -158,7 +158,7 @@ def main(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     from elche_coordinator.config import Config
     from elche_coordinator.daemon import serve
-    from elche_coordinator.open_files import raise_limit
+    from elche_coordinator.limits.open_files import raise_limit
 
     set_up(log_format)
     os.umask(0o077)  # records and timelines contain users' source code and output
@@ -203,7 +203,7 @@ def back_up_command(folder: Path, data: Path) -> None:
     The backup has its database, with jobs and tokens, and the jobs' folders; checkpoints and models stay where jobs
     have written them. Back a PostgreSQL database up with `pg_dump`.
     """
-    from elche_coordinator.backup import back_up
+    from elche_coordinator.lifecycle.backup import back_up
 
     _print(lambda: back_up(data, folder))
 
@@ -216,7 +216,7 @@ def restore_command(folder: Path, data: Path) -> None:
 
     Changes since the backup are lost: restart the workers, too, whose ranks the coordinator does not know.
     """
-    from elche_coordinator.backup import restore
+    from elche_coordinator.lifecycle.backup import restore
 
     _print(lambda: restore(folder, data))
 

@@ -12,9 +12,9 @@ import pytest
 
 from elche.errors import InvalidJob, NotAllowed
 from elche.status import answering
-from elche_coordinator.access import AccessInterceptor, Credentials, RankCaller
-from elche_coordinator.audit import UNCHANGED, Audit
+from elche_coordinator.access.audit import UNCHANGED, Audit
 from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller, Role
+from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, RankCaller
 
 OWN = "correct horse battery"
 

@@ -11,7 +11,7 @@ import pytest
 
 from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, problem_of, reason_of
 from elche.errors import InvalidJob
-from elche_coordinator.artifacts import Artifacts
+from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.config import CannotStart
 
 LARGE = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elche_coordinator.audit import MAX_REFUSALS, UNCHANGED, Audit
+from elche_coordinator.access.audit import MAX_REFUSALS, UNCHANGED, Audit
 from elche_coordinator.roles import Caller, Role
 
 EVE, MALLORY = Caller("eve", Role.VIEWER, "t1"), Caller("mallory", Role.USER, "t2")

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from elche.v1 import averaging_pb2 as pb
-from elche_coordinator.averaging import MAX_PART_BYTES, Averager, RelayAborted, RelayRound, take_part
+from elche_coordinator.collectives.averaging import MAX_PART_BYTES, Averager, RelayAborted, RelayRound, take_part
 from elche_coordinator.core.messages.ids import JobId, RoundId
 
 JOB, ROUND = JobId("job"), RoundId(7)

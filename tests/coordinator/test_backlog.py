@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from elche.v1 import agent_pb2, rank_pb2
-from elche_coordinator import backlog as module
-from elche_coordinator.backlog import EVENT_BYTES, Backlog
-from elche_coordinator.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import LoopAttached
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
-from elche_coordinator.rank_service import RankServicer
-from elche_coordinator.sessions import RankQueue, open_session
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow, StoreFailed
+from elche_coordinator.limits import backlog as module
+from elche_coordinator.limits.backlog import EVENT_BYTES, Backlog
+from elche_coordinator.limits.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM
+from elche_coordinator.services.rank_service import RankServicer
+from elche_coordinator.services.sessions import RankQueue, open_session
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow, StoreFailed
 
 TEXT = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="x" * 200))
 NUM_BYTES = EVENT_BYTES + TEXT.ByteSize()
@@ -65,7 +65,7 @@ def test_while_nothing_can_be_written_who_sends_much_is_read_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A locked database: 2,500 messages made the coordinator 1 GB larger, and it took in more."""
-    monkeypatch.setattr("elche_coordinator.writer.RETRY_S", 0.01)
+    monkeypatch.setattr("elche_coordinator.storage.writer.RETRY_S", 0.01)
     limit = 100 * NUM_BYTES
     monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES_OF_STREAM", limit)
 

@@ -14,11 +14,11 @@ import pytest
 
 from elche.errors import InvalidJob, TooMuch, Unreachable
 from elche.v1 import bundle_pb2
-from elche_coordinator import bundle_service
-from elche_coordinator import bundles as module
-from elche_coordinator.bundle_service import BundleServicer
-from elche_coordinator.bundles import Bundles
 from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.services import bundle_service
+from elche_coordinator.services.bundle_service import BundleServicer
+from elche_coordinator.storage import bundles as module
+from elche_coordinator.storage.bundles import Bundles
 
 P = ParamSpec("P")
 DATA = random.Random(0).randbytes(1000)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from elche.errors import UnknownJob
-from elche_coordinator import tape
-from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
-from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.web import payloads
 from support.effort import lines_run
 

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elche.network import SERVER_CONNECTIONS
 from elche_coordinator.daemon import server_options
-from elche_coordinator.health_service import Health
-from elche_coordinator.open_files import OTHER_FILES, max_connections
+from elche_coordinator.limits.open_files import OTHER_FILES, max_connections
+from elche_coordinator.services.health_service import Health
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """How a client begins, with settings that are empty."""

@@ -15,7 +15,7 @@ from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank, RoundI
 from elche_coordinator.core.messages.reports import Report, UserEvent
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.loop_health import LoopHealth
-from elche_coordinator.watchers import Watchers
+from elche_coordinator.streams.watchers import Watchers
 from support.effort import lines_run
 
 ADDRESS: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}

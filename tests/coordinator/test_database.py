@@ -13,13 +13,13 @@ from alembic import op
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-import elche_coordinator.sql.migrations
-from elche_coordinator.leadership import Leadership
+import elche_coordinator.storage.sql.migrations
+from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.roles import Role
-from elche_coordinator.sql.database import REVISION, metadata
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import BadStore, DamagedStore, JobRow, SavedState
-from elche_coordinator.tokens import Tokens
+from elche_coordinator.storage.sql.database import REVISION, metadata
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
 RECORD = {"submitted_at": 3.0, "spec": {"name": "old", "source": "text"}}
@@ -43,7 +43,7 @@ def add_job(old: sqlite3.Connection, dump: Path) -> None:
 
 def test_the_newest_migration_is_the_one_that_is_expected() -> None:
     config = Config()
-    config.set_main_option("script_location", elche_coordinator.sql.migrations.__path__[0])
+    config.set_main_option("script_location", elche_coordinator.storage.sql.migrations.__path__[0])
     scripts = ScriptDirectory.from_config(config)
     assert scripts.get_heads() == [REVISION]
     assert {path.stem for path in SCHEMAS} == {"before_numbers"} | {

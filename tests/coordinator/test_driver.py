@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from elche.errors import Unreachable
 from elche.v1 import agent_pb2, job_pb2
+from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Publish
 from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
@@ -20,10 +21,9 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import EvaluationReport
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver, Visible
-from elche_coordinator.history import History
-from elche_coordinator.sessions import AgentQueue, attend
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow
+from elche_coordinator.services.sessions import AgentQueue, attend
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow
 from support.real_processes import eventually
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 4)

@@ -10,12 +10,12 @@ import pytest
 
 from elche.errors import NotAllowed
 from elche_client.certificates import Authority
-from elche_coordinator.access import Credentials
+from elche_coordinator.access.encryption import Encryption, caller_of
+from elche_coordinator.access.tokens import Tokens
 from elche_coordinator.config import CannotStart, Config
-from elche_coordinator.encryption import Encryption, caller_of
 from elche_coordinator.roles import Caller, Role
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.tokens import Tokens
+from elche_coordinator.services.interceptor import Credentials
+from elche_coordinator.storage.sql.store import SqlStore
 
 ANNA = b"elche://user/anna"
 

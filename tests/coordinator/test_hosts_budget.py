@@ -9,13 +9,14 @@ import pytest
 
 from elche.errors import TooMuch, Unreachable
 from elche.v1 import agent_pb2
-from elche_coordinator import agent_service, agents
-from elche_coordinator.agent_service import AgentServicer
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
-from elche_coordinator.sessions import attend
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.transfers import Transfers
+from elche_coordinator.services import agent_service
+from elche_coordinator.services.agent_service import AgentServicer
+from elche_coordinator.services.sessions import attend
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.streams import agents
+from elche_coordinator.streams.transfers import Transfers
 
 
 def hello(name: str) -> agent_pb2.AgentHello:

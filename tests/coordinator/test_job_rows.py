@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.job_rows import JobRows, Record
+from elche_coordinator.storage.job_rows import JobRows, Record
 
 JOB = JobId("job")
 

@@ -11,10 +11,10 @@ from elche.errors import InvalidJob, TooMuch
 from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.driver import Driver
-from elche_coordinator.link_trials import LinkTrials
-from elche_coordinator.sessions import AgentQueue, attend
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.transfers import Transfers
+from elche_coordinator.services.link_trials import LinkTrials
+from elche_coordinator.services.sessions import AgentQueue, attend
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.streams.transfers import Transfers
 
 Answer = Callable[[agent_pb2.AttendResponse], bytes | InvalidJob]
 MEASURED = job_pb2.LinkMeasured(round_trip_s=0.001, to_bytes_per_s=1e9, from_bytes_per_s=2e9)

@@ -12,8 +12,8 @@ from elche_client import Client
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.fleet import HostView
-from elche_coordinator.job_service import PAGE_BYTES, JobServicer
-from elche_coordinator.validation import ValidationInterceptor
+from elche_coordinator.services.job_service import PAGE_BYTES, JobServicer
+from elche_coordinator.services.validation import ValidationInterceptor
 
 FAT = Slot(device="d" * 255, model="m" * 255)
 NAMES = [f"host-{number}" for number in range(7)]

@@ -10,7 +10,7 @@ from elche.logs import JsonLines, TextLines, fields, say_last
 
 
 def record(text: str, *arguments: Any, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
-    made = logging.LogRecord("elche_coordinator.watchers", level, "x.py", 1, text, arguments, None)
+    made = logging.LogRecord("elche_coordinator.streams.watchers", level, "x.py", 1, text, arguments, None)
     made.created = 1_700_000_000.25
     made.__dict__ |= more
     return made
@@ -29,7 +29,7 @@ def test_a_line_of_json_has_level_utc_time_and_what_the_message_names() -> None:
     assert as_json(template, "digits-1", 3, "it", -9, 2.25, level=logging.WARNING) == {
         "time": "2023-11-14T22:13:20.250Z",
         "level": "warning",
-        "logger": "elche_coordinator.watchers",
+        "logger": "elche_coordinator.streams.watchers",
         "job": "digits-1",
         "rank": 3,
         "code": -9,

@@ -11,10 +11,11 @@ from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_client.codec import decode_event
 from elche_client.options import JobOptions
-from elche_coordinator import codec, timelines
+from elche_coordinator import codec
 from elche_coordinator.core import describe
 from elche_coordinator.core.messages import commands, events, ids, reports, spec
 from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.telemetry import timelines
 from elche_coordinator.web import recorder
 
 OF_A_RANK = {"job_id", "rank", "incarnation"}

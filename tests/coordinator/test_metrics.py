@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elche_coordinator.access.upkeep import Term
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.events import Gauges
-from elche_coordinator.metrics import EXPIRE_S, MetricsSnapshot, SnapshotCollector
-from elche_coordinator.upkeep import Term
+from elche_coordinator.telemetry.metrics import EXPIRE_S, MetricsSnapshot, SnapshotCollector
 from support.effort import lines_run
 from support.views import durations, job_view, rank_view
 

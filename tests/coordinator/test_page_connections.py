@@ -12,11 +12,11 @@ import pytest
 
 from elche.errors import TooMuch
 from elche_client.certificates import Authority
-from elche_coordinator import listener
-from elche_coordinator.access import Credentials
-from elche_coordinator.audit import Audit
-from elche_coordinator.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
+from elche_coordinator.access.audit import Audit
+from elche_coordinator.limits import listener
+from elche_coordinator.limits.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.roles import Caller, Role
+from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.web import server
 from elche_coordinator.web.access import LET_IN, AccessControl
 from elche_coordinator.web.server import WebServer

@@ -11,8 +11,8 @@ import pytest
 
 from elche.errors import NotAllowed
 from elche.status import answering
-from elche_coordinator.releasing import ReleasingInterceptor
-from elche_coordinator.validation import ValidationInterceptor
+from elche_coordinator.limits.releasing import ReleasingInterceptor
+from elche_coordinator.services.validation import ValidationInterceptor
 
 
 class Sent:

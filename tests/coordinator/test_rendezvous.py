@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from elche.errors import TooMuch
-from elche_coordinator import rendezvous as module
-from elche_coordinator import store_service
-from elche_coordinator.budgets import Held
-from elche_coordinator.rendezvous import NotInTime, Rendezvous
-from elche_coordinator.store_service import StoreServicer
+from elche_coordinator.collectives import rendezvous as module
+from elche_coordinator.collectives.rendezvous import NotInTime, Rendezvous
+from elche_coordinator.limits.budgets import Held
+from elche_coordinator.services import store_service
+from elche_coordinator.services.store_service import StoreServicer
 
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from elche.errors import InvalidJob
-from elche_coordinator import tape
-from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
-from elche_coordinator.requests import cancel, drain, model_chunks, pause, resume, scale
 from elche_coordinator.roles import HAS_CHANGED
-from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.services.requests import cancel, drain, model_chunks, pause, resume, scale
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.sql.store import SqlStore
 
 WRITTEN = (Checkpoint(name="1-2", path="/runs/old/checkpoints/1-2", version=2, epoch=2, global_step=20, size_bytes=1),)
 COMPLETE = JobResult(outcome=Outcome.SUCCEEDED, epochs=3, checkpoints=WRITTEN)

@@ -4,8 +4,8 @@ import asyncio
 
 from elche.v1 import job_pb2
 from elche_coordinator.loop_health import LoopHealth
-from elche_coordinator.send_queue import MAX_WATCHED_BYTES, SendQueue
-from elche_coordinator.watchers import Watchers
+from elche_coordinator.streams.send_queue import MAX_WATCHED_BYTES, SendQueue
+from elche_coordinator.streams.watchers import Watchers
 
 BIG = job_pb2.WatchJobResponse(view=job_pb2.JobView(reason="x" * (1 << 20)))
 

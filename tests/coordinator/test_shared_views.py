@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from elche.v1 import job_pb2
-from elche_coordinator import shared_views as module
-from elche_coordinator import tape
-from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.history import History
-from elche_coordinator.job_service import JobServicer
-from elche_coordinator.shared_views import VIEW_COST, VIEW_EVERY_S, SharedViews
-from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.services import shared_views as module
+from elche_coordinator.services.job_service import JobServicer
+from elche_coordinator.services.shared_views import VIEW_COST, VIEW_EVERY_S, SharedViews
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.sql.store import SqlStore
 
 
 class Making:

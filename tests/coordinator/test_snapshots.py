@@ -8,11 +8,11 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, Event, JobCancelled, JobSubmitted
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.snapshots import MAX_QUEUED, Snapshots, join
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import SavedState
-from elche_coordinator.streams import Streams
-from elche_coordinator.writer import Transaction
+from elche_coordinator.storage.snapshots import MAX_QUEUED, Snapshots, join
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import SavedState
+from elche_coordinator.storage.writer import Transaction
+from elche_coordinator.streams.streams import Streams
 from support.effort import lines_run
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from elche.v1 import agent_pb2
-from elche_coordinator import tape
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, JobsForgotten, JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.sessions import attend
-from elche_coordinator.sources import Sources
-from elche_coordinator.sql.store import SqlStore
+from elche_coordinator.services.sessions import attend
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.sources import Sources
+from elche_coordinator.storage.sql.store import SqlStore
 
 MIB = 1 << 20
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elche.v1 import agent_pb2, rank_pb2
-from elche_coordinator import codec, presence, streams, tape
+from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import (
     GroupFormed,
@@ -25,10 +25,12 @@ from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnati
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
-from elche_coordinator.send_queue import SendQueue
-from elche_coordinator.sessions import attend, open_session
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.streams import Secrets, Stream, Superseded
+from elche_coordinator.services.sessions import attend, open_session
+from elche_coordinator.storage import tape
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.streams import presence, streams
+from elche_coordinator.streams.send_queue import SendQueue
+from elche_coordinator.streams.streams import Secrets, Stream, Superseded
 
 HELLO = agent_pb2.AgentHello(
     host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent", starts_loops=True

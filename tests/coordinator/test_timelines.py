@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from elche.v1 import rank_pb2
-from elche_coordinator import timelines as module
-from elche_coordinator.budgets import Held
 from elche_coordinator.core.messages.reports import JobResult, Outcome
-from elche_coordinator.timelines import Timelines
+from elche_coordinator.limits.budgets import Held
+from elche_coordinator.telemetry import timelines as module
+from elche_coordinator.telemetry.timelines import Timelines
 
 
 class Jobs:

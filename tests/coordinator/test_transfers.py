@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from elche.errors import InvalidJob
-from elche_coordinator.transfers import DEPTH, TooLong, Transfers
+from elche_coordinator.streams.transfers import DEPTH, TooLong, Transfers
 
 
 def test_an_agent_that_waits_for_room_hears_that_nobody_is_there_any_more() -> None:

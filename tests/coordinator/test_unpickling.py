@@ -11,7 +11,7 @@ import pytest
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.spec import Slot
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.unpickling import loads, sealed, unsealed
+from elche_coordinator.storage.unpickling import loads, sealed, unsealed
 
 
 class Calls:

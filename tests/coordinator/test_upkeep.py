@@ -4,11 +4,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from elche_client.certificates import Authority
-from elche_coordinator.encryption import Encryption
+from elche_coordinator.access.encryption import Encryption
+from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.upkeep import FORGOTTEN_S, Upkeep
 from elche_coordinator.roles import Role
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.tokens import Tokens
-from elche_coordinator.upkeep import FORGOTTEN_S, Upkeep
+from elche_coordinator.storage.sql.store import SqlStore
 
 DAY_S = 24 * 3600.0
 

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.v1 import agent_pb2, job_pb2, rank_pb2, store_pb2
-from elche_coordinator.validation import MAX_CHARACTERS, MAX_ENTRIES, MAX_INTEGER, first_problem
+from elche_coordinator.services.validation import MAX_CHARACTERS, MAX_ENTRIES, MAX_INTEGER, first_problem
 
 
 def tensors(num: int, num_characters: int) -> rank_pb2.Ready:

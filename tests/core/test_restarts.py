@@ -141,7 +141,13 @@ def test_a_pause_during_an_outage_holds_when_it_is_over(simulate):
 def test_a_session_breaks_as_another_generation_takes_over(simulate, seed):
     """None takes over before the rank has said which of the granted rounds it has made; it is not left out."""
     simulation = simulate(
-        ranks(25.0, 30.0, 57.5), dataset_size=16_000, ride_out_s=10.0, latency_ms=20.0, build_ms=50.0, seed=seed
+        ranks(25.0, 30.0, 57.5),
+        dataset_size=16_000,
+        ride_out_s=10.0,
+        latency_ms=20.0,
+        build_ms=50.0,
+        start_ms=500.0,
+        seed=seed,
     )
     in_mid_training(simulation, 8)
     simulation.kill(0)

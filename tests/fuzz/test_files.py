@@ -23,8 +23,8 @@ from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
-from elche_coordinator.journal_files import JournalFiles
-from elche_coordinator.submission import check_settings
+from elche_coordinator.services.submission import check_settings
+from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.web.recordings import Recordings
 from elche_worker.process.log_times import TimesReader, times_path
 from elche_worker.process.rank_files import RankFiles

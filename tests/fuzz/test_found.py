@@ -19,10 +19,10 @@ from elche_client import contexts, journal, resume, timeline
 from elche_client.codec import decode_view
 from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
-from elche_coordinator.access import HEARD, num_heard_of
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
-from elche_coordinator.journal_files import JournalFiles
+from elche_coordinator.services.interceptor import HEARD, num_heard_of
+from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_worker.collectives.operations import RoundAborted
 from elche_worker.collectives.relay import AHEAD, Relay
 from elche_worker.model.checkpoint import load

@@ -17,14 +17,14 @@ from elche.v1 import rank_pb2
 from elche_client.codec import decode_event, decode_view
 from elche_client.record import JobRecord, to_json
 from elche_coordinator import codec
-from elche_coordinator.averaging import RelayAborted, RelayRound, take_part
+from elche_coordinator.collectives.averaging import RelayAborted, RelayRound, take_part
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.messages.events import DeadlinePassed, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.journal import replaying
-from elche_coordinator.validation import first_problem
+from elche_coordinator.services.validation import first_problem
 from support.corpus import FOLDER, messages
 from support.fuzzing import bounded_memory, changed_message, fuzzed, message_bytes, tried
 

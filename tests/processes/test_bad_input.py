@@ -12,8 +12,8 @@ import pytest
 
 from elche.errors import ElcheError, NotAllowed
 from elche_client import Client
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow
 from support.real_processes import LIMIT_S, Cluster, Command, Coordinator, Mark, agent, command, coordinator
 
 JobFile = Callable[..., Path]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from elche_coordinator import driver, main
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow
 
 WHEN, LAST = os.environ["DIE"], int(os.environ["DIE_AT"])
 
@@ -43,7 +43,8 @@ def die(when: str) -> None:
 
 
 if __name__ == "__main__":
-    from elche_coordinator import daemon, standby
+    from elche_coordinator import daemon
+    from elche_coordinator.lifecycle import standby
 
     standby.SqlStore = DyingStore  # type: ignore[misc]
     daemon.Driver = DyingDriver  # type: ignore[misc]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from elche_coordinator.sql.database import Database
+from elche_coordinator.storage.sql.database import Database
 from support.real_processes import eventually
 
 USER = "postgres"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from elche_coordinator import validation
+from elche_coordinator.services import validation
 
 FILE = Path(os.environ["MESSAGES"])
 MAX_OF_A_KIND = 3

@@ -21,10 +21,10 @@ import sqlalchemy as sa
 from elche.errors import Unreachable
 from elche_client import Client
 from elche_client.client import JobHandle
-from elche_coordinator.leadership import Leadership
-from elche_coordinator.sql.election import Election
-from elche_coordinator.sql.store import SqlStore
-from elche_coordinator.store import JobRow, Replaced, Standing
+from elche_coordinator.lifecycle.leadership import Leadership
+from elche_coordinator.storage.sql.election import Election
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow, Replaced, Standing
 from support.postgresql import Server, postgresql
 from support.real_processes import Mark, agent, eventually
 from support.scraped import Scraped
@@ -343,7 +343,7 @@ def test_what_a_former_leader_writes_is_refused(
     candidate: Candidate, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease of one that does not renew it runs out; each of its transactions then fails, whatever it believes."""
-    monkeypatch.setattr("elche_coordinator.leadership.RENEW_S", 1e9)
+    monkeypatch.setattr("elche_coordinator.lifecycle.leadership.RENEW_S", 1e9)
     one, records, reasons = candidate("one")
     assert one.await_turn(threading.Event())
     SqlStore.at(store).prepare()

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from elche.samples import NUM_POSITIONS, are_alike, positions_to_compare
 from elche_coordinator.core.messages.spec import SampleRead, ValueFigures
-from elche_coordinator.validation import first_problem
+from elche_coordinator.services.validation import first_problem
 from elche_worker import TrainingJob
 from elche_worker.data.dataset import Shards
 from elche_worker.data.sample_figures import figures_of, figures_or_none, look_at

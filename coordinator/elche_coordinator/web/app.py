@@ -20,19 +20,28 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
-from elche_coordinator.access import Credentials
-from elche_coordinator.artifacts import Artifacts
-from elche_coordinator.audit import Audit
-from elche_coordinator.catalogue import JobCatalogue
+from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.upkeep import Upkeep
+from elche_coordinator.archive.artifacts import Artifacts
+from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
-from elche_coordinator.journal_files import JournalFiles
-from elche_coordinator.metrics import SnapshotCollector, snapshot
-from elche_coordinator.requests import cancel, drain, model_chunks, own_view, pause, request_checkpoint, resume, scale
 from elche_coordinator.roles import CALLER
-from elche_coordinator.upkeep import Upkeep
-from elche_coordinator.validation import MAX_RANKS
+from elche_coordinator.services.interceptor import Credentials
+from elche_coordinator.services.requests import (
+    cancel,
+    drain,
+    model_chunks,
+    own_view,
+    pause,
+    request_checkpoint,
+    resume,
+    scale,
+)
+from elche_coordinator.services.validation import MAX_RANKS
+from elche_coordinator.telemetry.journal_files import JournalFiles
+from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
 from elche_coordinator.web import payloads
 from elche_coordinator.web.access import LET_IN, AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from elche_coordinator.budgets import Budget
+from elche_coordinator.limits.budgets import Budget
 
 LINK_S = 30.0
 """Seconds for which a link is valid."""

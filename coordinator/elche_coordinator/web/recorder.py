@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.reports import (
     StallReport,
     UserEvent,
 )
-from elche_coordinator.report_text import describe_report
+from elche_coordinator.streams.report_text import describe_report
 
 MAX_POINTS = 600
 """Rows of a table. When it is full, every second row is removed, and rows are added half as often."""

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from elche_coordinator.listener import BACKLOG, Listener
+from elche_coordinator.limits.listener import BACKLOG, Listener
 from elche_coordinator.web.access import LET_IN
 
 STOP_S = 1

@@ -124,7 +124,8 @@ def _two_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _of_two_bits(codes: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    small, more = magnitudes.view(torch.bfloat16).float().split(1, dim=2)
+    decoded = magnitudes.view(torch.bfloat16).float()
+    small, more = decoded[:, :, :1], decoded[:, :, 1:]
     values = (codes >> 1).float().mul_(more).add_(small)
     return values.mul_((codes & 1).float().mul_(-2).add_(1))
 
@@ -152,7 +153,7 @@ def _joined(*parts: torch.Tensor) -> torch.Tensor:
 def _parted(raw: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
     """The inverse of `_joined` with so many bytes per block."""
     num_blocks = raw.shape[1] // sum(sizes)
-    parts = raw.split([num_blocks * size for size in sizes], dim=1)
+    parts = torch.split(raw, [num_blocks * size for size in sizes], dim=1)
     return [part.reshape(raw.shape[0], num_blocks, size) for part, size in zip(parts, sizes, strict=True)]
 
 

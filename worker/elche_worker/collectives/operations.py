@@ -58,8 +58,11 @@ class Collectives(ValueCollectives, Protocol):
     """
 
     attempt: int
-    sent_bytes: int
-    """Payload bytes that this rank has sent so far."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        ...
 
     def begin(self, round_id: int) -> None:
         """Begins a round."""

@@ -117,8 +117,13 @@ class Audited:
     def joined(self, act: JoinGeneration) -> None:
         """Adds that the next rounds are those of another generation."""
         if self.log is not None:
-            place = {"position": act.position, "world_size": act.world_size, "is_relayed": act.backend == "cpu"}
-            self.log.joined(attempt=act.attempt, generation=act.generation, **place)
+            self.log.joined(
+                attempt=act.attempt,
+                generation=act.generation,
+                position=act.position,
+                world_size=act.world_size,
+                is_relayed=act.backend == "cpu",
+            )
 
     def used(self, act: UseResult) -> None:
         """Adds that a round's result is evaluated, if it is."""

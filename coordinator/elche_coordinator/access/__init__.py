@@ -1,0 +1,1 @@
+"""Who may call: tokens, certificates, the audit log."""

@@ -1,0 +1,1 @@
+"""What ended jobs have left: their records, models and logs."""

@@ -1,0 +1,121 @@
+"""The catalogue of jobs: those of this run, from the core, and those that ended before it, from their records."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from elche.errors import UnknownJob
+from elche_coordinator.archive.history import History
+from elche_coordinator.core.describe import JobDetails, JobView
+from elche_coordinator.core.messages.events import JobsForgotten
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import JobResult
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.driver import Driver
+
+log = logging.getLogger(__name__)
+
+
+class JobCatalogue:
+    """Queries on jobs of this run and of earlier ones."""
+
+    def __init__(self, driver: Driver, history: History) -> None:
+        self._driver = driver
+        self._core = driver.core
+        self._history = history
+        self.artifacts: dict[str, str] = {}
+        """By job that has ended, where its artifacts are, or why not yet."""
+
+    def submitted_as(self, key: str) -> str | None:
+        """The job that was submitted with the key; None when none was."""
+        return self._core.keys.get(key) or self._history.keys.get(key)
+
+    def job_ids(self) -> list[str]:
+        """All jobs, oldest first."""
+        return [*self._history.jobs, *self._core.job_ids()]
+
+    def past_views(self) -> list[JobView]:
+        """The jobs that had ended before this run, oldest first."""
+        return [self._with_artifacts(job.view) for job in self._history.jobs.values()]
+
+    def present_views(self) -> list[JobView]:
+        """The jobs of this run as they are now, oldest first; why and how long queued ones wait may be older."""
+        views = (self._present_view(job_id, self._core.recent_view) for job_id in self._core.job_ids())
+        return [self._with_artifacts(view) for view in views if view is not None]
+
+    def is_past(self, job_id: str) -> bool:
+        """True if the job had ended before this run, so that some of its figures are not available."""
+        return job_id in self._history.jobs
+
+    def view(self, job_id: str) -> JobView | None:
+        """One job as it is now; None when it is not known."""
+        view = self._present_view(JobId(job_id), self._core.view)
+        if view is None and (past := self._history.jobs.get(job_id)) is not None:
+            view = past.view
+        return None if view is None else self._with_artifacts(view)
+
+    def known_view(self, job_id: str) -> JobView:
+        """One job as it is now. Raises `UnknownJob`."""
+        view = self.view(job_id)
+        if view is None:
+            raise UnknownJob(job_id)
+        return view
+
+    def details(self, job_id: str) -> JobDetails | None:
+        """A job's submission and outcome; None for an unknown job."""
+        if (past := self._history.jobs.get(job_id)) is not None:
+            return JobDetails(spec=past.spec, result=past.result)
+        return self._core.details(JobId(job_id), self._driver.now_s)
+
+    def result(self, job_id: str) -> JobResult | None:
+        """The job's result; None before it is durable, and for an unknown job."""
+        if (past := self._history.jobs.get(job_id)) is not None:
+            return past.result
+        return None if job_id in self._driver.ending else self._core.result(JobId(job_id))
+
+    def spec(self, job_id: str) -> JobSpec | None:
+        """The job's present spec, whose number of ranks may have been changed; None for an unknown job."""
+        past = self._history.jobs.get(job_id)
+        return self._core.spec(JobId(job_id)) if past is None else past.spec
+
+    def submission(self, job_id: str) -> JobSpec:
+        """The job's submission, without rounds to repeat. Raises `KeyError` before it is durable."""
+        return self._history.submission(job_id)
+
+    def num_wanted(self, job_id: str) -> int | None:
+        """The number of ranks that the job should have; None if it cannot be changed."""
+        return self._core.num_wanted(JobId(job_id))
+
+    def bundles_in_use(self) -> set[str]:
+        """Names of the folders of jobs that have not ended."""
+        living = (job_id for job_id in self._core.job_ids() if self._core.result(job_id) is None)
+        return {spec.bundle for job_id in living if (spec := self._core.spec(job_id)) is not None}
+
+    def forget_oldest(self, keep_jobs: int) -> int:
+        """Forgets all but the newest `keep_jobs` ended jobs; returns the number forgotten."""
+        if len(self.job_ids()) <= keep_jobs:
+            return 0
+        present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
+        views = [view for view in present if view is not None]
+        views.sort(key=lambda view: -(view.ended_for_s or 0.0))
+        ended = [*self._history.jobs, *(view.job_id for view in views)]
+        old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
+        if old:
+            self._history.forget(old)
+            for job_id in old:
+                self.artifacts.pop(job_id, None)
+            self._driver.handle(JobsForgotten(job_ids=old))
+            log.info("%d jobs are forgotten, the oldest of %d that have ended", len(old), len(ended))
+        return len(old)
+
+    def _with_artifacts(self, view: JobView) -> JobView:
+        told = self.artifacts.get(view.job_id, "")
+        return replace(view, artifacts=told) if told else view
+
+    def _present_view(self, job_id: JobId, view: Callable[[JobId, float], JobView | None]) -> JobView | None:
+        """The job's view; one of id and state only if describing it fails, so that others are still shown."""
+        try:
+            return view(job_id, self._driver.now_s)
+        except Exception:
+            log.exception("job=%s cannot be described; this is a bug", job_id)
+            return self._core.view_without_figures(job_id, "its figures cannot be shown")

@@ -1,0 +1,206 @@
+"""Jobs of earlier runs of the coordinator, read from their records."""
+
+import json
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elche_coordinator.core.describe import JobView, from_json
+from elche_coordinator.core.messages.events import JobSubmitted
+from elche_coordinator.core.messages.ids import Incarnation, JobId
+from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.storage.job_rows import FORMAT, Record
+from elche_coordinator.storage.store import JobRow, Store, StoreFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PastJob:
+    """One job of an earlier run."""
+
+    spec: JobSpec
+    view: JobView
+    result: JobResult
+
+
+class History:
+    """Jobs from before this process started. Those that had not ended are submitted again (`unfinished`), from their
+    newest checkpoints; those that cannot go on, such as user-owned loops, are recorded as failed.
+
+    A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
+    """
+
+    def __init__(self, store: Store, living: Collection[str] = ()) -> None:
+        """Leaves out `living` jobs, which the core has."""
+        self._store = store
+        self.jobs: dict[str, PastJob] = {}
+        """All jobs, oldest first."""
+        self.keys: dict[str, str] = {}
+        """Keys of submissions, with their jobs."""
+        self.unfinished: list[JobSubmitted] = []
+        """Jobs that go on, oldest first."""
+        self.last_incarnation = 0
+        """The highest incarnation used so far."""
+        lost: dict[str, Record] = {}
+        known = frozenset(living)
+        for job_id, record in _records(row for row in store.load_rows() if row.id not in known).items():
+            try:
+                self._take_in(job_id, record, lost)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+                log.warning("job=%s the record is damaged and is ignored: %r", job_id, error)
+        self._close(lost)
+
+    def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
+        version = record.get("format", 0)
+        if not isinstance(version, int) or version > FORMAT:
+            log.warning(
+                "job=%s the record has format %s and is ignored: this coordinator reads up to %d; start a newer one",
+                job_id,
+                version,
+                FORMAT,
+            )
+            return
+        used: Any = record.get("incarnation", 0)
+        older: Any = record.get("ranks", {})  # records of an older version have that of their ranks only
+        self.last_incarnation = max(self.last_incarnation, used, *(row[0] for row in older.values()))
+        was_running = record.get("result") is None
+        if was_running and record.get("decided") is None and record.get("goes_back", True):
+            self.unfinished.append(self._again(job_id, record))
+            return
+        if was_running:
+            record = _closed(record)
+        key = str(record.get("key", ""))
+        self.jobs[job_id] = PastJob(spec=_spec(record["spec"]), view=_view(job_id, record), result=_result(record))
+        if key:
+            self.keys[key] = job_id
+        if was_running:
+            lost[job_id] = record
+
+    def _again(self, job_id: str, record: Record) -> JobSubmitted:
+        """The submission of a job that goes on."""
+        submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
+        num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
+        if not isinstance(submitted_at, float) or not isinstance(resume, str):
+            raise TypeError("when it was submitted, or its checkpoint, is no such value")
+        if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
+            raise TypeError("its attempt, or number of ranks, is no number")
+        return JobSubmitted(
+            job_id=JobId(job_id),
+            spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks),
+            submitted_at=submitted_at,
+            key=str(record.get("key", "")),
+            past_attempts=attempt,
+            last_incarnation=Incarnation(self.last_incarnation),
+        )
+
+    def _close(self, lost: dict[str, Record]) -> None:
+        """Records the jobs that were running as failed."""
+        rows = []
+        for job_id, record in lost.items():
+            rest = {name: value for name, value in record.items() if name != "spec"}
+            rows.append(JobRow(id=job_id, record=json.dumps(rest)))
+        try:
+            if rows:
+                self._store.write(rows)
+        except StoreFailed as error:
+            log.error("the jobs that have failed cannot be recorded: %s", error.reason)
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """Forgets these jobs."""
+        gone = {job_id for job_id in job_ids if self.jobs.pop(job_id, None) is not None}
+        self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
+
+    def submission(self, job_id: str) -> JobSpec:
+        """The submission of any job with a durable record. Raises `KeyError` without one."""
+        return _spec(_record(self._store.load_row(job_id))["spec"])
+
+
+def _records(rows: Iterable[JobRow]) -> dict[str, Record]:
+    """Records by job id, oldest first. Unreadable ones are logged and left out."""
+    found: dict[str, Record] = {}
+    for row in rows:
+        try:
+            found[row.id] = _record(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("job=%s the record is damaged and is ignored: %r", row.id, error)
+    return dict(sorted(found.items(), key=lambda item: _when(item[1])))
+
+
+def _record(row: JobRow) -> Record:
+    """A row and its spec, which in rows of an older version is inside the record."""
+    record: Record = json.loads(row.record)
+    if row.spec is not None:
+        record["spec"] = json.loads(row.spec)
+    if not isinstance(record["spec"], dict):
+        raise TypeError("its spec is no table")
+    return record
+
+
+def _when(record: Record) -> float:
+    """Time of the job's submission; 0 if it is unreadable."""
+    at = record.get("submitted_at")
+    return at if isinstance(at, float) else 0.0
+
+
+def _closed(record: Record) -> Record:
+    """The record of a job that cannot go on, as ended: with its decided outcome if there was one, else failed."""
+    if isinstance(decided := record.get("decided"), dict):
+        return {**record, "reason": decided["error"] or record["reason"], "result": decided}
+    training: Any = record.get("training") or {}
+    checkpoints = training.get("checkpoints", [])
+    what = "resume it" if checkpoints else "submit it again"
+    error = f"the coordinator stopped while the job ran; {what}"
+    result = {"outcome": Outcome.FAILED, "error": error, "checkpoints": checkpoints}
+    return {**record, "reason": error, "result": result}
+
+
+def _spec(fields: Any) -> JobSpec:
+    slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
+    lists = {name: tuple(fields.get(name, ())) for name in ("arguments", "conditions", "requirements", "secrets")}
+    return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), **lists})
+
+
+def _table(record: Record, name: str) -> dict[str, Any]:
+    table: Any = record[name]
+    return dict(table)
+
+
+def _result(record: Record) -> JobResult:
+    fields = _table(record, "result")
+    ranks = tuple(RankResult(**rank) for rank in fields.get("ranks", ()))
+    checkpoints = tuple(Checkpoint(**one) for one in fields.get("checkpoints", ()))
+    return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
+
+
+def _total(result: JobResult) -> int:
+    kept = result.dataset_size - max(result.dropped_samples, default=0)
+    return kept * len(result.committed_samples)
+
+
+def _view(job_id: str, record: Record) -> JobView:
+    """The view at the job's end; for a job that was running when the coordinator stopped, one made from its record."""
+    if "view" in record:
+        return from_json(_table(record, "view"))
+    result, spec = _result(record), _table(record, "spec")
+    submitted_at: Any = record["submitted_at"]
+    training: Any = record.get("training") or {}
+    evaluations: Any = training.get("evaluations", {})
+    return JobView(
+        job_id=job_id,
+        name=str(spec["name"]),
+        state=result.outcome,
+        reason=str(record["reason"]),
+        epoch=result.epochs,
+        num_epochs=len(result.committed_samples),
+        dataset_size=result.dataset_size or int(training.get("dataset_size", 0)),
+        samples_per_s=result.samples_per_s,
+        num_rounds=result.rounds or int(training.get("version", 0)),
+        num_samples=int(training.get("samples", 0)),
+        metrics=result.metrics or dict(evaluations.get("metrics", {})),
+        progress_fraction=sum(result.committed_samples) / total if (total := _total(result)) else 0.0,
+        submitted_at=float(submitted_at),
+        checkpoints=result.checkpoints,
+    )

@@ -1,0 +1,119 @@
+"""Startup of a coordinator: it opens its store and, if that is shared, waits until it leads."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from elche.folders import keep_out
+from elche.network import split_address
+from elche_coordinator.access.encryption import Encryption
+from elche_coordinator.config import CannotStart, Config
+from elche_coordinator.lifecycle.leadership import Leadership
+from elche_coordinator.lifecycle.waiting_page import waiting_page
+from elche_coordinator.storage.shared_bundles import SharedBundles
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import BadStore, DamagedStore, Store, StoreFailed, reason_of
+
+log = logging.getLogger(__name__)
+
+DATABASE = "elche.sqlite"
+COPY_EVERY_S = 5.0
+
+
+def open_store(config: Config) -> Store:
+    """Opens the store, which is exclusive or shared. Raises `CannotStart` and `BadStore`."""
+    data = config.data
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        keep_out(data)
+        take_folder(data)
+        if config.store:
+            return SqlStore.at(config.store)
+        store = SqlStore.in_file(data / DATABASE)
+        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
+        return store
+    except (BadStore, CannotStart):
+        raise
+    except Exception as error:
+        raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
+
+
+@contextmanager
+def loading(store: Store) -> Iterator[None]:
+    """Converts errors of reading at startup to `CannotStart`, or `DamagedStore` for a file."""
+    try:
+        yield
+    except StoreFailed as error:
+        if store.is_shared:
+            raise CannotStart(f"the database {store.name} cannot be read: {error.reason}") from error
+        raise DamagedStore(store.name, error.reason) from error
+
+
+async def lead(
+    leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
+) -> bool:
+    """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
+    _check_free(config.listen)
+    encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
+    async with waiting_page(config.http, encryption, lambda: leadership.problem):
+        leads = await _await_turn(leadership, shared, stop)
+    if not leads:
+        return False
+    try:
+        store.prepare()
+        shared.restore()
+    except (StoreFailed, OSError) as error:
+        raise CannotStart(f"the database {store.name} cannot be used: {reason_of(error)}") from error
+    return True
+
+
+async def _await_turn(leadership: Leadership, shared: SharedBundles, stop: asyncio.Event) -> bool:
+    stopped = threading.Event()
+    asked = asyncio.create_task(stop.wait())
+    waiting = asyncio.create_task(asyncio.to_thread(leadership.await_turn, stopped))
+    copying = asyncio.create_task(_copy(shared))
+    await asyncio.wait([asked, waiting], return_when=asyncio.FIRST_COMPLETED)
+    stopped.set()
+    asked.cancel()
+    copying.cancel()
+    await asyncio.wait([copying])
+    return await waiting
+
+
+async def _copy(shared: SharedBundles) -> None:
+    """Copies bundles from the database to the folder while it waits, so that it need not when it takes over."""
+    while True:
+        with suppress(StoreFailed, OSError):  # it may not answer now, or have no tables yet
+            await asyncio.to_thread(shared.restore)
+        await asyncio.sleep(COPY_EVERY_S)
+
+
+def start_over(reason: str) -> None:
+    """Executes this process anew as a standby, which ends every connection at once, since another coordinator leads."""
+    log.warning("leads no more: %s; starts over", reason)
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _check_free(address: str) -> None:
+    """Raises `CannotStart` if an address cannot be listened on."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
+
+
+def take_folder(data: Path) -> None:
+    """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
+    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CannotStart(f"another coordinator uses {data}; name another folder with --data") from None

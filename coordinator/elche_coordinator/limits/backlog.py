@@ -1,0 +1,62 @@
+"""Back-pressure: messages of streams that are not durable yet are held in memory, so streams with many are not read.
+
+While a disk or database is slow, gRPC's flow control then makes the senders wait.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Hashable
+
+from google.protobuf.message import Message
+
+from elche_coordinator.limits.budgets import (
+    MAX_UNWRITTEN_BYTES,
+    MAX_UNWRITTEN_BYTES_OF_STREAM,
+    MIN_UNWRITTEN_BYTES_OF_STREAM,
+)
+
+EVENT_BYTES = 512
+"""Approximate size of an event without its message."""
+
+
+class Backlog:
+    """Counts the bytes of each stream's messages that are not durable. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Hashable, int]] = deque()
+        """(number of the event with which a message becomes durable, its stream, its bytes)."""
+        self._of_stream: Counter[Hashable] = Counter()
+        self._num_bytes = 0
+        self._has_changed = asyncio.Event()
+
+    def add(self, stream: Hashable, message: Message, number: int) -> bool:
+        """Adds a stream's message, which becomes durable with the event of that number. Returns False if the stream
+        must not be read until there is `room`.
+        """
+        num_bytes = EVENT_BYTES + message.ByteSize()
+        self._waiting.append((number, stream, num_bytes))
+        self._of_stream[stream] += num_bytes
+        self._num_bytes += num_bytes
+        return not self._is_much(stream)
+
+    async def room(self, stream: Hashable) -> None:
+        """Waits until the stream may be read."""
+        while self._is_much(stream):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+    def settle(self, number: int) -> None:
+        """All events up to the number are durable."""
+        while self._waiting and self._waiting[0][0] <= number:
+            _, stream, num_bytes = self._waiting.popleft()
+            self._num_bytes -= num_bytes
+            self._of_stream[stream] -= num_bytes
+            if not self._of_stream[stream]:
+                del self._of_stream[stream]
+        self._has_changed.set()
+
+    def _is_much(self, stream: Hashable) -> bool:
+        """True if the stream has too much, or all together have and the stream more than a little."""
+        held = self._of_stream[stream]
+        is_much_of_all = self._num_bytes > MAX_UNWRITTEN_BYTES and held > MIN_UNWRITTEN_BYTES_OF_STREAM
+        return held > MAX_UNWRITTEN_BYTES_OF_STREAM or is_much_of_all

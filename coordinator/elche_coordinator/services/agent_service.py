@@ -1,0 +1,126 @@
+"""The gRPC service of agents: hosts that offer devices, start ranks and deliver files."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar, assert_never
+
+import grpc
+
+from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
+from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_coordinator import codec
+from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksTold
+from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import AnyStream, Driver
+from elche_coordinator.limits.budgets import HELLO_S
+from elche_coordinator.roles import CALLER
+from elche_coordinator.services.sessions import attend
+from elche_coordinator.streams.send_queue import SendQueue
+from elche_coordinator.streams.transfers import BEGIN_S, Transfers
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Request = TypeVar("Request")
+
+
+class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
+    """The streams of agents, and their deliveries of files."""
+
+    def __init__(self, driver: Driver, transfers: Transfers) -> None:
+        self._driver = driver
+        self._transfers = transfers
+
+    async def Attend(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
+    ) -> AsyncIterator[agent_pb2.AttendResponse]:
+        first = await _next(request_iterator, HELLO_S)
+        if first is None or not first.HasField("hello"):
+            raise InvalidJob("the first message of an agent must be its hello")
+        agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
+        reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
+        try:
+            async for response in queue:
+                yield response
+            if reading.done():
+                reading.result()  # raises the error of the agent's last message
+        finally:
+            reading.cancel()
+            if stream.disconnect(queue):
+                log.info("agent=%s has disconnected", agent_id)
+                if context.code() == grpc.StatusCode.UNAUTHENTICATED:  # its token has ended, so its ranks may not stay
+                    self._driver.presence.lose_agent(agent_id)
+                else:
+                    self._driver.presence.on_agent_away(agent_id)
+
+    async def _read(
+        self,
+        agent_id: AgentId,
+        requests: AsyncIterator[agent_pb2.AttendRequest],
+        stream: AnyStream,
+        queue: SendQueue[agent_pb2.AttendResponse],
+    ) -> None:
+        try:
+            async for request in requests:
+                self._driver.health.messages["agent", "in"] += 1
+                stream.on_heard(request.heard)
+                if queue.is_closed or not stream.is_news(request.seq):
+                    continue  # another connection has taken its place, or it has come before
+                match request.WhichOneof("message"):
+                    case "rank_started":
+                        started = request.rank_started
+                        address = _address(started)
+                        event: Event = RankStarted(**address, agent_id=agent_id, log_path=started.log_path)
+                    case "rank_exited":
+                        exited = request.rank_exited
+                        event = codec.rank_exited(_address(exited), agent_id, exited)
+                    case "rank_stacks":
+                        told = request.rank_stacks
+                        event = StacksTold(**_address(told), agent_id=agent_id, text=told.text)
+                    case "host_leaves":
+                        event = DrainRequested(agent_id=agent_id, is_drained=True)
+                    case "hello":
+                        raise InvalidJob("an agent says its hello once, and first")
+                    case None:
+                        raise UnknownMessage("AttendRequest")
+                    case unreachable:
+                        assert_never(unreachable)
+                self._driver.handle(event, number=request.seq)
+                await self._driver.take(stream, request)
+        except ElcheError as error:
+            log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
+            raise
+        finally:
+            queue.close()
+
+    async def Deliver(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
+    ) -> agent_pb2.DeliverResponse:
+        transfer = ""
+        while (request := await _next(request_iterator, BEGIN_S)) is not None:
+            transfer = transfer or request.transfer
+            if request.error:
+                await self._transfers.deliver(transfer, InvalidJob(request.error))
+                return agent_pb2.DeliverResponse()
+            await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
+        await self._transfers.deliver(transfer, None)
+        return agent_pb2.DeliverResponse()
+
+
+async def _next(requests: AsyncIterator[Request], wait_s: float) -> Request | None:
+    """The next message; None at the end. Raises `Unreachable` if none comes in time."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise Unreachable(f"nothing has come for {wait_s:g} s") from None
+
+
+def _address(message: agent_pb2.RankStarted | agent_pb2.RankExited | agent_pb2.RankStacks) -> Address:
+    return {
+        "job_id": JobId(message.job_id),
+        "rank": Rank(message.rank),
+        "incarnation": Incarnation(message.incarnation),
+    }

@@ -1,0 +1,362 @@
+"""Authentication and authorisation of calls: clients and agents present a token, ranks the secret of their session."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack, aclosing, suppress
+from math import isfinite
+from typing import Any, NamedTuple
+
+import grpc
+
+from elche.errors import Forbidden, NotAllowed, WrongVersion
+from elche.protocol import KEY, RELEASE_KEY, problem
+from elche.status import answering
+from elche.token import BEARER, HOW, is_bearer
+from elche_coordinator.access.audit import UNCHANGED, Audit
+from elche_coordinator.access.encryption import caller_of
+from elche_coordinator.access.tokens import Grant, Tokens
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.driver import Driver
+from elche_coordinator.limits.budgets import (
+    FILE_CALLS,
+    FOLDER_CALL,
+    MAX_AGENT_CALLS,
+    MAX_AGENT_CALLS_OF_CALLER,
+    MAX_CALLS,
+    MAX_CALLS_OF_CALLER,
+    MAX_CALLS_OF_RANK,
+    MAX_FILE_CALLS,
+    MAX_FILE_CALLS_OF_CALLER,
+    MAX_FOLDER_CALLS_OF_RANK,
+    MAX_RANK_CALLS,
+    MAX_RANK_CALLS_OF_USER,
+    TAKE_S,
+    Budget,
+)
+from elche_coordinator.limits.processor import Processor
+from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller, Role
+from elche_coordinator.streams.streams import Superseded
+
+SECRET = "elche-secret"
+"""Metadata key of a rank's secret."""
+HEARD = "elche-heard"
+"""Metadata key of the number of the last message that a rank has received; absent: it opens no second stream."""
+STORE = "elche-store"
+"""Metadata key of the id of the coordinator's store to which a rank was connected; absent: none yet."""
+
+MAX_DIGITS = 20
+"""Digits of a number in metadata that are read: Python refuses to read thousands."""
+OWN_SERVICES = "/elche.v1."
+"""Prefix of the methods of this project's services."""
+SESSION = "/elche.v1.RankService/Converse"
+"""The method of a rank's session, of which a newer one ends the one before it."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+FIELDS = ("job_id", "host", "id", "name")
+"""Fields that name a request's object, in the order in which they are tried."""
+
+
+class Credentials:
+    """Identifies callers by the coordinator's own token, one made with `elche token`, or a certificate.
+
+    If neither an own token nor certificates are required, the coordinator listens on loopback only, and any caller may
+    do everything.
+    """
+
+    def __init__(self, own: str, tokens: Tokens, *, asks_certificates: bool = False) -> None:
+        self._own = own
+        self._tokens = tokens
+        self.are_needed = bool(own) or asks_certificates
+        """True if callers must present a token or certificate."""
+
+    def find(self, authorization: str, uris: Iterable[bytes] = ()) -> tuple[Caller, Grant | None]:
+        """The caller that presents this header or a certificate with these names, and the grant of a made token.
+        A token counts more than a certificate. Raises `NotAllowed`.
+        """
+        if not self.are_needed or (self._own and is_bearer(authorization, self._own)):
+            return Caller(), None
+        if not authorization and (caller := caller_of(uris)) is not None:
+            return caller, None
+        grant = self._tokens.find(authorization.removeprefix(BEARER))
+        if grant is None:
+            raise NotAllowed(f"the token is missing, wrong, expired or revoked: {HOW}")
+        return grant.token.caller, grant
+
+    async def ended(self, grant: Grant) -> None:
+        """Returns once the token has expired or is revoked."""
+        left_s = self._tokens.left_s(grant)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s if isfinite(left_s) else None):
+                await grant.revoked.wait()
+
+
+class RankCaller(NamedTuple):
+    """Who makes a rank's call."""
+
+    rank: str
+    """The job and the rank."""
+    user: str
+    """The job's submitter."""
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """Lets clients and agents call what their version speaks and their token's role allows, and notes in the audit log
+    what they change. Ranks present their own secrets instead; `authenticate` raises an `ElcheError` for a wrong one.
+    Messages of refused callers are not read.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        audit: Audit,
+        authenticate: Callable[[Context], "RankCaller"],
+        *,
+        take_s: float = TAKE_S,
+        processor: Processor | None = None,
+    ) -> None:
+        self._authenticate = authenticate
+        self._credentials = credentials
+        self._audit = audit
+        self._take_s = take_s
+        self._processor = processor or Processor()
+        self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
+        self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
+        self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
+        self._rank_calls = Budget("calls of a rank", MAX_CALLS_OF_RANK, MAX_RANK_CALLS)
+        self._user_calls = Budget("calls of your jobs' ranks", MAX_RANK_CALLS_OF_USER, MAX_RANK_CALLS)
+        self._folder_calls = Budget("fetches of a rank's folder", MAX_FOLDER_CALLS_OF_RANK, MAX_RANK_CALLS)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method's handler, which first lets the caller in or ends the call with UNIMPLEMENTED, UNAUTHENTICATED or
+        PERMISSION_DENIED.
+        """
+        method = str(handler_call_details.method)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if method not in NEEDED:
+            # A session's handler checks the secret itself, and there is one of each rank; the health check is open.
+            is_ranks = method.startswith(OWN_SERVICES) and method != SESSION
+            return self._of_rank(handler, method) if is_ranks else handler
+        return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
+
+    async def _let_in(self, context: Context, method: str, during: ExitStack) -> Grant | None:
+        """Sets `CALLER` and returns the grant of a made token. Ends the call if the caller may not make it, has too
+        many open, or has used too much processor time; the call counts as open within `during`.
+        """
+        given = dict(context.invocation_metadata() or ())
+        uris = context.auth_context().get("peer_uri", ())
+        async with answering(context):
+            if why := problem(str(given.get(KEY, "")), str(given.get(RELEASE_KEY, "of another release"))):
+                raise WrongVersion(why)
+            caller, grant = self._credentials.find(str(given.get("authorization", "")), uris)
+            call = method.rpartition("/")[2]
+            try:
+                caller.require(NEEDED[method], call)
+            except Forbidden as error:
+                self._audit.note(caller, call, "", context.peer(), f"refused: {error}")
+                raise
+            budget = self._agent_calls if NEEDED[method] is Role.AGENT else self._calls
+            during.enter_context(budget.taking(caller.name))
+            if call in FILE_CALLS:
+                during.enter_context(self._file_calls.taking(caller.name))
+            await self._processor.turn(_payer(caller, method))
+        CALLER.set(caller)
+        return grant
+
+    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> None:
+        """Ends the call if it presents no secret of a rank, or if the rank or its user has too many open; it counts as
+        open within `during`.
+        """
+        async with answering(context):
+            rank, user = self._authenticate(context)
+            during.enter_context(self._rank_calls.taking(rank))
+            during.enter_context(self._user_calls.taking(user))
+            if method.rpartition("/")[2] == FOLDER_CALL:
+                during.enter_context(self._folder_calls.taking(rank))
+
+    def _of_rank(self, handler: Any, method: str) -> Any:
+        """Wraps the handler of a rank's call with the check of its secret."""
+
+        async def respond(sent: Any, context: Context) -> Any:
+            with ExitStack() as stack:
+                await self._let_rank_in(context, method, stack)
+                return await handler.unary_unary(_parsed(handler, sent), context)
+
+        async def stream(sent: Any, context: Context) -> None:
+            with ExitStack() as stack:
+                await self._let_rank_in(context, method, stack)
+                inner = handler.stream_stream or handler.unary_stream
+                async with aclosing(inner(_parsed(handler, sent), context)) as responses:
+                    is_taken = await self._write_each(responses, context, "")
+                if not is_taken:
+                    await self._abort_unread(context)
+
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
+        make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
+        return make(stream, None, handler.response_serializer)
+
+    def _single(self, handler: Any, method: str) -> Any:
+        """Wraps a handler with one response."""
+        inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
+
+        async def respond(sent: Any, context: Context) -> Any:
+            with ExitStack() as stack:
+                grant = await self._let_in(context, method, stack)
+                payer = _payer(CALLER.get(), method)
+                answer = self._processor.metered(payer, of_caller(sent, context, payer))
+                return await (answer if grant is None else self._until_ended(grant, answer, context))
+
+        async def of_caller(sent: Any, context: Context, payer: str) -> Any:
+            request = _parsed(handler, sent, lambda: self._processor.pause(payer))
+            answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+            serialize = handler.response_serializer or _as_it_is
+            return serialize(await answer)
+
+        make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
+        return make(respond, None, None)
+
+    async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
+        """The response, unless the token expires or is revoked before."""
+        answering, ending = asyncio.ensure_future(answer), asyncio.ensure_future(self._credentials.ended(grant))
+        try:
+            await asyncio.wait({answering, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
+            return answering.result()
+        finally:
+            ending.cancel()
+            answering.cancel()
+            await asyncio.wait({answering})
+
+    async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
+        outcome = "failed"
+        try:
+            HAS_CHANGED.set(True)
+            response = await inner(request, context)
+            outcome = "done" if HAS_CHANGED.get() else UNCHANGED
+            return response
+        except grpc.aio.AbortError:
+            outcome = f"refused: {context.details()}"
+            raise
+        finally:
+            what = next((str(getattr(request, field)) for field in FIELDS if hasattr(request, field)), "")
+            made = getattr(response, "job_id", "") if outcome in ("done", UNCHANGED) else ""
+            self._audit.note(CALLER.get(), method.rpartition("/")[2], what or made, context.peer(), outcome)
+
+    def _streamed(self, handler: Any, method: str) -> Any:
+        """Wraps a handler with a stream of responses, which ends with the caller's token."""
+        inner = handler.stream_stream or handler.unary_stream
+
+        async def stream(sent: Any, context: Context) -> None:
+            with ExitStack() as stack:
+                grant = await self._let_in(context, method, stack)
+                payer = _payer(CALLER.get(), method)
+                request = self._processor.run(payer, lambda: _parsed(handler, sent))
+                if (call := method.rpartition("/")[2]) in CHANGES:
+                    self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
+                async with (
+                    aclosing(inner(request, context)) as responses,
+                    aclosing(self._processor.metered_parts(payer, responses)) as parts,
+                    aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
+                ):
+                    is_taken = await self._write_each(until_ended, context, payer)
+                if not is_taken:
+                    await self._abort_unread(context)
+
+        make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
+        return make(stream, None, handler.response_serializer)
+
+    async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str) -> bool:
+        """Sends the responses; returns False if the caller takes none for too long."""
+        async for response in responses:
+            try:
+                async with asyncio.timeout(self._take_s) as taking:
+                    await self._processor.metered(payer, context.write(response))
+            except TimeoutError:
+                if taking.expired():
+                    return False
+                raise
+        return True
+
+    async def _abort_unread(self, context: Context) -> None:
+        """Ends a call of which nothing is taken. Waits for the caller, too, and the call counts as open so long."""
+        await context.abort(grpc.StatusCode.CANCELLED, f"nothing of the stream was taken for {self._take_s:g} s")
+
+    async def _each_until_ended(
+        self, grant: Grant, responses: AsyncIterator[Any], context: Context
+    ) -> AsyncGenerator[Any, None]:
+        """The responses, until the token ends."""
+        ending = asyncio.ensure_future(self._credentials.ended(grant))
+        getting = asyncio.ensure_future(anext(responses, None))
+        try:
+            while True:
+                await asyncio.wait({getting, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if ending.done():
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the token has ended: {HOW}")
+                if (response := getting.result()) is None:
+                    return
+                yield response
+                getting = asyncio.ensure_future(anext(responses, None))
+        finally:
+            ending.cancel()
+            getting.cancel()
+            await asyncio.wait({getting})
+
+
+def _payer(caller: Caller, method: str) -> str:
+    """The caller that is charged for a call's processor time; empty: none, as for agents."""
+    return "" if NEEDED[method] is Role.AGENT else caller.name
+
+
+def _as_it_is(response: Any) -> Any:
+    return response
+
+
+async def _at_once() -> None:
+    pass
+
+
+def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
+    """The request, or stream of requests, each after a `pause`. Parsed only after authentication, since parsing and
+    validating cost time.
+    """
+    if not handler.request_streaming:
+        return handler.request_deserializer(sent)
+    return _each_parsed(handler.request_deserializer, sent, pause)
+
+
+async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Callable[[], Awaitable[None]]) -> Any:
+    async for one in sent:
+        await pause()
+        yield parse(one)
+
+
+def authenticated(driver: Driver, context: Context) -> Address:
+    """The rank whose secret the call presents. Raises `NotAllowed`, and `Superseded` for a rank of another store."""
+    metadata = dict(context.invocation_metadata() or ())
+    if metadata.get(STORE, driver.identity.id) != driver.identity.id:
+        raise Superseded("the rank is another coordinator's; it waits for that")
+    address = driver.secrets.read(str(metadata.get(SECRET, "")))
+    stream = None if address is None else driver.streams.of_rank(address)
+    if address is None or not driver.core.is_there(address) or (stream is not None and stream.is_over):
+        raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
+    return address
+
+
+def rank_caller(driver: Driver, context: Context) -> RankCaller:
+    """Who is charged for a rank's call. Raises as `authenticated` does."""
+    address = authenticated(driver, context)
+    spec = driver.core.spec(address["job_id"])
+    return RankCaller(f"{address['job_id']} {address['rank']}", spec.submitted_by if spec else "")
+
+
+def num_heard_of(context: Context) -> int | None:
+    """The number of the last message that the caller has received; None if it will open no second stream."""
+    heard = str(dict(context.invocation_metadata() or ()).get(HEARD, ""))
+    return min(int(heard[:MAX_DIGITS]), 2**53) if heard.isascii() and heard.isdigit() else None

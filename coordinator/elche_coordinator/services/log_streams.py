@@ -1,0 +1,131 @@
+"""Streams ranks' logs from their hosts to a client: the end of each, and what is appended to it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+
+from elche.errors import ElcheError, InvalidJob
+from elche.v1 import job_pb2
+from elche_coordinator.archive.artifacts import Artifacts
+from elche_coordinator.core.describe import JobView, RankView
+from elche_coordinator.job_states import BEFORE_TRAINING, ENDED
+from elche_coordinator.limits.budgets import Budget
+from elche_coordinator.roles import CALLER
+from elche_coordinator.streams.agents import Agents
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 20
+"""Largest end of a log that is sent before what is appended."""
+MAX_RANKS = 64
+"""Most logs in one answer; each needs a stream from its host."""
+POLL_S = 0.25
+"""Seconds between two looks whether a queued job's ranks have begun."""
+DEPTH = 8
+"""Chunks that may wait for the client; with more, the hosts wait."""
+
+Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
+
+
+async def stream_logs(
+    request: job_pb2.StreamLogsRequest,
+    view: Callable[[], JobView],
+    agents: Agents,
+    artifacts: Artifacts,
+    budget: Budget,
+) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
+    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing,
+    and `TooMuch` when the caller reads too many at once.
+    """
+    ranks = await _begun(request, view)
+    with budget.taking(CALLER.get().name, len(ranks)):
+        async with aclosing(_merged(request, view, ranks, agents, artifacts)) as parts:
+            async for part in parts:
+                yield part
+
+
+async def _merged(
+    request: job_pb2.StreamLogsRequest,
+    view: Callable[[], JobView],
+    ranks: list[RankView],
+    agents: Agents,
+    artifacts: Artifacts,
+) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
+    parts: Parts = asyncio.Queue(DEPTH)
+    job_id = view().job_id
+    readers = [asyncio.ensure_future(_read(request, job_id, rank, agents, artifacts, parts)) for rank in ranks]
+    problems: list[str] = []
+    num_open = len(readers)
+    try:
+        while num_open:
+            part = await parts.get()
+            if part is None:
+                num_open -= 1
+            elif part.error and len(problems) + 1 == len(ranks):
+                raise InvalidJob(part.error)
+            else:
+                problems += [part.error] if part.error else []
+                yield part
+    finally:
+        for reader in readers:
+            reader.cancel()
+        # The event loop keeps only weak references to tasks: one without others may be collected while it ends.
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]) -> list[RankView]:
+    """The requested ranks, once their processes have started. Raises `InvalidJob` when there are no such logs."""
+    while True:
+        now = view()
+        is_wanted = request.HasField("rank")
+        found = [rank for rank in now.ranks if not is_wanted or rank.rank == request.rank]
+        if now.ranks and not found:
+            raise InvalidJob(f"job {now.job_id} has no rank {request.rank}; it has {len(now.ranks)}, from 0")
+        if found and (all(rank.log_path for rank in found) or now.state not in BEFORE_TRAINING):
+            break
+        if now.state in ENDED:
+            where = "its ranks were never started" if not now.num_rounds else "the coordinator has been restarted since"
+            raise InvalidJob(f"job {now.job_id} has no logs here: {where}")
+        if not request.follow:
+            raise InvalidJob(
+                f"the ranks of job {now.job_id}, which is {now.state}, have not started; -f waits for them"
+            )
+        await asyncio.sleep(POLL_S)
+    if not any(rank.log_path for rank in found):
+        raise InvalidJob(
+            f"job {now.job_id} has no logs: it is a script with its own loop, which prints where it was started"
+        )
+    if len(found) > MAX_RANKS:
+        raise InvalidJob(f"job {now.job_id} has {len(found)} ranks: name one with --rank")
+    return found
+
+
+async def _read(
+    request: job_pb2.StreamLogsRequest,
+    job_id: str,
+    rank: RankView,
+    agents: Agents,
+    artifacts: Artifacts,
+    parts: Parts,
+) -> None:
+    """Puts the chunks of one rank's log into `parts`, then None."""
+    limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    try:
+        follow, with_times = request.follow, request.with_times
+        ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, follow=follow, with_times=with_times)
+        where = f"{rank.host}:{rank.log_path}"
+        absent = f"the host of rank {rank.rank} is not here any more; its log is {where}"
+        log_end = artifacts.log_end([ask], job_id, rank.rank, limit, absent, with_times=with_times)
+        async with aclosing(log_end) as chunks:
+            async for data in chunks:
+                # A host whose rank writes nothing sends empty chunks, by which it notices that the client has left.
+                if data:
+                    await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, data=data))
+    except ElcheError as error:
+        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=str(error)))
+    except Exception as error:
+        log.exception("job=%s rank=%d its log cannot be forwarded", job_id, rank.rank)
+        await parts.put(job_pb2.StreamLogsResponse(rank=rank.rank, error=f"its log cannot be forwarded: {error}"))
+    await parts.put(None)

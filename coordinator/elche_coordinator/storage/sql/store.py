@@ -1,0 +1,201 @@
+"""The store in a SQL database: queries and statements."""
+
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+
+import sqlalchemy as sa
+
+from elche_coordinator.roles import Role, Token
+from elche_coordinator.storage.sql.database import Database, failing
+from elche_coordinator.storage.sql.database import artifacts as _artifacts
+from elche_coordinator.storage.sql.database import bundles as _bundles
+from elche_coordinator.storage.sql.database import jobs as _jobs
+from elche_coordinator.storage.sql.database import parts as _parts
+from elche_coordinator.storage.sql.database import sources as _sources
+from elche_coordinator.storage.sql.database import states as _states
+from elche_coordinator.storage.sql.database import store as _store
+from elche_coordinator.storage.sql.database import tape as _tape
+from elche_coordinator.storage.sql.database import tokens as _tokens
+from elche_coordinator.storage.sql.election import Election
+from elche_coordinator.storage.store import DamagedStore, Identity, JobRow, LoadedState, SavedState, StoreFailed
+
+PUT_JOB = sa.text(
+    "INSERT INTO jobs (id, record, spec, source) VALUES (:id, :record, :spec, :source) "
+    "ON CONFLICT (id) DO UPDATE SET record = excluded.record, spec = coalesce(excluded.spec, jobs.spec), "
+    "source = coalesce(excluded.source, jobs.source)"
+)
+ADD_SOURCE = sa.text("INSERT INTO sources (hash, text) VALUES (:hash, :text) ON CONFLICT (hash) DO NOTHING")
+PUT_ARTIFACTS = sa.text(
+    "INSERT INTO artifacts (job, record) SELECT id, :record FROM jobs WHERE id = :job "
+    "ON CONFLICT (job) DO UPDATE SET record = excluded.record"
+)
+JOB_ROW = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec, _jobs.c.source)
+
+
+class SqlStore(Database):
+    """Implements `Store`. `write` keeps its connection open; other calls open one each."""
+
+    def __init__(self, url: sa.URL) -> None:
+        super().__init__(url)
+        self._writer: sa.Connection | None = None
+
+    def candidacy(self) -> Election:
+        return Election(self)
+
+    def identity(self) -> Identity:
+        with self.writing() as connection:
+            row = connection.execute(sa.select(_store.c.id, _store.c.secret)).first()
+            if row is None:
+                identity = Identity(secrets.token_hex(8), secrets.token_bytes(32))
+                connection.execute(_store.insert().values(id=identity.id, secret=identity.secret))
+                return identity
+        return Identity(row.id, row.secret)
+
+    # Jobs, the tape and the saved state
+
+    def write(
+        self,
+        rows: Sequence[JobRow],
+        *,
+        last: int = 0,
+        entries: bytes = b"",
+        saved: SavedState | None = None,
+        forgotten: Collection[str] = (),
+        sources: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Writes in one transaction. After a failure the next one opens a new connection."""
+        try:
+            with self.writing(self._connected()) as connection:
+                if sources:
+                    connection.execute(ADD_SOURCE, [{"hash": name, "text": text} for name, text in sources.items()])
+                if rows:
+                    connection.execute(PUT_JOB, [row._asdict() for row in rows])
+                if forgotten:
+                    self._forget(connection, forgotten)
+                if saved is not None:
+                    self._save(connection, saved)
+                if entries:  # a retry: the first attempt may have committed, with its answer lost
+                    connection.execute(_tape.delete().where(_tape.c.last == last))
+                    connection.execute(_tape.insert().values(last=last, entries=entries, written_at=self.now))
+        except StoreFailed:
+            if self._writer is not None:
+                self._writer.invalidate()
+                self._writer.close()
+                self._writer = None
+            raise
+
+    def _forget(self, connection: sa.Connection, job_ids: Collection[str]) -> None:
+        for job_id in job_ids:
+            connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
+            connection.execute(_artifacts.delete().where(_artifacts.c.job == job_id))
+        used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
+        connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
+
+    def _save(self, connection: sa.Connection, saved: SavedState) -> None:
+        for job_id in {*saved.parts, *saved.gone}:
+            connection.execute(_parts.delete().where(_parts.c.job == job_id))
+        if saved.parts:
+            parts = [{"job": job_id, "state": part} for job_id, part in saved.parts.items()]
+            connection.execute(_parts.insert(), parts)
+        connection.execute(_states.delete())
+        connection.execute(_tape.delete().where(_tape.c.last <= saved.last))
+        state = {"last": saved.last, "code": saved.code, "state": saved.state, "written_at": self.now}
+        connection.execute(_states.insert().values(**state))
+
+    def _connected(self) -> sa.Connection:
+        if self._writer is None:
+            with failing():
+                connection = self.connect()
+                if not self.is_shared:
+                    connection.execute(sa.text("PRAGMA journal_mode = WAL"))
+                    connection.execute(sa.text("PRAGMA synchronous = FULL"))
+                    connection.commit()
+                self._writer = connection
+        return self._writer
+
+    def load_state(self) -> LoadedState:
+        with self.reading() as connection:
+            row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
+            parts = connection.execute(sa.select(_parts)).all()
+            pieces = connection.execute(sa.select(_tape.c.entries, _tape.c.written_at).order_by(_tape.c.last)).all()
+            now = connection.execute(sa.select(self.now)).scalar_one()
+        times = [one.written_at for one in (*pieces, *([row] if row else [])) if one.written_at is not None]
+        saved = SavedState(row.last, row.code, row.state, {part.job: part.state for part in parts}) if row else None
+        return LoadedState(saved, [piece.entries for piece in pieces], max(0.0, now - max(times, default=now)))
+
+    def drop_tape(self) -> None:
+        with self.writing() as connection:
+            for table in (_states, _parts, _tape):
+                connection.execute(table.delete())
+
+    def load_rows(self) -> list[JobRow]:
+        with self.reading() as connection:
+            return [JobRow(*row) for row in connection.execute(JOB_ROW.order_by(_jobs.c.id))]
+
+    def load_row(self, job_id: str) -> JobRow:
+        with self.reading() as connection:
+            row = connection.execute(JOB_ROW.where(_jobs.c.id == job_id)).first()
+        if row is None:
+            raise KeyError(job_id)
+        return JobRow(*row)
+
+    def load_source(self, name: str) -> str:
+        with self.reading() as connection:
+            text = connection.execute(sa.select(_sources.c.text).where(_sources.c.hash == name)).scalar()
+        if text is None:
+            raise KeyError(name)
+        return str(text)
+
+    def load_artifacts(self) -> dict[str, str]:
+        with self.reading() as connection:
+            return {row.job: row.record for row in connection.execute(sa.select(_artifacts))}
+
+    def save_artifacts(self, job_id: str, record: str) -> None:
+        with self.writing() as connection:
+            connection.execute(PUT_ARTIFACTS, {"job": job_id, "record": record})
+
+    # Tokens and bundles
+
+    def load_tokens(self) -> list[Token]:
+        with self.reading() as connection:
+            rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
+        try:
+            return [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+        except ValueError as error:
+            raise DamagedStore(self.name, f"a token has a role that is none: {error}") from None
+
+    def add_token(self, token: Token) -> None:
+        with self.writing() as connection:
+            connection.execute(_tokens.insert().values(**{**asdict(token), "role": str(token.role)}))
+
+    def remove_token(self, token_id: str) -> None:
+        with self.writing() as connection:
+            connection.execute(_tokens.delete().where(_tokens.c.id == token_id))
+
+    def bundle_names(self) -> list[str]:
+        with self.reading() as connection:
+            return list(connection.execute(sa.select(_bundles.c.name).distinct()).scalars())
+
+    def load_bundle(self, name: str) -> Iterator[bytes]:
+        query = sa.select(_bundles.c.part).where(_bundles.c.name == name).order_by(_bundles.c.part)
+        with self.reading() as connection:
+            for number in connection.execute(query).scalars().all():
+                here = (_bundles.c.name == name) & (_bundles.c.part == number)
+                yield connection.execute(sa.select(_bundles.c.data).where(here)).scalar_one()
+
+    def save_bundle(self, name: str, parts: Iterable[bytes]) -> None:
+        with self.writing() as connection:
+            connection.execute(_bundles.delete().where(_bundles.c.name == name))
+            for number, data in enumerate(parts):
+                connection.execute(_bundles.insert().values(name=name, part=number, data=data))
+
+    def remove_bundle(self, name: str) -> None:
+        with self.writing() as connection:
+            connection.execute(_bundles.delete().where(_bundles.c.name == name))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._engine.dispose()

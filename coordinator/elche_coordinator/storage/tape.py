@@ -1,0 +1,170 @@
+"""The tape: a log of every event of the core, made durable before any of the event's effects is visible.
+
+A restarted coordinator loads the newest saved state and repeats the events since, by which it has its old state
+(protocol P22). The core is a state machine without clock and I/O, so that nothing else has to be saved, and a crash at
+any moment leaves a state that it had.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import elche
+import elche_coordinator.core
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
+from elche_coordinator.storage.job_rows import Record
+from elche_coordinator.storage.snapshots import Snapshots, join
+from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.unpickling import loads, unsealed
+from elche_coordinator.storage.writer import Transaction, Writer
+from elche_coordinator.streams import streams
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+"""Seconds for which events without visible effects wait before they are written."""
+MAX_ENTRIES = 500
+"""Most such events that wait."""
+SAVE_EVERY = 2000
+"""Fewest events between two saved states."""
+SAVE_FRACTION = 0.01
+"""Fraction of time that may be spent saving states."""
+
+
+class Entry(NamedTuple):
+    """One event on the tape."""
+
+    at_s: float
+    event: Event
+    number: int = 0
+    """Number of its message in its stream; 0: none."""
+    identity: str = ""
+    """Identity by which its stream may be reopened; empty: it may not."""
+
+
+class Tape:
+    """Collects events to be written, and passes them to the writer when an effect waits for them."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        snapshots: Snapshots,
+        first: int,
+        *,
+        rows: Callable[[], dict[str, Record]] = dict,
+        sources: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        """`first` is the number of the first event; `rows` and `sources` return the changes since their last call,
+        which become durable together with the events.
+        """
+        self._writer = writer
+        self._snapshots = snapshots
+        self._rows = rows
+        self._sources = sources
+        self._batch = Transaction(last=first - 1)
+        self._num_since = SAVE_EVERY
+        """Events since the last saved state. The first one is made with the first event."""
+        self._next_save_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def last(self) -> int:
+        """The number of the newest event."""
+        return self._batch.last
+
+    def add(self, entry: Entry) -> None:
+        """Appends an event that the core has handled."""
+        self._batch.last += 1
+        self._batch.entries.append(entry)
+        match entry.event:
+            case JobsForgotten(job_ids=job_ids):
+                self._batch.forget(job_ids)
+            case JobSubmitted(job_id=job_id, spec=spec) | LoopAttached(job_id=job_id, spec=spec):
+                self._batch.specs.setdefault(job_id, spec)
+        self._num_since += 1
+
+    def flush(self, *, is_awaited: bool) -> None:
+        """Passes all events to the writer; with a delay if no effect waits."""
+        if not is_awaited and len(self._batch.entries) < MAX_ENTRIES:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(FLUSH_S, lambda: self.flush(is_awaited=True))
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        may_save = self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s
+        if may_save or self._snapshots.is_due:
+            self._save_state()
+        batch, self._batch = self._batch, Transaction(last=self._batch.last)
+        if batch.entries or batch.saved:
+            batch.rows |= {job_id: row for job_id, row in self._rows().items() if job_id not in batch.forgotten}
+            batch.sources |= self._sources()
+            self._writer.write(batch)
+
+    def _save_state(self) -> None:
+        started_s = time.monotonic()
+        try:
+            saved = self._snapshots.take(self._batch.last, code_version())
+        except Exception:
+            log.exception("the state cannot be saved; this is a bug. The tape goes on")
+        else:
+            self._batch.saved = saved
+            self._batch.entries = []
+        self._num_since = 0
+        self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
+
+    def close(self) -> None:
+        """Writes the remaining events."""
+        self.flush(is_awaited=True)
+
+
+class Recorded(NamedTuple):
+    """The state from which a coordinator resumes."""
+
+    state: tuple[Coordinator, streams.Streams]
+    """The newest saved state."""
+    entries: list[Entry]
+    """The events since."""
+    last: int
+    """The number of the last event."""
+    age_s: float = 0.0
+    """Seconds since it was written."""
+    saved: Collection[str] = ()
+    """The jobs that are in the saved state."""
+
+
+def read(store: Store) -> Recorded | None:
+    """Reads the state of a previous coordinator; None if there is none, or none that this code can use."""
+    saved, pieces, age_s = store.load_state()
+    why = "was another version" if saved and saved.code != code_version() else ""
+    if saved is not None and not why:
+        try:
+            entries = list(_unpickled(pieces))
+            state = join(saved.state, saved.parts)
+            return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts))
+        except Exception as error:
+            why = f"has left what cannot be read ({error!r})"
+    if why:
+        log.warning("the coordinator before this one %s: jobs that ran go back to their newest checkpoints", why)
+    return None
+
+
+def _unpickled(pieces: list[bytes]) -> Iterator[Entry]:
+    for piece in pieces:
+        yield from loads(unsealed(piece))
+
+
+@cache
+def code_version() -> str:
+    """A hash of the code whose state is saved: other code must not load it."""
+    digest = hashlib.sha256()
+    folders = [Path(module.__path__[0]) for module in (elche_coordinator.core, elche)]
+    for path in [Path(streams.__file__), *sorted(path for folder in folders for path in folder.rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

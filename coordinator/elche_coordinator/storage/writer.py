@@ -1,0 +1,149 @@
+"""The thread that makes events durable: it writes all pending batches in one transaction, and retries until it
+succeeds."""
+
+import json
+import logging
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
+from elche_coordinator.storage.job_rows import Record
+from elche_coordinator.storage.store import JobRow, Replaced, SavedState, Store, StoreFailed
+from elche_coordinator.storage.unpickling import sealed
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Seconds until a failed write is repeated; jobs wait meanwhile."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Transaction:
+    """Changes that become durable together, atomically."""
+
+    last: int
+    """The number of its last event."""
+    entries: list[Any] = field(default_factory=list)
+    """The events, with the data to repeat them; pickled on the writer's thread."""
+    rows: dict[str, Record] = field(default_factory=dict)
+    """The newest row of each job that has changed."""
+    specs: dict[str, JobSpec] = field(default_factory=dict)
+    """The specs of new jobs."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """The texts of new files, by their hash."""
+    forgotten: set[str] = field(default_factory=set)
+    """Jobs whose rows are removed."""
+    saved: SavedState | None = None
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """Drops these jobs."""
+        self.forgotten |= set(job_ids)
+        for job_id in job_ids:
+            self.rows.pop(job_id, None)
+            self.specs.pop(job_id, None)
+
+    def add(self, later: "Transaction") -> None:
+        """Merges a later batch."""
+        self.last = later.last
+        self.entries = [] if later.saved else self.entries + later.entries
+        self.forget(later.forgotten)
+        self.rows |= later.rows
+        self.specs |= later.specs
+        self.sources |= later.sources
+        self.saved = self.saved if later.saved is None else later.saved.after(self.saved)
+
+
+class Writer:
+    """A thread that writes batches, all pending ones at a time.
+
+    Calls `on_written`, on the thread, with the number of the last durable event; `on_refused` with a job whose record
+    is not valid JSON, and the reason: its older record stays. A write is retried until it succeeds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        on_written: Callable[[int], None],
+        on_refused: Callable[[str, str], None] = lambda job_id, reason: None,
+    ) -> None:
+        self._store = store
+        self._on_written = on_written
+        self._on_refused = on_refused
+        self._queue: queue.SimpleQueue[Transaction | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self.num_failures = 0
+        self.failing = ""
+        """The error of the last write; empty if it succeeded."""
+        self.durations = Histogram(PERSIST_SECONDS)
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def write(self, batch: Transaction) -> None:
+        """Queues a batch to be written."""
+        self._queue.put(batch)
+
+    def stop(self) -> None:
+        """Writes queued batches and ends the thread."""
+        self._stopped.set()
+        self._queue.put(None)
+        self._thread.join(timeout=5)
+        self._store.close()
+
+    def _run(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            while not self._queue.empty() and (more := self._queue.get()) is not None:
+                batch.add(more)
+            if self._write_until_done(batch):
+                self._on_written(batch.last)
+            if self._stopped.is_set() and self._queue.empty():
+                return
+
+    def _encode(self, batch: Transaction) -> list[JobRow]:
+        """The newest row of each job as JSON, and its spec if the batch has one."""
+        encoded = []
+        for job_id, row in batch.rows.items():
+            spec = batch.specs.get(job_id)
+            try:
+                encoded.append(
+                    JobRow(
+                        id=job_id,
+                        record=json.dumps(row),
+                        spec=None if spec is None else json.dumps(asdict(replace(spec, replay=()))),
+                        source=None if spec is None else spec.source_hash or None,
+                    )
+                )
+            except (TypeError, ValueError, RecursionError) as error:
+                self._on_refused(job_id, f"its record cannot be written: {error}")
+        return encoded
+
+    def _write_until_done(self, batch: Transaction) -> bool:
+        rows, entries = self._encode(batch), sealed(pickle.dumps(batch.entries)) if batch.entries else b""
+        while True:
+            started_s = time.perf_counter()
+            try:
+                self._store.write(
+                    rows,
+                    last=batch.last,
+                    entries=entries,
+                    saved=batch.saved,
+                    forgotten=batch.forgotten,
+                    sources=batch.sources,
+                )
+                self.durations.extend([time.perf_counter() - started_s])
+                self.failing = ""
+                return True
+            except StoreFailed as error:
+                self.num_failures += 1
+                self.failing = error.reason
+                log.error("records cannot be written, jobs wait until they can: %s", self.failing)
+                if self._stopped.wait(RETRY_S):
+                    return False
+            except Replaced as error:
+                log.error("nothing is written any more: %s", error)
+                return False

@@ -1,0 +1,1 @@
+"""Conversations with agents, ranks and clients."""

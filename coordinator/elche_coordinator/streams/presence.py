@@ -1,0 +1,114 @@
+"""Presence of agents and ranks: grace times in which one whose stream has ended may reconnect before it is lost."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import AgentLost, Event, SessionLost
+from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.records.ranks import Address
+from elche_coordinator.streams.streams import Stream, Streams
+
+AGENT_GRACE_S = 5.0
+"""Seconds for which an agent with ranks may be away, which tries to reconnect every second."""
+BOTH_GRACE_S = 1.5
+"""The same where one of its ranks is away as well. If the host is dead, all who wait for it wait that long; where a
+proxy has cut all connections, both are back sooner: they try five times.
+"""
+SESSION_GRACE_S = 600.0
+"""Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
+debugger. Others that wait for it may go on without it much sooner (protocol P20.3).
+"""
+LOOP_GRACE_S = 2.0
+"""The same for a user-owned loop, without an agent that reports a death."""
+RESTART_GRACE_S = 30.0
+"""Seconds in which agents and ranks must reconnect to a restarted coordinator."""
+LOOP_RESTART_GRACE_S = 8.0
+"""The same for ranks of a user-owned loop: others may be waiting for one that has died meanwhile."""
+
+
+class Presence:
+    """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is, unless one
+    of them is back within `BOTH_GRACE_S`.
+    """
+
+    def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
+        self._core = core
+        self._streams = streams
+        self._handle = handle
+
+    def on_agent_away(self, agent_id: AgentId) -> None:
+        """Handles the end of an agent's stream. One without ranks is lost at once."""
+        stream = self._streams.agents.get(agent_id)
+        if stream is None:
+            return
+        ranks = self._core.ranks_of(agent_id)
+        if not stream.is_resumable or not ranks:
+            self.lose_agent(agent_id)
+        else:
+            are_both_lost = any(self._is_lost(address) for address in ranks)
+            self._await_agent(agent_id, stream, BOTH_GRACE_S if are_both_lost else AGENT_GRACE_S)
+
+    def on_rank_away(self, address: Address) -> None:
+        """Handles the end of a rank's stream."""
+        stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
+        if stream is None or stream.is_over:
+            return
+        agent = self._streams.agents.get(agent_id) if agent_id is not None else None
+        if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
+            self._await_agent(agent_id, agent, BOTH_GRACE_S)
+        if not stream.is_resumable:
+            self._handle(SessionLost(**address))
+        else:
+            self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
+
+    def await_all(self) -> None:
+        """Waits for all agents and ranks to reconnect, after a restart of the coordinator."""
+        for agent_id, stream in self._streams.agents.items():
+            self._await_agent(agent_id, stream, RESTART_GRACE_S)
+        for job_id, streams in self._streams.ranks.items():
+            for (rank, incarnation), stream in streams.items():
+                address: Address = {"job_id": job_id, "rank": rank, "incarnation": incarnation}
+                is_of_loop = self._core.agent_of(address) is None
+                self._await_rank(address, stream, LOOP_RESTART_GRACE_S if is_of_loop else RESTART_GRACE_S)
+
+    def lose_agent(self, agent_id: AgentId) -> None:
+        """Reports the agent, if it is known, as lost with its ranks."""
+        if agent_id in self._streams.agents:
+            self._streams.agents[agent_id].close()
+            self._handle(AgentLost(agent_id=agent_id))
+
+    def lose_identities(self, identities: Iterable[str]) -> None:
+        """Reports agents, by identity, as lost that another agent of their host has found dead."""
+        for identity in identities:
+            agent_id = self._streams.identities.get(identity)
+            if agent_id is not None and not self._streams.agents[agent_id].is_connected:
+                self.lose_agent(agent_id)
+
+    def _is_lost(self, address: Address) -> bool:
+        stream = self._streams.of_rank(address)
+        return stream is not None and stream.is_lost and self._core.has_session_due(address)
+
+    def _await_agent(self, agent_id: AgentId, stream: Stream[object], grace_s: float) -> None:
+        num_connections = stream.num_connections
+
+        def judge() -> None:
+            if self._streams.agents.get(agent_id) is not stream or stream.num_connections != num_connections:
+                return
+            ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]
+            if any(rank is not None and rank.is_connected for rank in ranks):
+                # A rank ends with its agent, so the agent runs.
+                self._await_agent(agent_id, stream, max(grace_s, AGENT_GRACE_S))
+            else:
+                self.lose_agent(agent_id)
+
+        asyncio.get_running_loop().call_later(grace_s, judge)
+
+    def _await_rank(self, address: Address, stream: Stream[object], grace_s: float) -> None:
+        num_connections = stream.num_connections
+
+        def judge() -> None:
+            if self._streams.of_rank(address) is stream and stream.num_connections == num_connections:
+                self._handle(SessionLost(**address))
+
+        asyncio.get_running_loop().call_later(grace_s, judge)

@@ -1,0 +1,112 @@
+"""Distribution of jobs' reports: to watchers, the log, and registered actions."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
+
+from elche.logs import fields
+from elche.v1 import job_pb2
+from elche_coordinator import codec
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.reports import (
+    Checkpoint,
+    EpochReport,
+    EvaluationReport,
+    JobResult,
+    MembershipReport,
+    Report,
+    RoundReport,
+    StallReport,
+    UserEvent,
+)
+from elche_coordinator.loop_health import LoopHealth
+from elche_coordinator.streams.report_text import describe_report
+from elche_coordinator.streams.send_queue import MAX_WAITING, MAX_WATCHED_BYTES, SendQueue
+
+log = logging.getLogger(__name__)
+
+WatchQueue = SendQueue[job_pb2.WatchJobResponse]
+
+
+class Watchers:
+    """Queues of jobs' watchers, and actions for reports and ends of jobs. Used on the event loop only."""
+
+    def __init__(self, health: LoopHealth) -> None:
+        self._health = health
+        self._queues: dict[str, list[WatchQueue]] = {}
+        self._on_ended: list[Callable[[JobId], None]] = []
+        self._on_published: list[Callable[[JobId, Report], None]] = []
+
+    @property
+    def num_watchers(self) -> int:
+        """Number of present watchers."""
+        return sum(map(len, self._queues.values()))
+
+    def watch(self, job_id: str) -> WatchQueue:
+        """A queue that gets the reports of the job from now on."""
+        queue = WatchQueue(MAX_WAITING, MAX_WATCHED_BYTES)
+        self._queues.setdefault(job_id, []).append(queue)
+        return queue
+
+    def unwatch(self, job_id: str, queue: WatchQueue) -> None:
+        """Removes the queue of a watcher that has left."""
+        self._queues[job_id].remove(queue)
+        if not self._queues[job_id]:
+            del self._queues[job_id]
+
+    def on_ended(self, action: Callable[[JobId], None]) -> None:
+        """Registers an action to be called with every job that ends."""
+        self._on_ended.append(action)
+
+    def on_published(self, action: Callable[[JobId, Report], None]) -> None:
+        """Registers an action to be called with every report of a job."""
+        self._on_published.append(action)
+
+    def publish(self, job_id: JobId, report: Report) -> None:
+        """Sends a report to all watchers and actions, and logs it."""
+        for action in self._on_published:
+            try:
+                action(job_id, report)
+            except Exception:
+                log.exception("job=%s %s could not be recorded; this is a bug", job_id, type(report).__name__)
+        try:
+            if queues := self._queues.get(job_id):  # a round's report of a thousand ranks takes long to make
+                message = codec.watch_message(report)
+                for queue in queues:
+                    self._health.messages["watcher", "out"] += 1
+                    queue.put(message)
+        finally:
+            self._log(job_id, report)
+
+    def _log(self, job_id: JobId, report: Report) -> None:
+        """Logs a report. Also ends the job's watching, even if its watchers could not be reached."""
+        match report:
+            case EpochReport():
+                loss = "-" if report.loss is None else f"{report.loss:.4g}"
+                log.info("job=%s epoch=%d loss=%s %.1f s", job_id, report.epoch, loss, report.duration_s)
+            case EvaluationReport():
+                log.info("job=%s epoch=%d metrics=%s", job_id, report.epoch, report.metrics)
+            case StallReport():
+                text = describe_report(replace(report, stacks=""))
+                log.warning("job=%s %s", job_id, text, extra=fields(rank=report.rank))
+            case MembershipReport():
+                level = logging.INFO if report.is_back else logging.WARNING
+                log.log(level, "job=%s %s", job_id, describe_report(report), extra=fields(rank=report.rank))
+            case Checkpoint():
+                of_round = fields(round=report.version)
+                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path, report.duration_s, extra=of_round)
+            case JobResult():
+                self._end(job_id, report)
+            case RoundReport() | UserEvent():
+                pass  # not logged: there may be many a second
+            case _:
+                assert_never(report)
+
+    def _end(self, job_id: JobId, result: JobResult) -> None:
+        of = fields(round=result.rounds, **({} if result.failed_rank is None else {"rank": result.failed_rank}))
+        log.info("job=%s %s %s", job_id, result.outcome, result.error, extra=of)
+        for queue in self._queues.get(job_id, ()):
+            queue.close()
+        for action in self._on_ended:
+            action(job_id)

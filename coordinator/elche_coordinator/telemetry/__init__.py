@@ -1,0 +1,1 @@
+"""What is exported: metrics, timelines, journals."""
