@@ -188,7 +188,8 @@ def test_a_request_is_acted_upon_two_steps_later() -> None:
     consensus = RequestConsensus(torch.device("cpu"))
     seen = []
     for step in range(6):
-        consensus.put(torch.tensor([0.0, float(step == 1), 0.0]))
+        consensus.put(torch.tensor([0.0, float(step == 1), 0.0, float(step == 2)]))
         seen.append(consensus.take())
     assert [one.checkpoint for one in seen] == [False, False, False, True, False, False]
+    assert [one.compare for one in seen] == [False, False, False, False, True, False]
     assert not any(one.cancel or one.pause for one in seen)
