@@ -34,7 +34,9 @@ class Agents:
             self._sizes[agent_id] = caller, hello.ByteSize()
 
     def forget(self, agent_id: AgentId) -> None:
-        """Stops counting an agent that is lost."""
+        """Forgets an agent that is lost, and stops counting it."""
+        for can in (self.measuring, self.storing, self.injecting):
+            can.discard(agent_id)
         caller, num_bytes = self._sizes.pop(agent_id, ("", 0))
         self._held.change(caller, -num_bytes)
 

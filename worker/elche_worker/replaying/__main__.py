@@ -43,7 +43,8 @@ def _lines(done: Replayed) -> list[str]:
     lines = [f"{what}, of {len(done.ranks)} rank processes, repeated in this one", *done.notes, f"model  {done.path}"]
     if done.difference:
         return [*lines, f"it differs from the run, first in {done.difference}"]
-    told = f"equal to the run in the {done.num_compared} rounds whose digests it has"
+    rounds = "round" if done.num_compared == 1 else "rounds"
+    told = f"equal to the run in the {done.num_compared} {rounds} whose digests it has"
     return [*lines, told if done.num_compared else "the run has no digests to compare: record them with --verify"]
 
 

@@ -184,14 +184,15 @@ class Training:
 
     def on_evaluated(self, record: RankRecord, event: EvaluationDone, now_s: float) -> Failure | None:
         """Takes in a rank's part of an evaluation; the rank trains from now on."""
-        record.reported_at_s = now_s
-        if not event.is_made:
-            record.evaluation_ms = event.duration_ms
-            record.evaluated_ms += event.duration_ms
         if not self.evaluations.has(record.rank):
             self._outbox.refuse(
                 event, f"rank {record.rank} has nothing to evaluate", "it was not asked, or has answered already"
             )
+            return None
+        record.reported_at_s = now_s
+        if not event.is_made:
+            record.evaluation_ms = event.duration_ms
+            record.evaluated_ms += event.duration_ms
         complete = self.evaluations.take_part(event)
         self._ask_for_metrics()
         return self._judge(complete)
