@@ -31,9 +31,10 @@ from elche_coordinator.core.messages.events import (
     StacksTold,
     UserEventRecorded,
 )
-from elche_coordinator.core.messages.ids import AgentId, JobId
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec
 from elche_coordinator.core.records.machine import JobPhase
+from support.stories import UNEQUAL, in_mid_training
 from support.watched import WatchedSimulation, ranks
 
 JOB = JobId("job")
@@ -221,3 +222,13 @@ def test_what_is_taken_in_is_not_refused(simulate):
     simulation.core.handle(replace(event, job_id=JobId("other")), now_s=simulation.clock.now_s)
     assert simulation.core.last_touched == []
     assert simulation.core.last_refusals == []
+
+
+def test_an_evaluation_that_was_not_asked_for_changes_no_time_of_its_rank(simulate):
+    """Its duration counted as the rank's last one, by which rounds are planned."""
+    simulation = simulate(ranks(*UNEQUAL))
+    in_mid_training(simulation)
+    record = simulation.job.ranks[Rank(0)]
+    before = record.reported_at_s, record.evaluation_ms, record.evaluated_ms
+    simulation.handle(EvaluationDone(**address(simulation), epoch=0, sums={}, duration_ms=9_000.0))
+    assert (record.reported_at_s, record.evaluation_ms, record.evaluated_ms) == before
