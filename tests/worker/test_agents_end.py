@@ -22,8 +22,8 @@ class Silent(agent_pb2_grpc.AgentServiceServicer):
         self, requests: Iterator[agent_pb2.AttendRequest], context: grpc.ServicerContext
     ) -> Iterator[agent_pb2.AttendResponse]:
         ended = threading.Event()
-        context.add_callback(ended.set)
-        ended.wait()
+        if context.add_callback(ended.set):  # else the call has ended already
+            ended.wait()
         yield from ()
 
 
