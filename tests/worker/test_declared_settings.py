@@ -3,10 +3,7 @@
 import inspect
 import math
 import re
-import subprocess
-import sys
 from dataclasses import MISSING, Field, fields, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -91,12 +88,6 @@ def test_settings_have_a_help_that_fits_beside_them() -> None:
         assert setting.help.endswith("."), setting.name
         assert len(setting.help) < 120, setting.name
         assert setting.kind in get_args(Kind)
-
-
-def test_the_page_of_settings_is_fresh() -> None:
-    tool = Path(__file__).parents[2] / "tools" / "settings.py"
-    checked = subprocess.run([sys.executable, str(tool), "--check"], check=False, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
 
 
 # Values

@@ -106,8 +106,8 @@ def documented(case: str) -> tuple[float, float]:
 @pytest.fixture
 def chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a model whose tensors are many times larger."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", P // 50)
-    return P // 50
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", P // 20)
+    return P // 20
 
 
 def counted(device: Device, rank: Rank) -> tuple[int, int, int]:
