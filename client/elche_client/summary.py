@@ -18,6 +18,14 @@ from elche_client.panel import MAX_RANKS, STATE_STYLES, job_title
 MIN_NAME = 12
 """Least columns for names that a user has to type, which are folded and never cut."""
 
+FEW_BATCHES = 1000
+"""Batches of a rank below which three and more ranks may cost much accuracy (docs/convergence.md: 12 % with 500)."""
+
+SHORT = (
+    f"under {FEW_BATCHES} a rank, so that one device may reach a better model; "
+    "--averaging blocking --anchor 1 --overhead-target 0.5 may lose less, in more time"
+)
+
 PIPE_WIDTH = 400
 """Columns of a table that is not printed on a terminal: enough that no id or path is cut."""
 
@@ -31,16 +39,25 @@ def wide_console() -> Console:
 
 
 def summary_panel(
-    result: JobResult, *, name: str, record: str = "", artifacts: str = "", width: int | None = None
+    result: JobResult,
+    *,
+    name: str,
+    record: str = "",
+    artifacts: str = "",
+    averaging: str = "",
+    width: int | None = None,
 ) -> Panel:
-    """The results of a job and the paths of its files. `artifacts`: where they are stored, or why not. `width` None: as
-    wide as the content.
+    """The results of a job and the paths of its files. `artifacts`: where they are stored, or why not. `averaging`: as
+    the job's view has it. `width` None: as wide as the content.
     """
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     metrics = {printable(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
-    for label, value in [*_facts(result, record), *([("artifacts", artifacts)] if artifacts else [])]:
+    facts_of_job = _facts(result, record)
+    facts_of_job += [("artifacts", artifacts)] if artifacts else []
+    facts_of_job += [("few batches", SHORT)] if averaging == "overlapped" and is_short(result) else []
+    for label, value in facts_of_job:
         facts.add_row(label, Text(printable(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]
     if result.ranks:
@@ -82,6 +99,12 @@ def _facts(result: JobResult, record: str) -> list[tuple[str, str]]:
     facts += [("checkpoint", result.checkpoints[-1].path)] if result.checkpoints else []
     facts += [("the best", one.path) for one in result.checkpoints if one.is_best]
     return [*facts, ("record", record)] if record else facts
+
+
+def is_short(result: JobResult) -> bool:
+    """True if three or more ranks have trained so few batches each that averaging may have cost much accuracy."""
+    batches = [rank.batches for rank in result.ranks]
+    return bool(result.metrics) and len(batches) > 2 and sum(batches) / len(batches) < FEW_BATCHES
 
 
 def is_best(result: JobResult) -> bool:
