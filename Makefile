@@ -144,7 +144,12 @@ check: setup
 	$(BIN)/python tools/alerts.py --check
 	$(BIN)/python tools/chart.py --check
 
-docs: setup
+# Draws the diagrams of the site, where there is npm.
+MERMAID := @mermaid-js/tiny@11.17.2
+docs/mermaid.tiny.js:
+	if command -v npm >/dev/null; then npm pack --silent $(MERMAID) && tar xzOf mermaid-js-tiny-*.tgz package/dist/mermaid.tiny.js > $@; rm -f mermaid-js-tiny-*.tgz; fi
+
+docs: setup docs/mermaid.tiny.js
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html"
 

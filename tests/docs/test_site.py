@@ -35,6 +35,7 @@ def test_the_site_builds_without_a_dead_link_and_needs_no_network(tmp_path: Path
     for page in pages:
         assert not REMOTE.findall(page.read_text(encoding="utf-8")), page.name
     assert "TrainingJob" in (tmp_path / "python.html").read_text(encoding="utf-8")
+    assert '<pre class="mermaid">' in (tmp_path / "phases.html").read_text(encoding="utf-8"), "drawn, not shown as text"
 
 
 @pytest.mark.parametrize(("page", "command"), commands())
