@@ -21,6 +21,7 @@ from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
+from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
@@ -107,6 +108,7 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
+        self._others: OtherOptimizers | None = None
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -136,6 +138,8 @@ class Stepper:
         if has_el_che:
             self.planner = CadencePlan(self._world.size, self._config)
         self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS + NUM_MARKS)
+        parts = self._model, self._optimizers, self._world, self.averager
+        self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
 
     # Batches
 
@@ -323,6 +327,10 @@ class Stepper:
         if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
+    def _note_changed(self) -> None:
+        """The model was changed since it was compared, even if no gradients were averaged."""
+        self._num_compared = min(self._num_compared, self._num_averaged - 1)
+
     def compare_at_end(self) -> Misuse | None:
         """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
         for no other rank that has more to do, and may find it on the last one alone.
@@ -340,6 +348,8 @@ class Stepper:
         """Nothing is compared any more; the averager's hooks are removed."""
         self._is_closed = True
         _steppers.discard(self)
+        if self._others is not None:
+            self._others.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
