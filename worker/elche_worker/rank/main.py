@@ -268,7 +268,8 @@ def _prepare(
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
-    for said_of_it in (said_of_modes, what_is_kept_aside(job), said_of_reads):
+    said_of_rates = loop.said_of_rates(parts.extent)
+    for said_of_it in (said_of_modes, what_is_kept_aside(job), said_of_reads, said_of_rates):
         if launch.rank == 0 and said_of_it:
             print(f"elche: {said_of_it}", file=sys.stderr, flush=True)
     ready = _ready(
