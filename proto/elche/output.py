@@ -61,7 +61,7 @@ class _Outlet(io.FileIO):
         super().__init__(descriptor, "wb", closefd=False)
         self._tell = tell
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
