@@ -23,6 +23,7 @@ import click
 from elche.errors import ElcheError, InvalidJob, JobFailed, Unreachable
 from elche.folders import keep_out
 from elche.manifest import SOURCE, checkpoints_in
+from elche.output import outlive_readers
 from elche.token import VARIABLE
 from elche_client.check import NEEDED_BY_WORKER, CheckReport, arguments_of, missing_of, read_report
 from elche_client.events import Checkpoint, JobResult, JobState, JobView, RoundReport
@@ -116,6 +117,7 @@ class LocalRun:
 
     def run(self) -> int:
         """Runs the job to its end and prints the outcome. Returns the exit code."""
+        outlive_readers(lambda why: print_notice(f"{why}; the run goes on"))
         self.record.name = self.options.name or self.path.stem
         try:
             with forward_signals(self.notifications, self._leave_at_once), self.processes:

@@ -144,9 +144,10 @@ def _source(folder: Path, original: Path) -> Path:
     try:
         if original.read_bytes() == copy.read_bytes():
             return original
-        print_notice(f"{original} has changed since the checkpoint; its copy there is used. Name FILE to use another")
-    except OSError:
-        pass
+        what = "has changed since the checkpoint"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    print_notice(f"{original} {what}; its copy in the checkpoint is used. Name FILE to use another")
     return copy
 
 

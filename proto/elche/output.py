@@ -1,9 +1,12 @@
 """Output that accepts any text, since printing must never end a process."""
 
+import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 
 def open_standard_streams() -> None:
@@ -35,3 +38,38 @@ def take_any_text(*, encoding: str | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError, ValueError):  # a closed or replaced file
                 stream.reconfigure(encoding=encoding, errors="replace" if encoding is None else "backslashreplace")
+
+
+def outlive_readers(tell: Callable[[str], None]) -> None:
+    """Has `sys.stdout` and `sys.stderr` lose what cannot be written, instead of raising: their reader has gone, as
+    `head` does, or the disk is full. `tell` is called once with a line that says so of `sys.stdout`.
+    """
+    for name in ("stderr", "stdout"):
+        stream = getattr(sys, name)
+        with suppress(OSError):
+            stream.flush()
+        with suppress(OSError, ValueError):  # a replaced stream without a descriptor
+            file = io.BufferedWriter(_Outlet(stream.fileno(), tell if name == "stdout" else None))
+            encoding, errors = stream.encoding, stream.errors
+            setattr(sys, name, io.TextIOWrapper(file, encoding=encoding, errors=errors, line_buffering=True))
+
+
+class _Outlet(io.FileIO):
+    """A standard stream's file, which loses what cannot be written."""
+
+    def __init__(self, descriptor: int, tell: Callable[[str], None] | None) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._tell = tell
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            tell, self._tell = self._tell, None
+            if error.errno in (errno.EPIPE, errno.EIO):  # nobody will read it any more
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.fileno())
+                os.close(null)
+            if tell is not None:
+                tell(f"standard output cannot be written ({error.strerror}): what is printed there is lost")
+            return len(data)

@@ -1,11 +1,13 @@
 """Output that takes any text."""
 
 import io
+import os
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from elche.output import take_any_text
+from elche.output import outlive_readers, take_any_text
 
 
 def test_what_the_terminals_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,26 @@ def test_a_stream_that_cannot_be_changed_stays_as_it_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdout", closed)
     take_any_text()
     assert sys.stdout is closed
+
+
+def pipe_without_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("opened", [pipe_without_reader, full_disk])
+def test_what_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch, opened: Callable[[], int]) -> None:
+    """`elche run train.py | head` ended the training, without a word."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, os.fdopen(opened(), "w"))
+    told: list[str] = []
+    outlive_readers(told.append)
+    for stream in (sys.stdout, sys.stderr, sys.stdout):
+        print("epoch 1", file=stream)
+    assert len(told) == 1
+    assert told[0].startswith("standard output cannot be written (")

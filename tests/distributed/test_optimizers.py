@@ -1,5 +1,7 @@
 """Loops with several optimizers, as a GAN has: each steps its own parameters, on all ranks as one process would."""
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,52 @@ def test_an_optimizer_whose_gradients_are_not_averaged_is_not_stepped(worlds: Wo
         assert "gradients of this rank alone" in raised.message
 
 
+class Wrapper(SGD):
+    """Steps by an optimizer of its own, as Lookahead does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+def step_beside(what: str) -> str:
+    net, loss = nn.Linear(2, 2), nn.Linear(2, 1)
+    errors = io.StringIO()
+    with redirect_stderr(errors):
+        trainer = Trainer.setup(net, Wrapper(net.parameters()))
+        other = SGD(net.parameters() if what == "its model" else loss.parameters(), lr=0.1)
+        second = Trainer.setup(loss, other) if what == "a second Trainer" else None
+        for _ in range(2):
+            loss(net(torch.full((1, 2), 1.0 + trainer.rank))).sum().backward()
+            if what != "its model":
+                trainer.step()
+            if second is not None:
+                second.step()
+            elif what != "nothing":
+                other.step()
+        trainer.close()
+    return errors.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("a loss", "SGD is stepped beside the Trainer"), ("a second Trainer", ""), ("nothing", "")]
+)
+def test_an_optimizer_that_no_trainer_has_is_named_once(worlds: Worlds, what: str, words: str) -> None:
+    """A loss with parameters of its own, or a second model, became another one on each rank in silence."""
+    said = worlds.run(2, step_beside, what)
+    assert [one.count("is stepped beside") for one in said] == [int(bool(words)), 0]
+    assert words in said[0]
+
+
+def test_a_model_that_another_optimizer_has_stepped_is_compared_at_the_end(worlds: Worlds) -> None:
+    """Without one step of the Trainer each rank had a model of its own, and all ended with success."""
+    ended = worlds.run(2, step_beside, "its model", may_raise=True)
+    assert any(isinstance(one, Raised) and "the ranks' models have parted" in one.message for one in ended)
+
+
 def test_on_one_process_only_what_is_named_is_stepped_and_cleared() -> None:
     model, optimizers, trainer = begin(True, TrainerConfig(device="cpu"))
     model.loss_of_generator(torch.ones(2, 3)).backward()
@@ -216,4 +264,16 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     trainer.close()
     _, _, other = begin(False, TrainerConfig(device="cpu"))
     with pytest.raises(Misuse, match=r"does not fit: it has the optimizers \['d', 'g'\], and the loop \['0', '1'\]"):
+        other.load(str(tmp_path))
+
+
+def test_a_checkpoint_of_more_groups_says_how_a_script_that_adds_some_is_resumed(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    with Trainer.setup(model, SGD(model[0].parameters(), lr=0.1), TrainerConfig(device="cpu")) as trainer:
+        trainer.optimizer.add_param_group({"params": list(model[1].parameters())})
+        trainer.save(str(tmp_path))
+    with (
+        Trainer.setup(model, SGD(model[0].parameters(), lr=0.1), TrainerConfig(device="cpu")) as other,
+        pytest.raises(Misuse, match=r"different number of parameter groups\. If the script adds groups"),
+    ):
         other.load(str(tmp_path))

@@ -167,6 +167,31 @@ def test_what_a_loop_trains_twice_is_said(
     assert (len(said) == 1 and words in said[0]) if words else not said
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_resumed_loop_that_trains_other_parameters_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], frozen: bool
+) -> None:
+    """What a script unfreezes in its second epoch was frozen for good when it was resumed in the third."""
+
+    def train(requires_grad: bool, *, resumes: bool) -> None:
+        model = nn.ModuleDict({"base": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
+        trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), TrainerConfig(device="cpu"))
+        if resumes:
+            trainer.load(str(tmp_path))
+        model["base"].requires_grad_(requires_grad)
+        for _ in range(2):
+            model["head"](model["base"](torch.ones(1, 1))).sum().backward()
+            trainer.step()
+        trainer.save(str(tmp_path))
+        trainer.close()
+
+    train(True, resumes=False)
+    capsys.readouterr()
+    train(not frozen, resumes=True)
+    words = "base.bias and 1 more: trained when the checkpoint was made, frozen now"
+    assert capsys.readouterr().err.count(words) == int(frozen)
+
+
 def draw_on_ranks(place: str, resumes: bool) -> list[tuple[float, ...]]:
     """Ranks draw alike with Python's generator, and apart with torch's and numpy's. The script seeds after setup."""
     model = nn.Linear(1, 1)

@@ -159,8 +159,11 @@ def test_the_agent_is_killed(run: Run) -> None:
 
 
 def test_the_coordinator_is_killed(run_of_two: Run) -> None:
-    """It is started again at its address, and the ranks have trained on."""
+    """It is started again at its address, and the ranks have trained on. Nobody reads what the command prints."""
     run, ranks = run_of_two, run_of_two.mark.living("elche rank")
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    run.process.stdout = None
     rounds, first = run.folder / "cadence.binpb", run.pid("elche_coordinator")
     os.kill(first, signal.SIGKILL)
     eventually(lambda: set(run.mark.living("elche_coordinator")) - {first}, "it is started again")
@@ -298,7 +301,7 @@ def test_ctrl_c_writes_a_checkpoint_first_and_says_how_to_go_on(
     epoch = json.loads(checkpoint.read_text())["training"]["ledger"]["epoch"]
     done = elche(*lines[-1].removeprefix("elche: to go on: elche ").split(), "--epochs", str(epoch + 1))
     assert done.code == 0, done.err
-    assert "linear.py has changed since the checkpoint; its copy there is used" in done.err
+    assert "linear.py has changed since the checkpoint; its copy in the checkpoint is used" in done.err
     assert done.out.splitlines()[-1].startswith("╰")
     assert "linear: starting" in done.out.splitlines()  # not: job
     (folder,) = (run_of_two.folder.parent / "runs").iterdir()

@@ -187,6 +187,26 @@ def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(monkeypa
         as_dataset([Stream(0, 3), Endless()], "train.py")
 
 
+def test_a_stream_that_can_be_read_only_once_is_refused_and_one_that_begins_anew_is_not() -> None:
+    """It was counted, and had no sample left for the first batch: "shard 0 has 0 samples"."""
+
+    class Once(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.numbers = iter(range(3))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.numbers
+
+    class Anew(Once):
+        def __iter__(self) -> Iterator[int]:
+            self.numbers = iter(range(3))
+            return self.numbers
+
+    with pytest.raises(InvalidJob, match=r"dataset\(\) returned a stream, Once, that can be read only once"):
+        as_dataset(Once(), "train.py")
+    assert as_dataset(Anew(), "train.py").sizes == (3,)
+
+
 def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
     assert as_dataset([StreamWithLength(0, 3), StreamWithLength(3, 9)], "train.py").sizes == (3, 9)
 

@@ -63,7 +63,7 @@ def test_a_device_that_is_not_there_is_found_by_trying(
     assert isinstance(found, Unusable)
     assert found.problem == "Torch not compiled with CUDA enabled" or "driver" in found.problem
     monkeypatch.setattr(devices, "try_devices", lambda names, **_: {"cuda:0": found})  # once is enough
-    with pytest.raises(InvalidJob, match=r"1 ranks need 1 devices of kind cuda:0; here are 0 that can be used"):
+    with pytest.raises(InvalidJob, match=r"1 rank needs 1 device of kind cuda:0; usable here: 0$"):
         choose_devices("cuda:0", 0)
     assert "elche: cuda:0 cannot be used and is left out:" in capsys.readouterr().err
     with pytest.raises(Unusable, match="cuda:0 cannot be used"):

@@ -15,7 +15,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche.evaluation import MAX_SUM_BYTES
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob, record_scalar
-from elche_worker.model.evaluation import Evaluated, evaluate_part, metrics_of, rehearse
+from elche_worker.model.evaluation import Evaluated, evaluate, evaluate_part, metrics_of, rehearse
 from elche_worker.rank.evaluation_messages import evaluated_message, tensors_of
 from elche_worker.user.scalars import take_scalars
 from support.solo import JOB
@@ -60,6 +60,24 @@ def test_an_evaluation_draws_none_of_trainings_random_numbers() -> None:
     before = torch.get_rng_state()
     evaluate_part(job, model, held_out(), 0, 9, "train.py", batch_size=3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gradients_that_an_evaluation_makes_are_not_added_to_trainings() -> None:
+    """As of adversarial samples: the next batch was trained with them."""
+
+    def attacked(model: nn.Module) -> dict[str, float]:
+        with torch.enable_grad():
+            model(torch.ones(2, 3)).sum().backward()
+        return {"loss": 0.0}
+
+    model = nn.Linear(3, 1)
+    evaluate(replace(JOB, evaluate=attacked), model, "train.py")
+    assert [one.grad for one in model.parameters()] == [None, None]
+    model(torch.zeros(1, 3)).sum().backward()  # as a train step that accumulates over batches
+    before = [one.grad for one in model.parameters()]
+    evaluate(replace(JOB, evaluate=attacked), model, "train.py")
+    assert [one.grad for one in model.parameters()] == before
+    assert not model.weight.grad.any()
 
 
 def test_a_part_of_an_evaluation_counts_each_of_its_samples_once() -> None:

@@ -15,7 +15,7 @@ from elche_worker import this_rank
 from elche_worker.model.own_state import OwnState, build_own_state, packed, unpacked
 from elche_worker.rank.replica import Replica
 from elche_worker.run.alone import train_alone
-from elche_worker.user.kept import what_is_kept_aside
+from elche_worker.user.kept import what_is_kept_aside, what_is_stepped_aside
 from elche_worker.user.loading import UserCodeRaised
 from support.replicas import Make, Rank, written
 from support.solo import JOB
@@ -252,3 +252,20 @@ def test_functions_that_set_variables_outside_of_them_are_named() -> None:
     )
     assert what_is_kept_aside(JOB) == ""
     assert best == 1.0
+
+
+def test_an_optimizer_beside_the_jobs_is_named() -> None:
+    """A critic that train_step trains itself became another one on each rank, in silence."""
+    critic, own = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+
+    def train_critic() -> None:
+        critic.step()
+
+    def train_step(model: nn.Module, batch: Any) -> torch.Tensor:
+        train_critic()
+        return torch.tensor(own.param_groups[0]["lr"])
+
+    job = replace(JOB, train_step=train_step)
+    assert what_is_stepped_aside(job, [own]).startswith("train_step uses critic, which optimizer() does not return:")
+    assert what_is_stepped_aside(job, [own, critic]) == ""
+    assert what_is_stepped_aside(replace(JOB, train_step=len), [own]) == ""

@@ -1,11 +1,15 @@
 """Learning rates by position: functions of progress, and torch's schedulers evaluated without being stepped."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from elche.errors import InvalidJob, Misuse
+from elche.extent import Extent
 from elche_worker.user.schedule import LearningRates, Progress
 
 
@@ -73,6 +77,34 @@ def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: objec
     again = LearningRates([again_optimizer], scheduler=build)  # type: ignore[arg-type]
     again.set(at(3))
     assert early == pytest.approx(rates(again_optimizer))
+
+
+@pytest.mark.parametrize(
+    ("build", "course"),
+    [
+        (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=3), 3),
+        (lambda optimizer: lr_scheduler.StepLR(optimizer, 2), 2),
+        (lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2]), 2),
+        (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3), 3),
+        (
+            lambda optimizer: lr_scheduler.SequentialLR(
+                optimizer,
+                [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 2)],
+                milestones=[1],
+            ),
+            2,
+        ),
+        (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=30), 0),
+        (lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=3), 0),  # a warm-up of three batches
+    ],
+)
+def test_a_scheduler_that_seems_to_count_epochs_is_told_otherwise(build: Callable[..., Any], course: int) -> None:
+    """`CosineAnnealingLR(optimizer, T_max=EPOCHS)` went up and down every few batches, in silence."""
+    extent = Extent(dataset_size=100, batch_size=10, epochs=3)
+    said = LearningRates([SGD([nn.Parameter(torch.zeros(1))], lr=0.1)], scheduler=build).said_of_epochs(extent)
+    assert (f"is {course} steps, and the job has 3 epochs: elche counts batches" in said) == bool(course)
+    assert ("multiply by the 10 batches of one" in said) == bool(course)
+    assert bool(said) == bool(course)
 
 
 def test_after_its_last_step_one_cycle_stays_where_it_is() -> None:

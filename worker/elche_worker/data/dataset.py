@@ -65,7 +65,10 @@ class Shards:
                 sample = next(self._samples)
             except StopIteration:
                 had = self._next - self._starts[shard]
-                raise ValueError(f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}") from None
+                hint = "" if had else ": if it was read before, its iterator must begin anew each time"
+                raise ValueError(
+                    f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}{hint}"
+                ) from None
             self._next += 1
         # At a part's end, look for one more: the rest of a part that is longer than its size would never be trained.
         if self._next == self._starts[shard + 1] and next(self._samples, self) is not self:
@@ -129,6 +132,11 @@ def _count(stream: Any, file_name: str) -> int:
                 f"end within {COUNT_S:g} s ({count} samples): return their number in its __len__. An endless stream "
                 "must end after that many, as with itertools.islice: an epoch has a fixed number of samples"
             )
+    if count and next(iter(stream), stream) is stream:
+        raise InvalidJob(
+            f"{file_name}: dataset() returned a stream, {type(stream).__name__}, that can be read only once: let its "
+            "__iter__ return a new iterator each time, since it is counted, and read once in each epoch"
+        )
     return count
 
 

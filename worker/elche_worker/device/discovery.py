@@ -69,10 +69,10 @@ def choose_devices(wanted: str, num_ranks: int, group_size: int = 1, *, trials: 
     if devices and index:
         return devices * needed
     if len(devices) < needed:
-        ranks = "ranks" if group_size == 1 else f"ranks of {group_size} processes"
-        raise InvalidJob(
-            f"{num_ranks or 1} {ranks} need {needed} devices of kind {wanted}; here are {len(devices)} that can be used"
-        )
+        ranks = "1 rank" if (num_ranks or 1) == 1 else f"{num_ranks} ranks"
+        of = "" if group_size == 1 else f" of {group_size} processes"
+        verb, plural = "needs" if ranks == "1 rank" else "need", "" if needed == 1 else "s"
+        raise InvalidJob(f"{ranks}{of} {verb} {needed} device{plural} of kind {wanted}; usable here: {len(devices)}")
     return devices[: needed if num_ranks else len(devices) // group_size * group_size]
 
 

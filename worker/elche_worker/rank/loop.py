@@ -12,6 +12,7 @@ import grpc
 
 from elche import timeline
 from elche.errors import UnknownMessage
+from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.collectives.relay import Relay
@@ -133,6 +134,10 @@ class RankLoop:
     def progress(self) -> Progress:
         """The job's progress, as far as this rank knows it."""
         return self._replica.progress
+
+    def said_of_rates(self, extent: Extent) -> str:
+        """A warning on the job's scheduler; "" if there is none."""
+        return self._replica.rates.said_of_epochs(extent)
 
     def rehearse(self, *, warms_up: bool) -> None:
         """Before the rank is ready, evaluates a batch, and with `warms_up` trains one; neither leaves a trace."""

@@ -62,7 +62,7 @@ from elche_worker.telemetry.timeline import Timeline
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.kept import what_is_kept_aside
+from elche_worker.user.kept import what_is_kept_aside, what_is_stepped_aside
 from elche_worker.user.loading import (
     UserCodeRaised,
     as_a_script,
@@ -268,7 +268,9 @@ def _prepare(
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
-    for said_of_it in (said_of_modes, what_is_kept_aside(job), said_of_reads):
+    said_of_rates = loop.said_of_rates(parts.extent)
+    said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
+    for said_of_it in (said_of_modes, *said_of_state, said_of_reads, said_of_rates):
         if launch.rank == 0 and said_of_it:
             print(f"elche: {said_of_it}", file=sys.stderr, flush=True)
     ready = _ready(

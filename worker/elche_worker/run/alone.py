@@ -103,6 +103,8 @@ def _train(
     seed_all(job.seed)  # as rank 0 of a job does
     step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+    if said := rates.said_of_epochs(extent):
+        print(f"elche: {said}", file=sys.stderr)
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks = _Watch(job), Callbacks()
     mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)

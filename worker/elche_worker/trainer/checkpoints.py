@@ -53,6 +53,8 @@ class LoopCheckpoints:
         """Names of the objects that have received theirs."""
         self._settings: list[dict[str, Any]] = []
         """The optimizers' settings in the loaded checkpoint."""
+        self._frozen: list[str] | None = None
+        """Parameters that were frozen in the loaded checkpoint, until the first step."""
         self._has_hinted = False
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
@@ -100,8 +102,18 @@ class LoopCheckpoints:
 
     def check_states(self) -> None:
         """Raises `Misuse` if the loop trains on without having registered an object whose state is in its
-        checkpoint.
+        checkpoint. Says at the first step if it trains other parameters than the checkpoint's.
         """
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None:
+            changed = sorted(set(frozen) ^ set(_frozen_in(self._model)))
+            if changed:
+                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                was, is_now = ("frozen", "trained") if changed[0] in frozen else ("trained", "frozen")
+                self._say(
+                    f"{changed[0]}{more}: {was} when the checkpoint was made, {is_now} now. If the script freezes or "
+                    "unfreezes parameters in a certain epoch, let it do so when it is resumed after that, too"
+                )
         for name in self._states:
             raise Misuse(
                 f"the checkpoint has the state of {name!r}, and the script has registered nothing of that name: call "
@@ -171,6 +183,7 @@ class LoopCheckpoints:
                 "random": at_step.random,
                 "registered": {name: one.state_dict() for name, one in self._registered.items()} | at_step.loaders,
                 "begun": self.resumption.begun,
+                "frozen": _frozen_in(self._model),
             },
             self._world.size,
             attachment.report_saved,
@@ -192,6 +205,7 @@ class LoopCheckpoints:
         self.resumption.load(restored)
         self._loader = restored.plan.get("data", {})
         self._states, self._settings = dict(restored.registered), self._optimizers.settings()
+        self._frozen = restored.frozen
         for name in self._registered:
             if name in self._states:
                 self._give_state(name)
@@ -208,3 +222,8 @@ class LoopCheckpoints:
         """Waits until all checkpoints are written."""
         if self._saver is not None:
             self._saver.close()
+
+
+def _frozen_in(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not trained."""
+    return [name for name, one in model.named_parameters() if not one.requires_grad]

@@ -313,7 +313,10 @@ def check_loader(loader: Any) -> str:
     if isinstance(loader.sampler, DistributedSampler):
         return "give set_data_loader the loader without its DistributedSampler: it splits every batch itself"
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        return "set_data_loader needs a loader with batch_size, and no batch_sampler of its own"
+        return (
+            "set_data_loader needs a loader with batch_size, and no batch_sampler of its own: iterate such a loader in "
+            "your own loop, where each rank takes other batches of it, and give step(samples=...) where sizes differ"
+        )
     if not len(loader.dataset):  # type: ignore[arg-type]  # map-style
         return "the data set of the loader is empty"
     return ""

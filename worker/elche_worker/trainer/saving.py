@@ -54,6 +54,8 @@ class Restored:
     """State by the name under which the script has registered it."""
     begun: dict[str, Any]
     """`Resumption.begun`; empty in older checkpoints."""
+    frozen: list[str] | None
+    """Names of parameters that were not trained; None in older checkpoints."""
 
 
 class Saver:
@@ -157,10 +159,17 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
         loaded.restore_model(model)
         optimizers.load_state_dict(loaded.state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        raise Misuse(f"the checkpoint {loaded.path} does not fit: {str(error).splitlines()[0]}") from None
+        text = str(error).splitlines()[0]
+        if "parameter group" in text:
+            text += (
+                ". If the script adds groups to the optimizer as it trains, let it add those before Trainer.setup "
+                "when it is resumed (ELCHE_RESUME is set)"
+            )
+        raise Misuse(f"the checkpoint {loaded.path} does not fit: {text}") from None
     position = Position(loop["num_steps"], loop["epoch"], loop["done"], loop.get("epoch_steps", 0))
     state = loaded.state
-    return Restored(position, state["plan"], state["random"], state.get("registered", {}), state.get("begun", {}))
+    own = state.get("registered", {}), state.get("begun", {}), state.get("frozen")
+    return Restored(position, state["plan"], state["random"], *own)
 
 
 def is_there(path: str) -> bool:

@@ -21,6 +21,7 @@ from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
+from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
@@ -106,7 +107,10 @@ class Stepper:
         """Number of times that gradients were averaged."""
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
+        self._changes_at_step = -1
+        """`Optimizers.num_changes` after the latest step."""
         self._is_closed = False
+        self._others: OtherOptimizers | None = None
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -136,6 +140,8 @@ class Stepper:
         if has_el_che:
             self.planner = CadencePlan(self._world.size, self._config)
         self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS + NUM_MARKS)
+        parts = self._model, self._optimizers, self._world, self.averager
+        self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
 
     # Batches
 
@@ -323,12 +329,22 @@ class Stepper:
         if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
+    def _note_changed(self) -> None:
+        """Another optimizer has stepped the model, which is to be compared even if no gradients were averaged."""
+        self._num_compared = min(self._num_compared, self._num_averaged - 1)
+        self._changes_at_step = self._optimizers.num_changes
+
     def compare_at_end(self) -> Misuse | None:
         """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
         for no other rank that has more to do, and may find it on the last one alone.
+
+        Not for a model that has changed since the latest step: one rank may have loaded its best weights to test them.
         """
         is_compared = self._num_averaged == self._num_compared
         if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
+            return None
+        if self._changes_at_step != self._optimizers.num_changes:
+            self._world.tell_end("")
             return None
         try:
             check_alike_at_end(self._model, self._optimizers.rates, self._world)
@@ -340,6 +356,8 @@ class Stepper:
         """Nothing is compared any more; the averager's hooks are removed."""
         self._is_closed = True
         _steppers.discard(self)
+        if self._others is not None:
+            self._others.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
@@ -414,6 +432,8 @@ class Stepper:
         if self._adopted is not None:
             self._adopt()
         self._is_finished, self._num_stepped = True, self.num_given
+        if self._world.size > 1:
+            self._changes_at_step = self._optimizers.num_changes
         self._progress.add_step(
             self.share.plan,
             self._world.number,

@@ -8,10 +8,21 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from elche.errors import InvalidJob, Misuse
+from elche.extent import Extent
 from elche_worker.user.scalars import number_of
+
+COURSES = ("T_max", "total_steps", "step_size")
+"""Attributes of torch's schedulers with the number of steps after which they are over, or reduce the rate again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +145,24 @@ class LearningRates:
         built = [_built(scheduler, optimizer) for optimizer in self._optimizers] if scheduler else []
         self._schedule, self._schedulers = None, built
         self.reset()
+
+    def said_of_epochs(self, extent: Extent) -> str:
+        """A warning on a scheduler whose course is over within as many batches as the job has epochs, as of a script
+        that steps it after each epoch; "" if there is none.
+        """
+        num_epochs, total_steps = extent.num_epochs, -(-extent.total_samples // extent.batch_size)
+        for built in self._schedulers:
+            one: Any = built._schedulers[-1] if isinstance(built, SequentialLR) else built
+            course = next((int(getattr(one, name)) for name in COURSES if hasattr(one, name)), 0)
+            if isinstance(one, MultiStepLR):
+                course = max(one.milestones, default=0)
+            if 0 < course <= num_epochs < total_steps / 2:
+                return (
+                    f"the course of scheduler()'s {type(one).__name__} is {course} steps, and the job has {num_epochs} "
+                    f"epochs: elche counts batches of all ranks, of which there are {total_steps}, not epochs. If "
+                    f"epochs are meant, multiply by the {-(-total_steps // num_epochs)} batches of one"
+                )
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """The rates and factors that callbacks have set, as plain values for a checkpoint."""
