@@ -36,6 +36,7 @@ from elche_coordinator.core.messages.events import (
     RankEvent,
     ResultReceived,
     RoundEntered,
+    ScaleRequested,
     SessionLost,
     SessionOpened,
 )
@@ -216,7 +217,7 @@ class Driver:
                 self.sources.release(job_id)
                 self.open_jobs.remove(job_id)
         match event:
-            case JobSubmitted() | LoopAttached():
+            case JobSubmitted() | LoopAttached() | ScaleRequested():
                 self._count(event.job_id)
             case JobsForgotten():
                 self._rows.forget(event.job_ids)
