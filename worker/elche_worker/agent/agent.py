@@ -431,7 +431,8 @@ class Agent:
                 for member in range(1 + len(start.more_slots))
             ]
             self._processes.start(key, processes)
-        except (OSError, ValueError, ElcheError) as error:  # `ValueError`: the folder's name has a null character
+        # `ValueError`: the folder's name has a null character; `RecursionError`: a setting is nested too deep
+        except (OSError, ValueError, RecursionError, ElcheError) as error:
             self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
