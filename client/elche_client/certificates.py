@@ -28,6 +28,9 @@ MAX_NAME = 64
 """Most characters of a common name (X.520)."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
+NOT_READABLE = (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
+"""What the parts of a damaged certificate raise as they are read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
@@ -167,11 +170,13 @@ def _checked_host(name: str) -> x509.GeneralName:
 
 
 def _holder(folder: Path, certificate: x509.Certificate) -> Holder:
-    expires_at = certificate.not_valid_after_utc
     try:
+        expires_at = certificate.not_valid_after_utc
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return Holder(folder=folder, names=(), role="", expires_at=expires_at)
+    except NOT_READABLE as error:
+        raise BadCertificate(f"the certificate {folder / CERTIFICATE} cannot be read: {error}") from error
     known = [one for one in map(identity, found.get_values_for_type(x509.UniformResourceIdentifier)) if one]
     if known:
         return Holder(folder=folder, names=(known[0][1],), role=known[0][0], expires_at=expires_at)
@@ -184,7 +189,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     """Reads a certificate in PEM. Raises `BadCertificate`."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, *NOT_READABLE) as error:
         raise BadCertificate(f"the certificate {path} cannot be read: {error}") from error
 
 

@@ -35,6 +35,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.standby import lead, loading, open_store, start_over
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
+from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
 from elche_coordinator.limits.releasing import ReleasingInterceptor
 from elche_coordinator.services.access_service import AccessServicer
@@ -208,6 +209,7 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", max_connections(num_files)),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_OF_CONNECTION),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -10,6 +10,7 @@ from typing import Any, assert_never, cast
 from google.protobuf.message import Message
 
 from elche.errors import Unreachable
+from elche.v1 import agent_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import (
@@ -35,6 +36,7 @@ from elche_coordinator.core.messages.events import (
     RankEvent,
     ResultReceived,
     RoundEntered,
+    ScaleRequested,
     SessionLost,
     SessionOpened,
 )
@@ -54,7 +56,7 @@ from elche_coordinator.storage.tape import Entry, Recorded, Tape
 from elche_coordinator.storage.writer import Writer
 from elche_coordinator.streams.agents import Agents
 from elche_coordinator.streams.presence import Presence
-from elche_coordinator.streams.streams import Secrets, Stream, Streams
+from elche_coordinator.streams.streams import Secrets, StartOrder, Stream, Streams
 from elche_coordinator.streams.watchers import Watchers
 
 log = logging.getLogger(__name__)
@@ -215,7 +217,7 @@ class Driver:
                 self.sources.release(job_id)
                 self.open_jobs.remove(job_id)
         match event:
-            case JobSubmitted() | LoopAttached():
+            case JobSubmitted() | LoopAttached() | ScaleRequested():
                 self._count(event.job_id)
             case JobsForgotten():
                 self._rows.forget(event.job_ids)
@@ -295,8 +297,9 @@ class Driver:
                 case Publish() | SendPing():
                     return Visible(command=command)
                 case StartRank():
-                    source = self.sources.text(command.spec.source_hash)
-                    message: Any = codec.start_rank(command, self.secrets.new(address_of(command)), source)
+                    self.sources.text(command.spec.source_hash)  # raises for one that is lost
+                    codec.start_rank(command, "", "")  # raises for what no message can carry
+                    message: Any = StartOrder(command)
                 case StopRank():
                     message = codec.stop_rank(command)
                 case AskStacks():
@@ -311,6 +314,21 @@ class Driver:
             return None
         stream = self._receiver(command)
         return Visible(command=command, stream=stream, number=stream.keep(message) if stream is not None else 0)
+
+    def made(self, order: agent_pb2.AttendResponse | StartOrder) -> agent_pb2.AttendResponse | None:
+        """The message of an order to an agent, to be sent now. None for the start of a rank whose job has ended and is
+        forgotten.
+        """
+        if not isinstance(order, StartOrder):
+            return order
+        command = order.command
+        try:
+            source = self.sources.found(command.spec.source_hash)
+        except KeyError:
+            return None
+        message = codec.start_rank(command, self.secrets.new(address_of(command)), source)
+        message.seq = order.seq
+        return message
 
     def _receiver(self, command: Command) -> AnyStream | None:
         agent_id = getattr(command, "agent_id", None)

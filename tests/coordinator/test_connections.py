@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elche.network import SERVER_CONNECTIONS
 from elche_coordinator.daemon import server_options
+from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import OTHER_FILES, max_connections
 from elche_coordinator.services.health_service import Health
 
@@ -83,3 +85,22 @@ async def story() -> None:
 
 def test_who_says_nothing_and_who_makes_no_call_is_disconnected() -> None:
     asyncio.run(story())
+
+
+async def settings_of_a_server() -> bytes:
+    """What a server says first on a new connection."""
+    server = grpc.aio.server(options=server_options(OTHER_FILES + 100))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with connected(port, PREFACE) as one:
+        said = await asyncio.to_thread(one.recv, 4096)
+    await server.stop(None)
+    return said
+
+
+def test_who_opens_calls_and_resets_them_has_no_more_than_so_many_on_a_connection() -> None:
+    """Calls that are reset at once are over for gRPC before the coordinator has looked at them: 100,000 of them waited
+    for the event loop, and nobody else was answered. With this limit those that wait count, too.
+    """
+    most_streams = struct.pack(">HI", 3, MAX_STREAMS_OF_CONNECTION)
+    assert most_streams in asyncio.run(settings_of_a_server())

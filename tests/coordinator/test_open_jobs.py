@@ -4,10 +4,13 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elche.errors import TooMuch
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
@@ -15,7 +18,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import open_jobs
 from elche_coordinator.roles import CALLER, Caller, Role
-from elche_coordinator.services.requests import submit
+from elche_coordinator.services.requests import scale, submit
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 
@@ -31,11 +34,11 @@ def started(folder: Path) -> Driver:
     return Driver(Coordinator(), store, recorded=tape.read(store))
 
 
-async def submit_as(driver: Driver, name: str, text: str = "job = 1") -> JobId:
+async def submit_as(driver: Driver, name: str, text: str = "job = 1", **more: Any) -> JobId:
     """With a token of that name; empty: with the coordinator's own."""
     CALLER.set(Caller(name, Role.USER) if name else Caller())
-    spec = JobSpec(name="job", source_hash=driver.sources.add(text), file_name="job.py", submitted_by=name or "me@pc")
-    return await submit(driver, spec)
+    source, owner = driver.sources.add(text), name or "me@pc"
+    return await submit(driver, JobSpec(name="job", source_hash=source, file_name="job.py", submitted_by=owner, **more))
 
 
 def test_a_user_has_so_many_jobs_and_others_have_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +123,40 @@ def test_ranks_of_loops_that_have_not_ended_are_bounded(tmp_path: Path, monkeypa
         with pytest.raises(TooMuch, match="your 1 jobs that have not ended take 1 MiB"):
             await submit_as(driver, "anna")
         await submit_as(driver, "bob")
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_a_users_jobs_are_of_so_many_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event that changes the queue looks at one job of each kind: with 1,000 projects of one user a submission of
+    another took ten times as long.
+    """
+    monkeypatch.setattr(open_jobs, "MAX_KINDS_OF_USER", 3)
+    monkeypatch.setattr(open_jobs, "MAX_KINDS", 5)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+        first = await submit_as(driver, "anna", project="a")
+        await submit_as(driver, "anna", conditions=("host=none",))
+        same = await submit_as(driver, "anna", num_ranks=2, min_ranks=1)
+        await submit_as(driver, "anna", project="a", priority=5)  # of the first one's kind
+        with pytest.raises(
+            TooMuch, match=r"your jobs that have not ended are of 3 kinds .*, and 3 is the limit: submit"
+        ):
+            await submit_as(driver, "anna", project="b")
+        jobs = JobCatalogue(driver, History(SqlStore.in_file(tmp_path / "elche.sqlite")))
+        scale(driver, jobs, jobs.known_view(same), 7)  # the least number, which is 1, is the kind's
+        driver.handle(JobCancelled(job_id=same))
+        await submit_as(driver, "anna", num_ranks=2)
+        with pytest.raises(TooMuch, match="your jobs"):
+            scale(driver, jobs, jobs.known_view(first), 7)
+        await submit_as(driver, "bob")
+        await submit_as(driver, "")
+        with pytest.raises(TooMuch, match="all jobs that have not ended are of 5 kinds"):
+            await submit_as(driver, "", num_ranks=3)
+        CALLER.set(Caller("bob", Role.USER))
+        driver.open_jobs.require_room("bob")  # a loop with processes of its own waits for no slots
         driver.stop()
 
     in_loop(story)

@@ -1,8 +1,10 @@
 """What fuzzing has found: damaged files and unusual messages that were bugs, and are errors in one line."""
 
+import base64
 import gzip
 import json
 import shutil
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -10,19 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 import elche_audit
 from elche import manifest
 from elche.errors import ElcheError, InvalidJob
-from elche.v1 import averaging_pb2, job_pb2, rank_pb2
+from elche.tls import BadCertificate
+from elche.v1 import agent_pb2, averaging_pb2, job_pb2, rank_pb2
 from elche_client import contexts, journal, resume, timeline
+from elche_client.certificates import Authority
 from elche_client.codec import decode_view
 from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
 from elche_coordinator.services.interceptor import HEARD, num_heard_of
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import DamagedStore
 from elche_coordinator.telemetry.journal_files import JournalFiles
+from elche_worker.agent.agent import Agent
 from elche_worker.collectives.operations import RoundAborted
 from elche_worker.collectives.relay import AHEAD, Relay
 from elche_worker.model.checkpoint import load
@@ -243,3 +252,36 @@ def test_a_relayed_average_of_another_length_is_given_up(num_bytes: int) -> None
     relay._answers = iter([averaging_pb2.AverageResponse(data=bytes(num_bytes))] * (AHEAD + 1))
     with pytest.raises(RoundAborted, match=f"has sent {num_bytes} bytes of 16"):
         relay.all_reduce(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("slot", "setting", "why"),
+    [(7, "1", "this host has no slot 7: it offers 1"), (0, "[" * 5000, "maximum recursion depth exceeded")],
+)
+def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slot: int, setting: str, why: str) -> None:
+    """It ended the agent, and with it the ranks of other jobs."""
+    agent, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path), []
+    agent._tell_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
+    spec = job_pb2.JobSpec(source="job = 1", file_name="job.py", settings={"epochs": setting})
+    agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", slot=slot, spec=spec)))
+    assert len(said) == 1
+    assert said[0].startswith(f"the rank cannot be started: {why}")
+
+
+def test_a_damaged_certificate_is_named(tmp_path: Path) -> None:
+    Authority(tmp_path).client("anna", "user", expires=timedelta(days=1))
+    path = tmp_path / "anna" / "tls.crt"
+    content = x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.DER)
+    changed = content.replace(bytes.fromhex("a003020102"), bytes.fromhex("a00302010a"), 1)  # version 3 becomes 11
+    lines = base64.encodebytes(changed).decode()
+    path.write_text(f"-----BEGIN CERTIFICATE-----\n{lines}-----END CERTIFICATE-----\n")
+    with pytest.raises(BadCertificate, match=r"tls\.crt cannot be read: 10 is not a valid X509 version"):
+        Authority(tmp_path).all()
+
+
+def test_a_database_whose_own_descriptions_are_no_text_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "elche.sqlite"
+    SqlStore.in_file(path).close()
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE jobs", b"CREATE TABLE \x80obs"))
+    with pytest.raises(DamagedStore, match="is damaged"):
+        SqlStore.in_file(path)

@@ -42,8 +42,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         agent_id, stream, queue = attend(self._driver, first.hello, CALLER.get().name)
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
-            async for response in queue:
-                yield response
+            async for order in queue:
+                if (response := self._driver.made(order)) is not None:
+                    yield response
             if reading.done():
                 reading.result()  # raises the error of the agent's last message
         finally:

@@ -42,7 +42,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
     Raises `TooMuch` when there are too many jobs, or the record cannot be written; the job is cancelled then.
     """
     try:
-        driver.open_jobs.require_room(CALLER.get().name)
+        driver.open_jobs.require_room(CALLER.get().name, spec)
     except TooMuch:
         driver.sources.discard(spec.source_hash)
         raise
@@ -160,6 +160,9 @@ def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int
             f"job {view.job_id} is {view.state}, or repeats a recording, or is a script with its own loop: "
             "the number of its ranks cannot be changed"
         )
+    if (spec := driver.core.spec(JobId(view.job_id))) is not None:
+        user = CALLER.get().name and spec.submitted_by
+        driver.open_jobs.require_kind(user, spec.scaled(num_ranks))
     HAS_CHANGED.set(before != num_ranks)
     driver.handle(ScaleRequested(job_id=JobId(view.job_id), num_ranks=num_ranks))
     return before

@@ -156,8 +156,8 @@ def _check_of(field: FieldDescriptor) -> Callable[[Any, int], str]:
             _map_problem, name, ENTRIES.get(name, MAX_ENTRIES), _check_one(key, name), _check_one(value, name)
         )
     if field.is_repeated:
-        of_one = _check_one(field, name)
-        return partial(_list_problem, name, ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name), of_one)
+        bounds = ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name)
+        return partial(_list_problem, name, *bounds, _check_all(field, name), _check_one(field, name))
     return _check_one(field, name)
 
 
@@ -178,16 +178,43 @@ def _map_problem(
 
 
 def _list_problem(
-    name: str, most: int, all_characters: int | None, of_one: Callable[[Any, int], str], value: Any, depth: int
+    name: str,
+    most: int,
+    all_characters: int | None,
+    are_fine: Callable[[Any], bool],
+    of_one: Callable[[Any, int], str],
+    value: Any,
+    depth: int,
 ) -> str:
     if len(value) > most:
         return f"{name} has {len(value)} entries; at most {most} are taken"
     if all_characters is not None and (found := sum(map(len, value))) > all_characters:
         return f"{name} has {found} characters; at most {all_characters} are taken"
-    for one in value:
-        if problem := of_one(one, depth):
-            return problem
-    return ""
+    if are_fine(value):
+        return ""
+    return next((problem for one in value if (problem := of_one(one, depth))), "")
+
+
+def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:
+    """A quick look at all values of a list at once: a million take 20 ms, and one by one half a second. If it finds
+    something, or cannot tell, each is checked.
+    """
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_STRING:
+            most_characters = CHARACTERS.get(name, MAX_CHARACTERS)
+            return lambda values: max(map(len, values)) <= most_characters
+        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+            return lambda values: all(map(math.isfinite, values))
+        case (
+            FieldDescriptor.CPPTYPE_INT32
+            | FieldDescriptor.CPPTYPE_INT64
+            | FieldDescriptor.CPPTYPE_UINT32
+            | FieldDescriptor.CPPTYPE_UINT64
+        ):
+            most = INTEGERS.get(name, MAX_INTEGER)
+            return lambda values: -most <= min(values) and max(values) <= most
+        case _:
+            return lambda values: False
 
 
 def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:

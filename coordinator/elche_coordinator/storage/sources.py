@@ -45,6 +45,10 @@ class Sources:
             raise LookupError("its file is not in the database any more")
         return self._texts[name] if name else ""
 
+    def found(self, name: str) -> str:
+        """A text, perhaps of a job that has ended. Raises `KeyError` if neither memory nor database has it."""
+        return (self._texts.get(name) or self._load(name)) if name else ""
+
     def size_bytes(self, name: str) -> int:
         """Size of a text in bytes; 0 for one that the database has lost."""
         return len(self._texts.get(name, "").encode())

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from elche.errors import ElcheError
+from elche_coordinator.core.messages.commands import StartRank
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.streams.send_queue import MAX_WAITING, SendQueue
@@ -27,6 +28,19 @@ Process = tuple[Rank, Incarnation]
 
 class Superseded(ElcheError):
     """An agent or rank has received messages that the store does not know: it is another store, or an older state."""
+
+
+class StartOrder:
+    """The order to start a rank, kept and queued without its job's file and settings: each of a thousand ranks would
+    have its own copy. It is made into a message when it is sent.
+    """
+
+    __slots__ = ("command", "seq")
+
+    def __init__(self, command: StartRank) -> None:
+        self.command = command
+        self.seq = 0
+        """Its number in the stream."""
 
 
 class Stream(Generic[Message]):

@@ -431,7 +431,8 @@ class Agent:
                 for member in range(1 + len(start.more_slots))
             ]
             self._processes.start(key, processes)
-        except (OSError, ValueError, ElcheError) as error:  # `ValueError`: the folder's name has a null character
+        # `ValueError`: the folder's name has a null character; `RecursionError`: a setting is nested too deep
+        except (OSError, ValueError, RecursionError, ElcheError) as error:
             self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
@@ -441,7 +442,7 @@ class Agent:
         self._outbound.send(agent_pb2.AttendRequest(rank_started=started))
 
     def _launch(self, start: agent_pb2.StartRank, folder: Path, member: int) -> Launch:
-        spec, slot = start.spec, self._slots[(start.slot, *start.more_slots)[member]]
+        spec, slot = start.spec, self._slot((start.slot, *start.more_slots)[member])
         secrets = {name: text for name in spec.secrets if (text := self._secret(name)) is not None}
         return Launch(
             coordinator=self._coordinator,
@@ -485,7 +486,7 @@ class Agent:
             raise ElcheError("rank 0, whose store it needs, is not here")
         if start.rank + 1 == len(start.loop_slots):
             del self._loop_ports[start.job_id]
-        devices = [self._slots[slot].device for slot in start.loop_slots]
+        devices = [self._slot(number).device for number in start.loop_slots]
         return {
             **environment_of_rank(start.rank, devices, port, os.environ),
             # not the agent's own coordinator, at which processes of the script would start another job
@@ -494,6 +495,12 @@ class Agent:
             "ELCHE_RESUME": start.spec.resume,
             "ELCHE_SLOW": str(start.spec.slow_factors.get(start.rank, 1.0)),
         }
+
+    def _slot(self, number: int) -> agent_pb2.Slot:
+        """One of the slots that this host offers. Raises `InvalidJob` for another."""
+        if number >= len(self._slots):
+            raise InvalidJob(f"this host has no slot {number}: it offers {len(self._slots)}")
+        return self._slots[number]
 
     def _secret(self, name: str) -> str | None:
         """The value of a secret that a job asks for by name; read each time, since it may change."""

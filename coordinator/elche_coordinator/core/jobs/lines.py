@@ -20,7 +20,7 @@ Turn = tuple[float, float, int, PlacedJob]
 """A job's place in its line: by `order`, and by number where that is equal."""
 
 
-def _kind(spec: JobSpec) -> Kind:
+def kind_of(spec: JobSpec) -> Kind:
     """The properties of a submission that decide if there are slots for it (see `Placing`)."""
     return spec.account, spec.needs, spec.least_ranks, spec.group_size
 
@@ -62,7 +62,7 @@ class Lines:
             if job.id in self._turns:
                 self._remove(job.id)
             return
-        kind, turn = _kind(job.spec), (*order(job), job.number, job)
+        kind, turn = kind_of(job.spec), (*order(job), job.number, job)
         if (known := self._turns.get(job.id)) is not None:
             if (known[0].kind, known[1]) == (kind, turn):
                 return
@@ -74,7 +74,7 @@ class Lines:
     def kind_of(self, job: PlacedJob) -> Kind:
         """The kind of a queued job."""
         known = self._turns.get(job.id)
-        return _kind(job.spec) if known is None else known[0].kind
+        return kind_of(job.spec) if known is None else known[0].kind
 
     def _remove(self, job_id: JobId) -> None:
         line, turn = self._turns.pop(job_id)

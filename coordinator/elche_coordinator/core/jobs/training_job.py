@@ -131,7 +131,7 @@ class TrainingJob(PlacedJob):
         if not self.can_scale:
             self.refuse_now("ScaleRequested", "it has ended, or repeats a recording")
             return
-        self.spec = replace(self.spec, num_ranks=num_ranks, min_ranks=min(self.spec.min_ranks, num_ranks))
+        self.spec = self.spec.scaled(num_ranks)
         self.leave(highest_staying(self.ranks, self.places.want(num_ranks)), now_s)
 
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:

@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 from math import prod
@@ -188,6 +188,10 @@ class JobSpec:
     def least_ranks(self) -> int:
         """Number of ranks that suffice to begin."""
         return self.min_ranks or self.num_ranks or 1
+
+    def scaled(self, num_ranks: int) -> "JobSpec":
+        """The submission with another number of ranks; the least number is lowered to it."""
+        return replace(self, num_ranks=num_ranks, min_ranks=min(self.min_ranks, num_ranks))
 
     @property
     def slots_on_one_host(self) -> int:

@@ -260,6 +260,8 @@ def _check_pages(connection: sa.Connection) -> str:
         if isinstance(error, sa.exc.OperationalError):  # it is locked, say
             raise
         return reason_of(error)
+    except UnicodeDecodeError:  # what is damaged is in the answer, such as a table's name
+        return "its own descriptions are no text"
 
 
 def _missing(connection: sa.Connection) -> list[str]:
