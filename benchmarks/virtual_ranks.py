@@ -298,7 +298,8 @@ class World:
             rows.squares(one, self.last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
         ]
         brought = torch.stack(squares).sum(0)
-        self._spread.learn(brought, self._spread.newest_of_mean)
+        self._spread.learn()
+        self._spread.newest_of_steps = brought
         self._spread.newest_of_mean = rows.squares(mean, self.last) * (brought > 0)
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Codec, Compression
-from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
@@ -106,9 +106,10 @@ class Said:
 
     most_gain: float
     """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
-    parts: tuple[torch.Tensor, ...]
-    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `BoundsWatch.say`.
-    """
+    squares: Sequence[torch.Tensor]
+    """Of each kind the mean of the squared norms of the ranks' steps, by row."""
+    bounds: Sequence[torch.Tensor]
+    """Of each kind the sum of `BoundsWatch.say`."""
 
 
 class Reduction:
@@ -238,7 +239,7 @@ class Reduction:
             values = where(group, self._layout.device)
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
-                said = self._hear_spread(values, weights, source)
+                said = self._hear_spread(values, weights)
             has_newcomers = _has_newcomers(rows)
             # Compression sends differences from the last result, which newcomers do not have.
             self._average(values, weights, None if is_first or has_newcomers else self._codec(rows[source].level))
@@ -307,32 +308,34 @@ class Reduction:
         self._compression.average(flat, fractions, group, codec=codec)
         flat.add_(last)
 
-    def _hear_spread(self, group: ValueCollectives, weights: list[int], source: int) -> Said:
-        """All-reduces, per row, the weighted mean of the steps' squared norms, and the source's squared norms of the
-        last round's mean.
-        """
-        own, parts = weights[group.position] / sum(weights), []
+    def _hear_spread(self, group: ValueCollectives, weights: list[int]) -> Said:
+        """Sums over the ranks, of each row, the squared norms of the steps, by the ranks' weights; and the bounds."""
+        squares, bounds = [], []
         for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
-            memory = self._memory(kind, trained)
-            silent = torch.zeros_like(memory.spread.of_mean)
-            parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
-            parts.append(memory.spread.newest_of_mean if group.position == source else silent)
-            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
-            parts.append(bounds if own else torch.zeros_like(bounds))
-        said = torch.cat(parts)
-        group.all_reduce(said)
-        return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
+            squares.append(self._rows(kind).squares(trained, self._memory(kind, trained).last))
+            seen = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
+            bounds.append(seen if weights[group.position] else torch.zeros_like(seen))
+        mean = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
+        seen = torch.cat(bounds)
+        if seen.numel():
+            group.all_reduce(seen)
+        return Said(
+            most_gain(weights),
+            torch.split(mean, [len(one) for one in squares]),
+            torch.split(seen, [len(one) for one in bounds]),
+        )
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
-        rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
-        memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
-        moved = said.parts[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
-        memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
+        rows, at = self._rows(kind), list(self._layout.flat_buffers).index(kind)
+        memory.spread.learn()
+        memory.spread.newest_of_steps = said.squares[at].clone()
+        moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
+        memory.spread.newest_of_mean = rows.squares_alike(trained, memory.last) * moved
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
-            rows.go_further(trained, memory.last, gains, bounds_of(said.parts[at + 2]))
+            rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])
