@@ -9,6 +9,7 @@ from torch import nn
 from worker.test_averaging import Ranks, nudge, row, start
 
 from elche.errors import InvalidJob
+from elche_worker.collectives import reduction
 from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.header import Row
 from elche_worker.collectives.levels import LAST, LEVELS, LevelChoice, level_of
@@ -27,7 +28,9 @@ class Line:
         self.choice = LevelChoice()
         self.choice.level = level
         self.bytes_per_s, self.fixed_s, self.wanted_s, self.batch_s = bytes_per_s, fixed_s, wanted_s, batch_s
-        self.generation, self.now_s, self.levels, self.reasons = 1, 0.0, [], []
+        self.generation, self.now_s = 1, 0.0
+        self.levels: list[int] = []
+        self.reasons: list[str] = []
 
     def rounds(self, num: int, *, is_exact: bool = False) -> str:
         """The name of the level after so many rounds."""
@@ -153,8 +156,10 @@ def test_rounds_whose_level_changes_are_equal_everywhere_and_forget_nothing() ->
         assert {one.level for one in results} == {level}
         assert len(ranks.digests()) == 1
         sent[level] = results[0].sent_bytes
-    assert sent[1] > 3 * sent[2] > 5 * sent[3] > 7 * sent[4]
-    difference = (models[0].weight - exact[0].weight).abs().max()  # type: ignore[operator, union-attr]
+    assert sent[1] > 3 * sent[2]
+    assert sent[2] > 1.5 * sent[3]
+    assert sent[3] > 1.5 * sent[4]
+    difference = (models[0].weight - exact[0].weight).abs().max()  # type: ignore[operator]
     assert difference < 1e-4, "what was not sent in 2 bits has come with the values as they are"
 
 
@@ -162,9 +167,9 @@ def test_a_newcomer_and_a_new_generation_go_on_from_the_level_there_is() -> None
     models: list[nn.Module] = [nn.Linear(300, 4, bias=False) for _ in range(3)]
     ranks = Ranks(models, compress="auto")
     start(ranks)
-    for number, level in enumerate((4, 4)):
+    for number in range(2):
         nudge(models, seed=number)
-        ranks.round(lambda at, layout, level=level: row(layout, level=level))
+        ranks.round(lambda at, layout: row(layout, level=4))
     ranks.replace(0)
     ranks.regroup()
     rows = {"generation": 2, "round": 4}
@@ -174,3 +179,14 @@ def test_a_newcomer_and_a_new_generation_go_on_from_the_level_there_is() -> None
     after = ranks.round(lambda at, layout: row(layout, **rows, version=4))
     assert {one.level for one in after} == {4}
     assert len(ranks.digests()) == 1
+
+
+def test_the_source_says_why_the_level_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reduction, "record_event", said.append)
+    monkeypatch.setattr(LevelChoice, "_choose", lambda choice: choice._change(4, "it took 9 s"))
+    ranks = Ranks([nn.Linear(30, 4) for _ in range(3)], compress="auto")
+    start(ranks)
+    levels = [ranks.round(lambda at, layout: row(layout))[0].level for _ in range(4)]
+    assert levels == [2, 2, 2, 4]
+    assert said == ["compress='auto': int2 instead of int8, since it took 9 s"]
