@@ -51,7 +51,7 @@ class Setting:
 
 SETTINGS = tuple(
     Setting(averaging=averaging, compress=compress)
-    for compress in ("", "int8", "int4", "int2", "topk")
+    for compress in ("", "int8", "int4", "int2", "topk", "auto")
     for averaging in ("blocking", "overlapped")
 )
 BY_DEFAULT = SETTINGS[:4]

@@ -96,6 +96,7 @@ def way_of(name: str) -> Any:
                 fields["weighting"] = kind
             case "bf16" | "int8" | "int4" | "int2" | "topk":
                 fields["compress"] = kind
+                fields["forgets"] = int(numbers[0]) if numbers else 0
             case "keep":
                 fields["outliers"] = kind
             case "faults":

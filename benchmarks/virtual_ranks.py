@@ -78,6 +78,8 @@ class Way:
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
     compress: str | None = None
+    forgets: int = 0
+    """Rounds after each of which compression has lost its errors, as by a resume; 0: it never does."""
     outliers: str = "skip"
     """What is done with steps that are far longer than a rank's steps before: left out, or "keep"."""
     faults: float = 0.0
@@ -270,7 +272,8 @@ class World:
         assert self.last is not None
         length, codec = len(self.last), CODECS[self.way.compress or ""]()
         padding = -length % BLOCK
-        if not self._errors:
+        is_resumed = self.way.forgets > 0 and self._num_steps % self.way.forgets == 0
+        if not self._errors or is_resumed:
             self._errors = [torch.zeros(1, length + padding) for _ in range(len(brought) + 1)]
 
         def sent(change: torch.Tensor, index: int) -> torch.Tensor:
@@ -298,7 +301,8 @@ class World:
             rows.squares(one, self.last) * (weight / sum(weights)) for weight, one in zip(weights, steps, strict=True)
         ]
         brought = torch.stack(squares).sum(0)
-        self._spread.learn(brought, self._spread.newest_of_mean)
+        self._spread.learn()
+        self._spread.newest_of_steps = brought
         self._spread.newest_of_mean = rows.squares(mean, self.last) * (brought > 0)
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)

@@ -33,6 +33,8 @@ LAYOUTS = {
 """The numbers of each record, between its type and its checksum."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 """Bits of `Received.flags`."""
+LEVEL_BIT = 4
+"""The first of those that are the level of compression."""
 
 
 class Damaged(Exception):
@@ -161,6 +163,11 @@ class Received:
         return bool(self.flags & LEFT_OUT)
 
     @property
+    def level(self) -> int:
+        """With `compress="auto"`, the level of compression; else 0."""
+        return self.flags >> LEVEL_BIT
+
+    @property
     def content(self) -> dict[str, int]:
         """The values that must be equal on all ranks that tell them, by name."""
         content = {
@@ -169,6 +176,7 @@ class Received:
             "the samples that were left out": self.left_out,
             "the number of ranks": self.num_rows,
             "the header": self.header,
+            "the level of compression": self.level,
         }
         if self.flags & HAS_DIGEST:
             content["the digest of the parameters"] = self.digest

@@ -7,7 +7,7 @@ import re
 import click
 
 from elche.plan import MAX_DEVICES, OPTIMIZERS
-from elche.settings import SETTINGS
+from elche.settings import COMPRESSIONS, SETTINGS
 from elche_client.cli_options import SECONDS, Parsed, address_option, json_option, quantity_of
 
 # Units that a user may write, each in the base unit.
@@ -103,7 +103,7 @@ def _choice(name: str) -> click.Choice[str]:
     show_default=True,
     help="Whether ranks wait for an average.",
 )
-@click.option("--compress", type=_choice("compress"), help="Compress what is sent.")
+@click.option("--compress", type=click.Choice(COMPRESSIONS), help="Compress what is sent.")
 @click.option(
     "--optimizer",
     type=click.Choice(OPTIMIZERS),

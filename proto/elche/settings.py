@@ -399,13 +399,15 @@ class Settings(SharedSettings):
         str | None,
         Setting(
             "Compress what rounds send; the error is added to the next round. int2 and topk lose in short jobs.",
-            choices=COMPRESSIONS,
+            choices=("auto", *COMPRESSIONS),
         ),
     ] = None
     """How rounds send values: None, in 32 bits; else compressed, with the error added to the next round's: "bf16" and
     "int8" in a half and a quarter of the bytes, "int4" in 1/7.5, "int2" in 1/15, and "topk", the largest 1/32 of the
     values, in 1/73. The fewer bits, the later a change has arrived: jobs of some hundred rounds lose
-    a little with "int2", and much with "topk" (docs/convergence.md).
+    a little with "int2", and much with "topk" (docs/convergence.md). "auto" chooses among none, "int8", "int4" and
+    "int2" while it trains, the least compression with which an averaging takes less than the time between two rounds;
+    it needs averagings that overlap.
     """
     memory: Annotated[
         str,

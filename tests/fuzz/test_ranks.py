@@ -137,7 +137,7 @@ ROWS = [
 
 
 @fuzzed(50)
-@given(numbers=st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=13, max_size=13), min_size=1, max_size=3))
+@given(numbers=st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=14, max_size=14), min_size=1, max_size=3))
 def test_headers_of_other_ranks_agree_or_are_refused(numbers: list[list[int]]) -> None:
     tried(lambda: check_together([*ROWS, *(Row(*row) for row in numbers)]), RanksDiffer)
 

@@ -17,7 +17,7 @@ REPLACE = "import dataclasses\nfrom elche_worker.outer import SGD, Adam, Nestero
 @pytest.mark.parametrize(
     "how",
     [
-        "averaging='overlapped', num_workers=2",
+        "averaging='overlapped', num_workers=2, compress='auto'",
         "averaging='overlapped', policy='async', weighting='uniform', merge='adascale'",
         "averaging='overlapped', compress='int8', outer_optimizer=Nesterov(lr=0.5, momentum=0.5), merge='adascale'",
         "compress='bf16', outer_optimizer=SGD(lr=0.9), max_grad_norm=10.0, lr_scale_ratio=0.1",

@@ -31,7 +31,7 @@ def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, l
     ("averaging", "more"),
     [
         pytest.param("blocking", ("--merge", "mean"), id="blocking"),
-        pytest.param("overlapped", (), id="overlapped"),
+        pytest.param("overlapped", ("--compress", "auto"), id="overlapped"),
         pytest.param(
             "overlapped",
             ("--backend", "cpu", "--compress", "int8"),

@@ -491,10 +491,11 @@ def test_a_process_of_a_replica_group_takes_a_result_only_when_all_of_the_group_
     assert not averaging.reduction.memories(), "nor does its outer step change anything"
 
 
-def compression(codec: str) -> tuple[Compression, SoloCollectives]:
-    """Of one rank alone, whose average is what is left of its own change."""
+def compression(codec: str) -> tuple[Compression, Callable[[torch.Tensor], None]]:
+    """Of one rank alone, and its average, which is what is left of its own change."""
     alone = SoloCollectives(attempt=1, generation=1, device=CPU)
-    return Compression(CODECS[codec](), 4, alone), alone
+    compressed = Compression(4, alone)
+    return compressed, lambda change: compressed.average(change, [1.0], alone, codec=CODECS[codec]())
 
 
 CHANGE = torch.tensor([1.0, 0.003, -0.0011, 0.2])
@@ -504,11 +505,11 @@ CHANGE = torch.tensor([1.0, 0.003, -0.0011, 0.2])
     ("codec", "most"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.1), ("int2", 2.0), ("topk", 0.5)]
 )
 def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str, most: float) -> None:
-    compressed, alone = compression(codec)
+    compressed, average = compression(codec)
     total = torch.zeros(4)
     for _ in range(100):
         change = CHANGE.clone()
-        compressed.average(change, [1.0], alone)
+        average(change)
         compressed.commit()
         total += change
     assert (total - 100 * CHANGE).abs().max() < most, "of the last round or two"
@@ -565,15 +566,15 @@ def test_what_is_not_finite_is_never_encoded_as_a_number(codec: str, number: flo
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_round_that_is_given_up_keeps_what_compression_had_lost_before(codec: str) -> None:
-    given_up, alone = compression(codec)
-    plain, _ = compression(codec)
+    given_up, average = compression(codec)
+    plain, average_plain = compression(codec)
     for number in range(6):
         one, other = CHANGE.clone(), CHANGE.clone()
         if number % 2:
-            given_up.average(CHANGE.clone(), [1.0], alone)  # and no `commit`
-        given_up.average(one, [1.0], alone)
+            average(CHANGE.clone())  # and no `commit`
+        average(one)
         given_up.commit()
-        plain.average(other, [1.0], alone)
+        average_plain(other)
         plain.commit()
         assert torch.equal(one, other)
 

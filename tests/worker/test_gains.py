@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from worker.test_averaging import Ranks, row
 
-from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain, whole_squares
 
 CPU = torch.device("cpu")
 COLUMNS = 4000
@@ -160,10 +160,47 @@ def test_rows_are_slices_along_the_first_dimension() -> None:
     assert flat.tolist() == [0, 1, 2, 5, 7, 9, 6, 13, 8, 25, 10, 11, 34, 37]
 
 
+@pytest.mark.parametrize(("num_ranks", "sent"), [(2, 2), (3, 2)])
+def test_what_ranks_say_of_a_row_takes_two_bytes_twice(num_ranks: int, sent: int) -> None:
+    """Of 1,000 rows of a value each; the one tensor's bounds take 32."""
+    sizes = []
+    for merge in ("mean", "adascale"):
+        models: list[nn.Module] = [nn.Linear(1, 1000, bias=False) for _ in range(num_ranks)]
+        world = Ranks(models, merge=merge)
+        world.round(lambda position, layout: row(layout, weight=0, version=0))
+        train_some(models)
+        sizes.append(world.round(lambda position, layout: row(layout, weight=8))[0].sent_bytes)
+    assert sizes[1] - sizes[0] == pytest.approx(2 * sent * 1000 * (num_ranks - 1) / num_ranks + 64, abs=64)
+
+
+def train_some(models: list[nn.Module]) -> None:
+    for at, model in enumerate(models):
+        with torch.no_grad():
+            model.weight += 0.1 * (at + 1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_squares_of_a_mean_do_not_depend_on_the_order_of_sums(dtype: torch.dtype) -> None:
+    """Processors of other kinds add up in other orders."""
+    noise = torch.Generator().manual_seed(0)
+    step = torch.randn(64, 3000, generator=noise, dtype=dtype) * 1e-3
+    step[0] = 0.0
+    step[1, 7] = nan
+    step[2, 7] = inf
+    step[3] *= 1e-15
+    squares = whole_squares(step.clone())
+    assert squares.isnan().tolist() == [False, True, True] + [False] * 61
+    torch.testing.assert_close(squares[3:], step[3:].double().square().sum(dim=1), rtol=1e-4, atol=0.0)
+    for _ in range(3):
+        order = torch.randperm(3000, generator=noise)
+        assert torch.equal(whole_squares(step[:, order].contiguous())[3:], squares[3:])
+    assert whole_squares(torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
 def test_a_row_that_nobody_has_moved_has_no_gain() -> None:
     spread = Spread.empty(1, torch.device("cpu"))
     for _ in range(3):
-        spread.learn(torch.zeros(1), torch.zeros(1))
+        spread.learn()
     assert spread.gains(4.0).tolist() == [1.0]
 
 
@@ -204,7 +241,9 @@ def test_where_something_is_not_finite_the_gain_is_one_and_the_row_begins_anew(w
     spread = Spread.empty(2, torch.device("cpu"))
 
     def learn(steps: list[float], mean: list[float]) -> list[float]:
-        spread.learn(torch.tensor(steps, dtype=torch.float64), torch.tensor(mean, dtype=torch.float64))
+        spread.newest_of_mean = torch.tensor(mean, dtype=torch.float64)
+        spread.learn()
+        spread.newest_of_steps = torch.tensor(steps, dtype=torch.float64)
         return spread.gains(2.0).tolist()
 
     learn([2.0, 2.0], [0.0, 0.0])

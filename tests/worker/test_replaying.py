@@ -3,6 +3,7 @@
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
@@ -35,7 +36,7 @@ job = TrainingJob(
     optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
     dataset=lambda: TensorDataset(torch.randn(400, 3, generator=torch.Generator().manual_seed(0)), torch.ones(400, 1)),
     train_step=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-    batch_size=4, epochs=2, audit=True, averaging="overlapped", compress="bf16",
+    batch_size=4, epochs=2, audit=True, averaging="overlapped", compress="auto",
 )
 """
 ENTERED, RECEIVED, DIGEST = 2, 3, -1
@@ -139,10 +140,10 @@ class Recorded:
             replica.train(TrainBatch(replica.progress.samples, replica.rates.factor))
 
     def round(self, number: int, generation: int, *ranks: int, newer: int = 1, dead: int | None = None) -> None:
-        """A round, in which each rank trains newer batches; the dead one never applies it."""
+        """A round, in which each rank trains newer batches; the dead one never applies it. Each has another level."""
         for rank in ranks:
             row = self.replicas[rank].row(number, generation)
-            self.replicas[rank].enter_round(EnterRound(row))
+            self.replicas[rank].enter_round(EnterRound(replace(row, level=1 + (number + rank) % 4)))
         for rank in ranks:
             self.train(rank, newer)
         for rank in ranks:

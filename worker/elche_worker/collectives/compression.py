@@ -35,6 +35,16 @@ class Codec(Protocol):
         ...
 
 
+class Float32:
+    """The values as they are."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        return values.contiguous().view(torch.uint8)
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.contiguous().view(torch.float32)
+
+
 class Bf16:
     """Two bytes per value: sign, exponent and 7 bits of mantissa."""
 
@@ -166,11 +176,10 @@ class Compression:
     `commit` only.
     """
 
-    def __init__(self, codec: Codec, length: int, group: ValueCollectives) -> None:
+    def __init__(self, length: int, group: ValueCollectives) -> None:
         self.generation = group.generation
         self._position = group.position
         self._size = group.size
-        self._codec = codec
         self._length = length
         part = -(-length // group.size)
         self._part = -(-part // BLOCK) * BLOCK
@@ -183,8 +192,10 @@ class Compression:
         self._next = self._error, self._sum_error
         """Both errors after the last average, until `commit`: a round that fails must leave them as they were."""
 
-    def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives) -> None:
-        """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place."""
+    def average(self, change: torch.Tensor, fractions: list[float], group: ValueCollectives, *, codec: Codec) -> None:
+        """Makes `change` (float32, flat) the sum over ranks of fraction times change, in place. All ranks must have the
+        same codec; it may be another in each round.
+        """
         self._error, self._sum_error = self._error.to(change.device), self._sum_error.to(change.device)
         self._next = self._error, self._sum_error
         error, sum_error = torch.empty_like(self._error), torch.empty_like(self._sum_error)
@@ -194,14 +205,14 @@ class Compression:
             values = torch.zeros_like(self._error[:, at])
             for row, own in zip(values, self._rows(change, at), strict=True):
                 row[: len(own)] = own
-            raw, error[:, at] = self._encoded(values, self._error[:, at], keeps=keeps)
+            raw, error[:, at] = _encoded(codec, values, self._error[:, at], keeps=keeps)
             total = torch.zeros_like(values[:1])
-            for fraction, received in zip(fractions, self._codec.decode(group.all_to_all(raw)), strict=True):
+            for fraction, received in zip(fractions, codec.decode(group.all_to_all(raw)), strict=True):
                 if fraction > 0:  # what a rank without weight has sent may be anything
                     total += received * fraction
-            raw, sum_error[:, at] = self._encoded(total, self._sum_error[:, at], keeps=True)
+            raw, sum_error[:, at] = _encoded(codec, total, self._sum_error[:, at], keeps=True)
             # The owner decodes its own bytes too, in place of the exact sum that it has: results must be equal.
-            sums = self._codec.decode(torch.cat(group.all_gather(raw)))
+            sums = codec.decode(torch.cat(group.all_gather(raw)))
             for own, row in zip(self._rows(change, at), sums, strict=True):
                 own.copy_(row[: len(own)])
         self._next = error, sum_error
@@ -223,12 +234,15 @@ class Compression:
         """Keeps the encoding errors of the last average, which is committed, to be sent with the next."""
         self._error, self._sum_error = self._next
 
-    def _encoded(self, values: torch.Tensor, error: torch.Tensor, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the encoded values and the encoding error. Without `keeps`, as for a rank whose values have no
-        weight, the error of earlier rounds is neither sent nor changed.
-        """
-        if not keeps:
-            return self._codec.encode(values), error
-        values = values + error
-        raw = self._codec.encode(values)
-        return raw, values - self._codec.decode(raw)
+
+def _encoded(
+    codec: Codec, values: torch.Tensor, error: torch.Tensor, *, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the encoded values and the encoding error. Without `keeps`, as for a rank whose values have no weight,
+    the error of earlier rounds is neither sent nor changed.
+    """
+    if not keeps:
+        return codec.encode(values), error
+    values = values + error
+    raw = codec.encode(values)
+    return raw, values - codec.decode(raw)

@@ -36,6 +36,8 @@ class Row:
     """1 if the step since the last result is far longer than the rank's steps before (`outliers`), else 0."""
     frozen: int = 0
     """Digest of the frozen parameters."""
+    level: int = 0
+    """With `compress="auto"` the level (`levels`) that this rank would choose for the round; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

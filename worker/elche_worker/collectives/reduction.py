@@ -1,22 +1,24 @@
 """The computation of a round's result: the average, compressed or not, and the outer step on it."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import nan
 from typing import Any, cast
 
 import torch
 
-from elche_worker.collectives.compression import CODECS, Compression
-from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.compression import CODECS, Codec, Compression
+from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
+from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
 from elche_worker.collectives.outer_state import OuterState
 from elche_worker.collectives.staged import where
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average as PlainAverage
+from elche_worker.user.events import record_event
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Average:
     """The source's state beside the model, for a rank that joins; empty on other ranks."""
     is_source: bool = False
     """True if `broadcast_bytes` are this rank's."""
+    level: int = 0
+    """With `compress="auto"`, the level of compression that the source has said."""
 
     @property
     def version(self) -> int:
@@ -102,9 +106,10 @@ class Said:
 
     most_gain: float
     """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
-    parts: tuple[torch.Tensor, ...]
-    """Per kind three tensors: squared norms of the steps' rows, those of the last round's mean, and `BoundsWatch.say`.
-    """
+    squares: Sequence[torch.Tensor]
+    """Of each kind the mean of the squared norms of the ranks' steps, by row."""
+    bounds: Sequence[torch.Tensor]
+    """Of each kind the sum of `BoundsWatch.say`."""
 
 
 class Reduction:
@@ -130,6 +135,9 @@ class Reduction:
         self._bounds = BoundsWatch()
         self.has_header = False
         """True if the latest round's header was received."""
+        self._header_s = 0.0
+        """Time at which it was, by `time.perf_counter`."""
+        self._choice = LevelChoice() if options.compress == "auto" else None
 
     @property
     def _merges_by_rows(self) -> bool:
@@ -178,6 +186,8 @@ class Reduction:
         sent = sent or Sent.lazily(self._layout)
         try:
             row = replace(row, frozen=sent.frozen_digest)
+            if self._choice is not None and not row.level:  # a replay has the level of the recorded round
+                row = replace(row, level=self._choice.level)
             rows, handed, said, is_first, raw = self._collect(group, row, sent, state)
         except Exception:
             self._agree(False)  # `_agree` is collective: the others of the replica group wait in it
@@ -187,11 +197,14 @@ class Reduction:
         # From here on nothing can fail: kept state changes only once every process has the whole result.
         self._memories.update(handed.memories)
         self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
-        elapsed_ms = (time.perf_counter() - started_s) * 1000
+        ended_s = time.perf_counter()
+        is_source = group.position == self._options.source(rows)
+        averaging_s = None if is_first or _has_newcomers(rows) else ended_s - self._header_s
+        level = self._learn_level(rows, averaging_s, is_source=is_source)
+        elapsed_ms = (ended_s - started_s) * 1000
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
-        is_source = group.position == self._options.source(rows)
-        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source)
+        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source, level)
 
     def of_one(self, row: Row, elapsed_ms: float) -> Average:
         """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step
@@ -212,7 +225,7 @@ class Reduction:
         self.has_header = False
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
-        self.has_header = True
+        self.has_header, self._header_s = True, time.perf_counter()
         check_together(rows)
         source = self._options.source(rows)
         weights = self._options.weights(rows)
@@ -226,10 +239,10 @@ class Reduction:
             values = where(group, self._layout.device)
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
-                said = self._hear_spread(values, weights, source)
-            has_newcomers = any(one.version != rows[source].version for one in rows)
+                said = self._hear_spread(values, weights)
+            has_newcomers = _has_newcomers(rows)
             # Compression sends differences from the last result, which newcomers do not have.
-            self._average(values, weights, is_exact=is_first or has_newcomers)
+            self._average(values, weights, None if is_first or has_newcomers else self._codec(rows[source].level))
             if any(one.frozen != rows[source].frozen for one in rows):
                 raw = torch.cat([raw, sent.frozen()])
             if raw.numel():
@@ -241,14 +254,32 @@ class Reduction:
         group.finish()
         return rows, handed, said, is_first, raw
 
-    def _average(self, group: ValueCollectives, weights: list[int], *, is_exact: bool) -> None:
+    def _codec(self, said: int) -> Codec | None:
+        """The codec of a round whose source has said this level; None: nothing is compressed."""
+        compress = self._options.compress
+        if compress is None:
+            return None
+        return CODECS[compress]() if self._choice is None else codec_of(level_of(said))
+
+    def _learn_level(self, rows: Sequence[Row], averaging_s: float | None, *, is_source: bool) -> int:
+        """Learns from a round which level the next one should have, and returns the round's own; 0 if none is chosen.
+        The source says why it changes.
+        """
+        if self._choice is None or len(rows) < 2:
+            return 0
+        level = level_of(rows[self._options.source(rows)].level)
+        why = self._choice.learn(level, rows, self._header_s, averaging_s)
+        if why and is_source:
+            record_event(why)
+        return level
+
+    def _average(self, group: ValueCollectives, weights: list[int], codec: Codec | None) -> None:
         """Averages the flat buffers over the ranks, in place."""
         own, total = weights[group.position], float(sum(weights))
         for kind, flat in self._layout.flat_buffers.items():
-            is_small = self._options.compress is not None and kind == "float32" and not is_exact
-            num_small = self._layout.num_trained(kind) if is_small else 0
-            if num_small:
-                self._average_small(group, flat[:num_small], [weight / total for weight in weights])
+            num_small = self._layout.num_trained(kind) if codec is not None and kind == "float32" else 0
+            if codec is not None and num_small:
+                self._average_small(group, flat[:num_small], [weight / total for weight in weights], codec)
             exact = flat[num_small:]
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()  # not `mul_(0)`: NaN and infinity times 0 are NaN
@@ -269,41 +300,42 @@ class Reduction:
             for one in self._unsent:
                 one.add_unsent(flat[: self._layout.num_trained("float32")], fraction)
 
-    def _average_small(self, group: ValueCollectives, flat: torch.Tensor, fractions: list[float]) -> None:
+    def _average_small(self, group: ValueCollectives, flat: torch.Tensor, fractions: list[float], codec: Codec) -> None:
         last = self._memory("float32", flat).last
         if self._compression is None:
-            codec = CODECS[self._options.compress or ""]()
-            self._compression = Compression(codec, flat.numel(), group)
+            self._compression = Compression(flat.numel(), group)
         flat.sub_(last)
-        self._compression.average(flat, fractions, group)
+        self._compression.average(flat, fractions, group, codec=codec)
         flat.add_(last)
 
-    def _hear_spread(self, group: ValueCollectives, weights: list[int], source: int) -> Said:
-        """All-reduces, per row, the weighted mean of the steps' squared norms, and the source's squared norms of the
-        last round's mean.
-        """
-        own, parts = weights[group.position] / sum(weights), []
+    def _hear_spread(self, group: ValueCollectives, weights: list[int]) -> Said:
+        """Sums over the ranks, of each row, the squared norms of the steps, by the ranks' weights; and the bounds."""
+        squares, bounds = [], []
         for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
-            memory = self._memory(kind, trained)
-            silent = torch.zeros_like(memory.spread.of_mean)
-            parts.append(self._rows(kind).squares(trained, memory.last).mul_(own) if own else silent)
-            parts.append(memory.spread.newest_of_mean if group.position == source else silent)
-            bounds = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
-            parts.append(bounds if own else torch.zeros_like(bounds))
-        said = torch.cat(parts)
-        group.all_reduce(said)
-        return Said(most_gain(weights), torch.split(said, [len(part) for part in parts]))
+            squares.append(self._rows(kind).squares(trained, self._memory(kind, trained).last))
+            seen = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
+            bounds.append(seen if weights[group.position] else torch.zeros_like(seen))
+        mean = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
+        seen = torch.cat(bounds)
+        if seen.numel():
+            group.all_reduce(seen)
+        return Said(
+            most_gain(weights),
+            torch.split(mean, [len(one) for one in squares]),
+            torch.split(seen, [len(one) for one in bounds]),
+        )
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
-        rows, at = self._rows(kind), 3 * list(self._layout.flat_buffers).index(kind)
-        memory.spread.learn(said.parts[at].clone(), said.parts[at + 1])
-        moved = said.parts[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
-        memory.spread.newest_of_mean = rows.squares(trained, memory.last) * moved
+        rows, at = self._rows(kind), list(self._layout.flat_buffers).index(kind)
+        memory.spread.learn()
+        memory.spread.newest_of_steps = said.squares[at].clone()
+        moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
+        memory.spread.newest_of_mean = rows.squares_alike(trained, memory.last) * moved
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
-            rows.go_further(trained, memory.last, gains, bounds_of(said.parts[at + 2]))
+            rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])
@@ -439,3 +471,8 @@ class Reduction:
                     group.broadcast(tensor, source)
             handed[kind] = memory
         return handed
+
+
+def _has_newcomers(rows: Sequence[Row]) -> bool:
+    """True if ranks hold different versions: those with an older one have joined."""
+    return any(row.version != rows[0].version for row in rows)

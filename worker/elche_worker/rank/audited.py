@@ -107,6 +107,7 @@ class Audited:
             is_finite=averaged.is_finite,
             header=header_digest(rows),
             digest=digest,
+            level=averaged.level,
         )
 
     def lost(self, *, generation: int, round_id: int, has_header: bool) -> None:

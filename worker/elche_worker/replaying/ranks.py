@@ -52,6 +52,7 @@ class ReplayedRank:
         self.rank, self.incarnation = start.rank, start.incarnation
         self._threads = start.threads
         self._num_leased = 0
+        self._rounds = recording.rounds
         self._module: Any = None
         self._environment = {**recording.environment, "ELCHE_RANK": str(start.rank)}
         self._view: Any = None
@@ -144,7 +145,9 @@ class ReplayedRank:
         here = (row.attempt, row.version, row.cut, row.local_step, row.weight)
         if here != (entry.attempt, entry.version, entry.cut, entry.step, entry.weight):
             raise Parted(f"{self.who} enters round {entry.round} with other work than in the run")
-        self.replica.enter_round(EnterRound(row, keeps_result=True))
+        results = self._rounds[entry.generation, entry.round].results.values()
+        level = max((one.level for one in results), default=0)
+        self.replica.enter_round(EnterRound(replace(row, level=level), keeps_result=True))
 
     def apply(self) -> AppliedResult | None:
         """Applies the round's result; None if this rank has lost it."""

@@ -20,6 +20,8 @@ BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LO
 """Kinds of records, as their first byte."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 """Flags of a record of kind RECEIVED."""
+LEVEL_BIT = 4
+"""From this bit on the flags have the level of compression."""
 MAX_BUFFERED_BYTES = 4096
 """Bytes from which batches are written before the next round: without rounds the buffer would grow without end."""
 
@@ -70,11 +72,13 @@ class AuditLog:
         is_finite: bool,
         header: int,
         digest: int | None,
+        level: int = 0,
     ) -> None:
         """Adds a round's result: its version, the job's samples in it, those of them whose values were left out of the
-        average, and digests of header and parameters.
+        average, digests of header and parameters, and with `compress="auto"` the level of compression, at most 15.
         """
         flags = LEFT_OUT * is_left_out | NOT_FINITE * (not is_finite) | HAS_DIGEST * (digest is not None)
+        flags |= level << LEVEL_BIT
         result = pack("<QQQQQI", generation, round_id, version, samples, left_out, num_rows)
         self._add(pack("<B", RECEIVED) + result + pack("<BQQ", flags, header, digest or 0))
         self.flush()

@@ -199,6 +199,11 @@ class JobDefinition(Settings):
             "max_batch_diff 0 is lockstep, in which no rank trains on while an average is made: use "
             "averaging='blocking', or let a rank be ahead by at least 1",
         )
+        _require(
+            self.compress != "auto" or self.overlaps,
+            "compress='auto' hides averagings behind training, and these block: name a compression, such as 'int8', or "
+            "use averaging='overlapped'",
+        )
         _require(self.schedule is None or self.scheduler is None, "give schedule or scheduler, not both")
         _require(
             (self.eval_dataset is None) == (self.eval_step is None),
