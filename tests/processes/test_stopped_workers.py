@@ -100,8 +100,8 @@ def test_of_two_hosts_one_is_stopped_and_the_other_neither_waits_nor_is_taken_fo
         one = stack.enter_context(coordinator(mark, tmp_path))
         _, stopped = join(stack, mark, tmp_path, one.address, ["cpu", "cpu"])
         client = stack.enter_context(Client(one.address, token="", reconnect_s=100))
-        path, settings = job_file("dying.py"), {"batch_size": BATCH, "epochs": EPOCHS, "max_anchor": 8}
-        story = Story(client.submit(path, num_ranks=2, **settings), tmp_path)
+        job = client.submit(job_file("dying.py"), num_ranks=2, batch_size=BATCH, epochs=EPOCHS, max_anchor=8)
+        story = Story(job, tmp_path)
         eventually(lambda: len(story.of(RoundReport)) >= 5, "it trains")
         one.process.kill()
         one.process.wait()
