@@ -159,7 +159,8 @@ def main(
     """Offers this host's devices to a coordinator and starts ranks on them.
 
     On SIGTERM or Ctrl-C, or when its terminal is closed, its ranks leave their jobs, once their work is committed; a
-    second signal ends them at once. If no coordinator answers, the next worker with this work folder hands in what they leave.
+    second signal ends them at once. If no coordinator answers, the next worker with this work folder hands in what they
+    leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
