@@ -1,4 +1,5 @@
-"""Kills the coordinator of a job that trains, starts it again later, and measures what that costs.
+"""Kills the coordinator of a job that trains, starts it again later, and measures what that costs; and, with --acts,
+does what an operator does to coordinator and workers every day.
 
 A batch is a sleep; two ranks, 2.3:1. Prints a JSON object for each time away: batches per second from the kill until
 two seconds after the new start, as a fraction of those before; ranks that were started again; and whether every sample
@@ -6,6 +7,12 @@ was committed exactly once.
 
     python benchmarks/outage.py                          # 3 s at defaults, 30 s with ride_out_s=35: 2 minutes
     python benchmarks/outage.py --away 3 --ride-out 10 --times 5
+    python benchmarks/outage.py --acts                   # the table of docs/reliability.md: 4 minutes
+
+With --acts two workers with one rank each and a coordinator run as on three hosts, each with its own folder. For each
+act a line of the table: whether the auditor proves that every sample of every epoch is in the final model once; samples
+that were trained and are not in it, so that they were trained again; seconds in which no rank trained; and seconds from
+the act's begin until both ranks trained again. A checkpoint is due every 6 s.
 """
 
 import argparse
@@ -16,12 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import elche_audit
 from elche_client import Client
 from elche_worker import TrainingJob
 
@@ -121,13 +130,186 @@ def measure(folder: Path, away_s: float, ride_out_s: float, policy: str) -> dict
     }
 
 
+class Site:
+    """A coordinator and two workers, each with its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._coordinator, self.address = start_coordinator(folder, "127.0.0.1:0")
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        for host in HOSTS:
+            self.start_worker(host)
+
+    def start_coordinator(self) -> None:
+        self._coordinator, _ = start_coordinator(self.folder, self.address)
+
+    def start_worker(self, host: int) -> None:
+        command = [sys.executable, "-m", "elche_worker.agent", "--coordinator", self.address, "--devices", "cpu"]
+        with (self.folder / f"worker-{host}.log").open("a") as log:
+            work = str(self.folder / f"work-{host}")
+            self._workers[host] = subprocess.Popen([*command, "--work-dir", work], stderr=log, start_new_session=True)
+
+    def stop_coordinator(self) -> None:
+        self._coordinator.terminate()
+        self._coordinator.wait()
+
+    def stop_workers(self, *hosts: int) -> None:
+        """SIGTERM to the agents, as from systemd with KillMode=mixed, or from docker."""
+        for host in hosts:
+            self._workers[host].terminate()
+        for host in hosts:
+            self._workers[host].wait()
+
+    def signal_all_of(self, host: int, number: int) -> None:
+        """A signal to the agent and to all that it has started."""
+        os.killpg(self._workers[host].pid, number)
+        self._workers[host].wait()
+
+    def kill_coordinator(self) -> None:
+        self._coordinator.kill()
+        self._coordinator.wait()
+
+    def end(self) -> None:
+        for host, worker in self._workers.items():
+            if worker.poll() is None:
+                self.signal_all_of(host, signal.SIGKILL)
+        self.kill_coordinator()
+
+
+def restart_coordinator(site: Site) -> None:
+    site.stop_coordinator()
+    site.start_coordinator()
+
+
+def restart_worker(site: Site) -> None:
+    site.stop_workers(1)
+    site.start_worker(1)
+
+
+def compose_up(site: Site) -> None:
+    """The order of compose with rebuilt images: the coordinator is stopped first, and is back after the workers."""
+    site.stop_coordinator()
+    site.stop_workers(*HOSTS)
+    site.start_coordinator()
+    for host in HOSTS:
+        site.start_worker(host)
+
+
+def compose_down_and_up(site: Site) -> None:
+    site.stop_workers(*HOSTS)
+    site.stop_coordinator()
+    site.start_coordinator()
+    for host in HOSTS:
+        site.start_worker(host)
+
+
+def reboot_of_coordinator_and_worker(site: Site) -> None:
+    """One host runs both."""
+    site.stop_coordinator()
+    site.stop_workers(1)
+    time.sleep(AWAY_S)
+    site.start_coordinator()
+    site.start_worker(1)
+
+
+def crash_of_a_host(site: Site) -> None:
+    site.signal_all_of(1, signal.SIGKILL)
+    time.sleep(AWAY_S)
+    site.start_worker(1)
+
+
+def requeue(site: Site) -> None:
+    site.signal_all_of(1, signal.SIGTERM)
+    time.sleep(AWAY_S)
+    site.start_worker(1)
+
+
+def crash_of_all(site: Site) -> None:
+    site.kill_coordinator()
+    for host in HOSTS:
+        site.signal_all_of(host, signal.SIGKILL)
+    time.sleep(AWAY_S)
+    site.start_coordinator()
+    for host in HOSTS:
+        site.start_worker(host)
+
+
+HOSTS = (0, 1)
+ACT_S = 20.0
+"""How long the job would take without the act."""
+AWAY_S = 5.0
+"""How long a host takes to start again."""
+ACTS: dict[str, Callable[[Site], None]] = {
+    "`systemctl restart` of the coordinator": restart_coordinator,
+    "`systemctl restart` of one worker": restart_worker,
+    "`docker compose up -d` after a rebuild": compose_up,
+    "`docker compose down`, then `up -d`": compose_down_and_up,
+    "the coordinator's host, with a worker, is rebooted (5 s)": reboot_of_coordinator_and_worker,
+    "Slurm requeues a worker (SIGTERM to all of its processes, back after 5 s)": requeue,
+    "a worker's host loses power (SIGKILL to all, back after 5 s)": crash_of_a_host,
+    "all hosts lose power (the same)": crash_of_all,
+}
+
+
+def measure_act(folder: Path, act: Callable[[Site], None]) -> str:
+    """One job with one act; the rest of its row of the table."""
+    notes = folder / "notes"
+    notes.mkdir()
+    rate = (1 + 1 / SLOW) / BATCH_S
+    num_batches = round(rate * ACT_S)
+    site = Site(folder)
+    try:
+        client = Client(site.address, reconnect_s=120)
+        while len(client.hosts()) < len(HOSTS):
+            time.sleep(0.1)
+        environment = {"OUTAGE_NOTES": str(notes), "OUTAGE_BATCHES": str(num_batches)}
+        settings = {"audit": True, "checkpoint_every_minutes": 0.1}
+        handle = client.submit(__file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, **settings)
+        while len(notes_of(notes)) < BEFORE_S * rate:
+            time.sleep(0.1)
+        began_s = time.monotonic()
+        act(site)
+        result = handle.result()
+    finally:
+        site.end()
+    made = notes_of(notes)
+    verdict = elche_audit.judge(*sorted(folder.glob(f"work-*/{handle.id}")))
+    proof = "yes" if elche_audit.exit_code(verdict) == 0 else "; ".join(elche_audit.lines(verdict))
+    if result.committed_samples != (num_batches * BATCH_SIZE,):
+        proof = f"{result.state}, {result.committed_samples}"
+    times = sorted(at_s for _, at_s in made)
+    still_s = max(later - earlier for earlier, later in pairwise(times) if later >= began_s)
+    again = (len(made) - num_batches) * BATCH_SIZE
+    return f"{proof} | {again} | {still_s:.1f} | {_both_since(notes, began_s) - began_s:.1f}"
+
+
+def _both_since(notes: Path, began_s: float) -> float:
+    """When both ranks had made a batch after the longest pause that each had from then on."""
+    ends = []
+    for path in notes.glob("rank-*"):
+        times = [
+            began_s,
+            *(at for at in (float(line.split()[1]) for line in path.read_text().splitlines()) if at > began_s),
+        ]
+        ends.append(max(pairwise(times), key=lambda pair: pair[1] - pair[0])[1])
+    return max(ends)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--away", type=float, help="seconds until the coordinator starts again")
     parser.add_argument("--ride-out", type=float, default=10.0, help="ride_out_s of the job")
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--policy", default="cadence")
+    parser.add_argument("--acts", action="store_true", help="the table of everyday acts")
     options = parser.parse_args(arguments)
+    if options.acts:
+        print("| act | every sample once | trained again | nobody trains, s | both train again after, s |")
+        print("|---|---|---|---|---|", flush=True)
+        for name, act in ACTS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"| {name} | {measure_act(Path(folder), act)} |", flush=True)
+        return
     cases = [(3.0, 10.0), (30.0, 35.0)] if options.away is None else [(options.away, options.ride_out)]
     for away_s, ride_out_s in cases * options.times:
         with tempfile.TemporaryDirectory() as folder:

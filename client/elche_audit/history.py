@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
 from elche_audit.rank_file import Entered, RankFile, Received, TrainedBatch
@@ -101,19 +102,20 @@ class Evidence:
     gone_on: set[tuple[str, int]]
     """File and version of each model with which a rank has entered a later round."""
     used: set[int]
-    """Versions with which any rank has gone on, and those of checkpoints."""
+    """Versions with which any rank, or the next attempt, has gone on, and those of checkpoints, which may be gone."""
     recorded: set[object]
     """Generation and parts of each round in the coordinator's record."""
 
     @classmethod
-    def of(cls, run: RunFolder, attempt: int, files: Sequence[RankFile]) -> "Evidence":
-        """The evidence for the rounds of one attempt."""
+    def of(cls, run: RunFolder, attempt: int, files: Sequence[RankFile], next_base: int | None) -> "Evidence":
+        """The evidence for the rounds of one attempt. `next_base`: the version with which the next one began."""
         gone_on = {(file.name, entry.version) for file in files for entry in file.rounds}
         return cls(
             told={(file.name, commit.round, commit.version) for file in files for commit in file.commits},
             gone_on=gone_on,
             used={version for _, version in gone_on}
-            | {books.version for books in run.checkpoints if books.attempt == attempt},
+            | {books.version for books in run.checkpoints if books.attempt == attempt}
+            | ({next_base} if next_base is not None else set()),
             recorded={(one.generation, one.parts) for one in run.rounds or ()},
         )
 
@@ -128,22 +130,29 @@ class Evidence:
 def attempts_of(run: RunFolder) -> list[Attempt]:
     """The attempts in the folder, oldest first, with their committed rounds."""
     numbers = sorted({file.attempt for file in run.files if file.attempt})
-    return [_attempt(run, number) for number in numbers]
+    attempts = [_begun(run, number) for number in numbers]
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        _decide(run, attempt, following.base if following is not None else None)
+    return attempts
 
 
-def _attempt(run: RunFolder, number: int) -> Attempt:
+def _begun(run: RunFolder, number: int) -> Attempt:
+    """The attempt, of whose rounds nothing is decided yet."""
     files = [file for file in run.files if file.attempt == number]
     loaded = [file for file in files if file.start.resume] or files  # a rank that joins later begins at version 0
     first = min(loaded, key=lambda file: (file.start.version, file.start.incarnation)).start
-    attempt = Attempt(number, first.version, first.samples, files)
+    return Attempt(number, first.version, first.samples, files)
+
+
+def _decide(run: RunFolder, attempt: Attempt, next_base: int | None) -> None:
+    """Decides which of the attempt's rounds are committed."""
     candidates: dict[int, list[AuditedRound]] = {}
-    for one in _rounds(files):
+    for one in _rounds(attempt.files):
         if one.results:
             candidates.setdefault(one.version, []).append(one)
-    evidence = Evidence.of(run, number, files)
+    evidence = Evidence.of(run, attempt.number, attempt.files, next_base)
     for version in sorted(candidates):
         _choose(attempt, version, candidates[version], evidence)
-    return attempt
 
 
 def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:

@@ -198,6 +198,12 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     "--project", default="", envvar="ELCHE_PROJECT", show_envvar=True, help="Whose slots it takes; default: your own."
 )
 @click.option(
+    "--artifacts",
+    default="",
+    metavar="PLACE",
+    help="Folder that workers and coordinator share, or URL, for what the job leaves; default: the coordinator's.",
+)
+@click.option(
     "--on",
     "conditions",
     multiple=True,

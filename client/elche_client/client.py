@@ -137,6 +137,7 @@ class Client:
         folder: str | os.PathLike[str] | None = None,
         priority: int = 0,
         project: str = "",
+        artifacts: str = "",
         conditions: Sequence[str] = (),
         requirements: Sequence[str] = (),
         module: str = "",
@@ -162,8 +163,9 @@ class Client:
         "memory>=20GiB" or "zone!=eu". Packages in `requirements`, or in the file's own metadata (PEP 723), are
         installed beside those of the hosts. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
         down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
-        can read. With a `key` with which you have submitted a job before, it is that job. Raises `InvalidJob`,
-        before any call, when the file or an option is not valid.
+        can read. What the job leaves is stored in `artifacts`, a folder that workers and coordinator share or a URL, by
+        default that of the coordinator. With a `key` with which you have submitted a job before, it is that job.
+        Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
         options = JobOptions(
             num_ranks=num_ranks,
@@ -178,6 +180,7 @@ class Client:
             environment=environment or {},
             priority=priority,
             project=project,
+            artifacts=artifacts,
             conditions=tuple(conditions),
             requirements=tuple(requirements),
             module=module,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from elche.artifacts import check_place
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
 from elche.script import check_arguments, check_environment, check_project, check_secrets
@@ -43,6 +44,8 @@ class JobOptions:
     """Jobs with a higher one get slots first."""
     project: str = ""
     """Project whose slots it uses; empty: the submitter's."""
+    artifacts: str = ""
+    """Its artifact store, a folder that workers and coordinator share or a URL; empty: the coordinator's."""
     conditions: tuple[str, ...] = ()
     """Conditions on each device, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
     requirements: tuple[str, ...] = ()
@@ -76,6 +79,7 @@ class JobOptions:
             f"the output folder must be an absolute path on the rank's host, not {self.output_dir!r}",
         )
         check_project(self.project)
+        check_place(self.artifacts)
         check_conditions(self.conditions)
         check_requirements(self.requirements)
         check_arguments(self.arguments)

@@ -147,7 +147,8 @@ def main(
 ) -> None:
     """Runs the coordinator, which decides what each rank trains and when ranks average.
 
-    On SIGTERM or Ctrl-C jobs that train make a checkpoint, and then it stops; a second one stops it at once.
+    On SIGTERM or Ctrl-C, or when its terminal is closed, jobs that train make a checkpoint, and then it stops; a second
+    signal stops it at once.
 
     To listen beyond loopback it needs a token that its agents and clients share: set ELCHE_TOKEN, or ELCHE_TOKEN_FILE
     to a file that contains it. Or it asks them for certificates.

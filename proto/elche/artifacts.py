@@ -12,7 +12,8 @@ coordinator reads it back, keeps it in its database, and from then on serves the
 What an order names that has no manifest is not there. An order is repeated until it has succeeded: it begins by
 removing the manifest.
 
-Only whoever starts the coordinator names the store. Workers write it, and the coordinator reads it.
+Whoever starts the coordinator names the store, or whoever submits a job names the job's own. Workers write it, and the
+coordinator reads it.
 """
 
 import errno
@@ -56,9 +57,23 @@ def problem_of(root: str) -> str:
     parts = urlsplit(root)
     if parts.password or parts.query:
         return (
-            f"the {parts.scheme} URL has credentials: leave them to the environment of the workers and of this program"
+            f"the {parts.scheme} URL has credentials: leave them to the environment of the workers and the coordinator"
         )
     return ""
+
+
+def check_place(place: str) -> None:
+    """Raises `InvalidJob` for a text that cannot be a job's own artifact store. An empty one is the coordinator's."""
+    if "\0" in place or "::" in place:
+        raise InvalidJob("the artifact store is one folder or URL, without '::' and zero bytes")
+    if place and (problem := problem_of(place)):
+        raise InvalidJob(f"the artifact store cannot be used: {problem}")
+
+
+def is_folder(place: str) -> bool:
+    """True for a store in the file system of whoever reads and writes it."""
+    scheme, is_url, _ = place.rpartition("://")
+    return not is_url or scheme in ("file", "local")
 
 
 def reason_of(error: BaseException) -> str:
@@ -76,9 +91,8 @@ class StoreFolder:
     def __init__(self, root: str, folder: str) -> None:
         """Raises `InvalidJob` where fsspec, or what it needs for the URL, is missing."""
         self.address = f"{root.rstrip('/')}/{folder}"
-        scheme, is_url, path = root.rpartition("://")
-        is_local = not is_url or scheme in ("file", "local")
-        self._files: _Folder | _Remote = _Folder(Path(path), folder) if is_local else _Remote(self.address)
+        path = Path(root.rpartition("://")[2])
+        self._files: _Folder | _Remote = _Folder(path, folder) if is_folder(root) else _Remote(self.address)
 
     def begin(self) -> None:
         """Removes the manifest: the folder's files are not used until a new manifest is written."""

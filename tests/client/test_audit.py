@@ -780,6 +780,26 @@ def test_the_job_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert "not in the model: 8 samples (2 batches) of rank 0, incarnation 1: the job went back to version 3" in text
 
 
+def test_a_last_round_of_which_nobody_has_heard_is_known_by_the_attempt_that_went_on_from_it(tmp_path: Path) -> None:
+    """Its ranks were stopped while no coordinator answered, and newer checkpoints have taken the place of theirs."""
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.average(A, B)
+    for name in (A, B):
+        run.logs[name].records.remove(run.logs[name].find("committed"))
+    run.cadence.pop()
+    run.attempt, run.generation, run.round, run.lease = 2, 7, 0, 0
+    names = [run.begin(rank, 3 + rank, resume="checkpoint", version=4, samples=run.samples) for rank in (0, 1)]
+    run.train(names[0], 1, 16, 8)
+    run.train(names[1], 1, 24, 8)
+    run.average(*names)
+    run.checkpoint()
+    run.end()
+    code, text = judged(run)
+    assert code == 0, text
+
+
 def test_a_rank_is_added_after_the_job_went_back(tmp_path: Path) -> None:
     """The added rank begins without a checkpoint, at version 0, and gets the model from the others."""
     run, names = went_back(tmp_path)

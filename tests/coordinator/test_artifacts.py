@@ -11,8 +11,11 @@ import pytest
 
 from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, problem_of, reason_of
 from elche.errors import InvalidJob
+from elche.v1 import agent_pb2, job_pb2
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.config import CannotStart
+from elche_coordinator.services.submission import check_spec
+from elche_worker.agent.artifacts import ArtifactWriter
 
 LARGE = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
@@ -81,6 +84,22 @@ def test_an_address_that_is_none_or_has_credentials_is_refused_and_not_repeated(
     assert "hush" not in problem
     with pytest.raises(CannotStart, match="--artifacts: "):
         artifacts(root, {})
+
+
+@pytest.mark.parametrize("place", ["relative", "s3://key:hush@lab/models", "simplecache::file:///etc", "/srv\0"])
+def test_a_job_cannot_name_what_is_no_store(place: str) -> None:
+    with pytest.raises(InvalidJob, match="the artifact store ") as refused:
+        check_spec(job_pb2.JobSpec(source="job = 1", artifacts=place))
+    assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["/srv/elche", "file:///srv/elche"])
+def test_a_confined_job_has_its_agent_write_to_no_folder_that_it_names(tmp_path: Path, place: str) -> None:
+    """The agent may write where the job may not."""
+    folders: Any = SimpleNamespace(find=lambda job_id: tmp_path)
+    writer = ArtifactWriter(folders, SimpleNamespace(files=None), is_confined=True)  # type: ignore[arg-type]
+    *_, answer = writer.answers(agent_pb2.StoreArtifacts(job_id="job", root=place, folder="job/host", is_of_job=True))
+    assert answer.error == f"jobs are confined here (--confine) and may name a URL to store in, not {place}"
 
 
 @pytest.mark.parametrize("root", ["/srv/elche", "file:///srv", "s3://lab/models", "abfs://models@lab.example/elche"])

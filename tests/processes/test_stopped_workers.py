@@ -13,7 +13,7 @@ import pytest
 from processes.test_lost_ranks import NUM_SAMPLES, REPLACE, Story
 
 from elche_client import Client
-from elche_client.events import JobState, RoundReport
+from elche_client.events import JobState, MembershipReport, RoundReport
 from support.real_processes import Agent, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
@@ -88,6 +88,40 @@ def test_workers_stop_without_a_coordinator_and_their_work_is_handed_in(
         num_before = training["samples"] // BATCH
         assert sum(made) - NUM_BATCHES < num_before // 4, "of what was committed nothing is trained again"
         assert two.new_errors() == []
+
+
+def test_of_two_hosts_one_is_stopped_and_the_other_neither_waits_nor_is_taken_for_hung(
+    mark: Mark, tmp_path: Path, job_file: JobFile
+) -> None:
+    """All waited 15 s for an order that its next worker does not get. Before that came the rank that was left could be
+    ended as one that hangs: what it had trained meanwhile it had not said.
+    """
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        _, stopped = join(stack, mark, tmp_path, one.address, ["cpu", "cpu"])
+        client = stack.enter_context(Client(one.address, token="", reconnect_s=100))
+        job = client.submit(job_file("dying.py"), num_ranks=2, batch_size=BATCH, epochs=EPOCHS, max_anchor=8)
+        story = Story(job, tmp_path)
+        eventually(lambda: len(story.of(RoundReport)) >= 5, "it trains")
+        one.process.kill()
+        one.process.wait()
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.process.wait(100) == 0
+        (tmp_path / "again").mkdir()
+        stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
+        stack.enter_context(agent(mark, tmp_path / "1", one.address, devices="cpu"))
+        said = eventually(lambda: HANDED_IN.search(stopped.log.read_text()), "it is said").string
+        assert "is not used: unknown rank: others train on without it" in said
+        eventually(lambda: story.is_back(0) or story.is_back(1), "both train")
+        story.hurry()
+        result = story.end()
+        assert result.state is JobState.SUCCEEDED, result
+        assert result.committed_samples == (NUM_SAMPLES,) * EPOCHS
+        assert sorted(len(story.pids(rank)) for rank in range(2)) == [1, 2]
+        changes = [report.text for report in story.of(MembershipReport)]
+        assert not any("left out" in text for text in changes), changes
+        made = [len([what for what, *_ in story.notes(rank) if what == "batch"]) for rank in range(2)]
+        assert sum(made) <= NUM_BATCHES + 2, "nothing but a batch that was under way is trained again"
 
 
 HANGS = """

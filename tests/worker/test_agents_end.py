@@ -1,5 +1,9 @@
-"""An agent that is told to stop stops, whatever it was about to do."""
+"""An agent that is told to stop stops, whatever it was about to do; so does a coordinator whose terminal is closed."""
 
+import asyncio
+import os
+import queue
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +14,10 @@ import grpc
 import pytest
 
 from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche_coordinator.lifecycle.stopping import Stop
 from elche_worker.agent import agent as module
 from elche_worker.agent.agent import Agent
+from elche_worker.agent.main import leave_on_signals
 from elche_worker.agent.processes import Processes
 
 
@@ -50,3 +56,42 @@ def test_an_agent_is_stopped_as_it_opens_a_stream(tmp_path: Path, monkeypatch: p
         assert not running.is_alive()
     finally:
         server.stop(None)  # or its threads keep the process that has failed
+
+
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["in a terminal", "under nohup"])
+def before(request: pytest.FixtureRequest) -> Iterator[signal.Handlers]:
+    """What SIGHUP did before; all signals do what they did once the test has ended."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGHUP, request.param)
+    yield request.param
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_worker_whose_terminal_is_closed_leaves_in_order(before: signal.Handlers) -> None:
+    """It was killed. The kernel and the shell may both say that it is closed: the second time is no order to hurry."""
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    leave_on_signals(lambda: calls.put("leave"))
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    for _ in range(1 if before is signal.SIG_IGN else 2):
+        assert calls.get(timeout=100) == "leave"
+    assert calls.empty()
+
+
+def test_a_coordinator_whose_terminal_is_closed_stops_in_order(before: signal.Handlers) -> None:
+    async def run() -> None:
+        stop = Stop(exit_with_stdin=False)
+        if before is signal.SIG_IGN:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            return
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(100):
+            await stop.asked.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(100):
+            await stop.at_once.wait()
+
+    asyncio.run(run())

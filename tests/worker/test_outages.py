@@ -1,5 +1,6 @@
-"""An agent whose coordinator goes away: its ranks go on, for as long as they are to."""
+"""An agent whose coordinator goes away: its ranks go on, for as long as they are to, and say then where they are."""
 
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from elche.v1 import agent_pb2, agent_pb2_grpc
+from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2, rank_pb2_grpc
 from elche_worker.agent.agent import Agent
+from elche_worker.session.session import Session
 
 KEEP_S = 0.5
 
@@ -86,3 +88,55 @@ def test_ranks_are_ended_when_the_coordinator_does_not_come_back(one: Any) -> No
     server.stop(None)
     servicer.breaks.set()
     assert ranks.ended.wait(100)
+
+
+class OfRanks(rank_pb2_grpc.RankServiceServicer):
+    """Notes each step that a rank reports, and whether its stream is open; breaks it when a test wants it."""
+
+    def __init__(self) -> None:
+        self.steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.breaks, self.may_open = threading.Event(), threading.Semaphore(1)
+
+    def Converse(self, request_iterator: Any, context: Any) -> Iterator[rank_pb2.ConverseResponse]:  # noqa: N802
+        assert self.may_open.acquire(timeout=100)
+        yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="store"))
+        reading = threading.Thread(target=self._read, args=[request_iterator], daemon=True)
+        reading.start()
+        self.breaks.wait(100)
+        self.breaks.clear()
+        context.abort(grpc.StatusCode.UNAVAILABLE, "it breaks")
+
+    def _read(self, requests: Any) -> None:
+        try:
+            for request in requests:
+                self.steps.put(request.batches_trained.local_step)
+        except Exception:  # the stream has been broken
+            pass
+
+
+def report(session: Session, step: int) -> None:
+    session.send(rank_pb2.ConverseRequest(batches_trained=rank_pb2.BatchesTrained(local_step=step)))
+
+
+def test_a_rank_says_on_its_next_stream_how_far_it_has_come_meanwhile() -> None:
+    """It trains no more until it is told to, and would be taken for one that hangs."""
+    servicer, server = OfRanks(), grpc.server(ThreadPoolExecutor(4))
+    rank_pb2_grpc.add_RankServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    away = threading.Event()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        session = Session(channel, "secret", on_command=lambda _: None, on_lost=lambda _: None, on_away=away.set)
+        try:
+            report(session, 3)
+            assert servicer.steps.get(timeout=100) == 3
+            servicer.breaks.set()
+            assert away.wait(100)
+            report(session, 4)
+            report(session, 5)
+            servicer.may_open.release()
+            assert servicer.steps.get(timeout=100) == 5
+        finally:
+            session.close()
+            servicer.breaks.set()
+            server.stop(None)

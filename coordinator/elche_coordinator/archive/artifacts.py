@@ -90,7 +90,9 @@ class Artifacts:
     """The artifact store of a coordinator, or what was stored while it had one. Used on the event loop only."""
 
     def __init__(self, root: str, store: Store, driver: Driver, catalogue: JobCatalogue, transfers: Transfers) -> None:
-        """`root`: folder or URL of the store; empty: there is none. Raises `CannotStart` and `StoreFailed`."""
+        """`root`: folder or URL for jobs that name no store of their own; empty: there is none. Raises `CannotStart`
+        and `StoreFailed`.
+        """
         if problem := problem_of(root) if root else "":
             raise CannotStart(f"--artifacts: {problem}")
         self._root, self._store = root.rstrip("/"), store
@@ -113,8 +115,6 @@ class Artifacts:
 
     async def run(self) -> None:
         """Has what jobs leave stored, until it is cancelled."""
-        if not self._root:
-            return
         self._waiting = {job_id: _Wait() for job_id in self._catalogue.job_ids() if self._lacking(job_id)}
         self._driver.watchers.on_ended(self._add)
         known: set[AgentId] = set()
@@ -137,7 +137,14 @@ class Artifacts:
     def _has_ended(self, job_id: str) -> bool:
         return self._catalogue.result(job_id) is not None
 
+    def _store_of(self, job_id: str) -> str:
+        """The job's artifact store, or else that of the coordinator; empty: there is none."""
+        spec = self._catalogue.spec(job_id)
+        return spec.artifacts.rstrip("/") if spec is not None and spec.artifacts else self._root
+
     def _add(self, job_id: JobId) -> None:
+        if not self._store_of(job_id):
+            return
         self._waiting[job_id] = _Wait()
         self._wake.set()
 
@@ -162,7 +169,7 @@ class Artifacts:
         if not reasons:
             self._waiting.pop(job_id, None)
             if self._kept.get(job_id):
-                log.info("job=%s what it left is stored in %s", job_id, f"{self._root}/{job_id}")
+                log.info("job=%s what it left is stored in %s", job_id, self._place_of(job_id))
         else:
             reason = "; ".join(reasons)
             if reason != wait.reason:
@@ -176,9 +183,9 @@ class Artifacts:
         self._wake.set()
 
     def _lacking(self, job_id: str) -> list[tuple[JobView, _Part]]:
-        """The parts of a job that are not stored yet; none of a job that is no longer kept."""
+        """The parts of a job that are not stored yet; none of one without a store, or that is no longer kept."""
         view, result = self._catalogue.view(job_id), self._catalogue.result(job_id)
-        if view is None or result is None:
+        if view is None or result is None or not self._store_of(job_id):
             return []
         return [(view, part) for part in _parts_of(view, result) if part.key not in self._kept.get(job_id, {})]
 
@@ -192,10 +199,12 @@ class Artifacts:
         kept = self._kept.get(view.job_id, {})
         there = {name for one in kept.values() for name in one["files"]}
         record = "" if RECORD in there else await asyncio.to_thread(self._record, view.job_id)
+        root = self._store_of(view.job_id)
         order = agent_pb2.StoreArtifacts(
             job_id=view.job_id,
             transfer=self._transfers.begin(),
-            root=self._root,
+            root=root,
+            is_of_job=root != self._root,
             folder=f"{view.job_id}/{part.name}",
             ranks=part.ranks,
             has_model=part.has_model,
@@ -221,8 +230,8 @@ class Artifacts:
             raise
         except ElcheError as error:
             raise InvalidJob(f"{part.host}: {error}") from None
-        await self._in_thread(_check, self._root, order.folder, part.host, answer)
-        entry = {"root": self._root, "folder": order.folder, "files": files, "missing": missing}
+        await self._in_thread(_check, root, order.folder, part.host, answer)
+        entry = {"root": root, "folder": order.folder, "files": files, "missing": missing}
         try:
             await asyncio.to_thread(
                 self._store.save_artifacts,
@@ -248,10 +257,14 @@ class Artifacts:
         """Updates the text for people that says where the job's artifacts are, or why they are not stored yet."""
         kept, wait = self._kept.get(job_id, {}), self._waiting.get(job_id)
         lacks = [f"{name} was not on its host" for one in kept.values() for name in one["missing"]]
-        told = [f"{next(iter(kept.values()))['root']}/{job_id}", *lacks] if kept else []
+        told = [self._place_of(job_id), *lacks] if kept else []
         told += [f"not stored yet: {wait.reason}"] if wait is not None and wait.reason else []
         if told:
             self._catalogue.artifacts[job_id] = "; ".join(told)
+
+    def _place_of(self, job_id: str) -> str:
+        """The address of the folder in which a job's files are stored."""
+        return f"{next(iter(self._kept[job_id].values()))['root']}/{job_id}"
 
     # What is there
 

@@ -48,7 +48,7 @@ from elche_coordinator.core.records.deadlines import Deadlines
 from elche_coordinator.core.records.fleet import AgentRecord, Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase, Refused
 from elche_coordinator.core.records.outbox import Refusal
-from elche_coordinator.core.records.ranks import Address, RankRecord
+from elche_coordinator.core.records.ranks import Address, RankRecord, present
 
 
 class Coordinator:
@@ -281,6 +281,19 @@ class Coordinator:
     def ranks_of(self, agent_id: AgentId) -> list[Address]:
         """The processes on a host."""
         return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
+
+    def beside_stopped(self, agent_id: AgentId) -> list[list[Address]]:
+        """For each process on a host, which have all stopped without a coordinator, those of its job that train on.
+        Empty if one has not stopped, or the host has none.
+        """
+        found = []
+        for job_id, rank in self._ranks_on(agent_id):
+            ranks = self.jobs[job_id].ranks
+            if ranks[rank].stopped_round is None:
+                return []
+            others = [one for one in present(ranks).values() if one.stopped_round is None]
+            found.append([one.address(job_id) for one in others])
+        return found
 
     @property
     def now_s(self) -> float:

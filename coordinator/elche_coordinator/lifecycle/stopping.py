@@ -26,12 +26,16 @@ class Stop:
     """
 
     def __init__(self, *, exit_with_stdin: bool) -> None:
-        """SIGTERM and SIGINT request a stop, a second signal or the end of standard input one at once."""
+        """SIGTERM and SIGINT request a stop, a second signal or the end of standard input one at once. SIGHUP, of a
+        terminal that is closed, requests a stop, however often it comes; under nohup it does nothing.
+        """
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self.asked.set)
         if exit_with_stdin:
             threading.Thread(target=self._read_to_end, args=(loop,), daemon=True).start()
 

@@ -345,7 +345,7 @@ def authenticated(driver: Driver, context: Context) -> Address:
     address = driver.secrets.read(str(metadata.get(SECRET, "")))
     stream = None if address is None else driver.streams.of_rank(address)
     if address is None or not driver.core.is_there(address) or (stream is not None and stream.is_over):
-        raise NotAllowed("unknown rank: its job has ended, or its secret is wrong")
+        raise NotAllowed("unknown rank: others train on without it, its job has ended, or its secret is wrong")
     return address
 
 

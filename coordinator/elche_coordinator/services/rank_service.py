@@ -100,6 +100,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     self._timelines.take_spans(address["job_id"], address["rank"], request.spans)
                 else:
                     self._driver.handle(codec.rank_event(address, request), number=request.seq)
+                    if request.HasField("stopped"):
+                        self._driver.presence.on_stopped(address)
                     await self._driver.take(stream, request)
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent an invalid message: {error}"

@@ -51,6 +51,7 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
     welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new)
     queue.put(agent_pb2.AttendResponse(welcome=welcome))
     stream.resend()
+    driver.presence.release_stopped()
     return agent_id, stream, queue
 
 
@@ -73,4 +74,5 @@ def open_session(driver: Driver, address: Address, num_heard: int | None = None)
     welcome = rank_pb2.Welcome(store=driver.identity.id, taken=stream.num_taken, takes_stopped=True)
     queue.put(rank_pb2.ConverseResponse(welcome=welcome))
     stream.resend()
+    driver.presence.release_stopped()
     return queue

@@ -47,6 +47,7 @@ CHARACTERS = {
     "Evaluated.sums": 200,
     "Evaluated.tensors": 200,
     "JobSpec.arguments": 1 << 15,
+    "JobSpec.artifacts": 1000,
     "JobSpec.environment": 1 << 15,
     "JobSpec.file_name": 255,
     "JobSpec.name": 200,

@@ -36,6 +36,8 @@ class Presence:
         self._core = core
         self._streams = streams
         self._handle = handle
+        self._stopped: set[AgentId] = set()
+        """Former agents for whose ranks another agent has said that they stopped (protocol P19.7)."""
 
     def on_agent_away(self, agent_id: AgentId) -> None:
         """Handles the end of an agent's stream. One without ranks is lost at once."""
@@ -62,6 +64,30 @@ class Presence:
         else:
             self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
 
+    def on_stopped(self, address: Address) -> None:
+        """Handles that a rank has stopped while no coordinator answered."""
+        if (agent_id := self._core.agent_of(address)) is not None:
+            self._stopped.add(agent_id)
+            self.release_stopped()
+
+    def release_stopped(self) -> None:
+        """Reports former agents as lost of whose ranks' jobs others train on: these need not wait for the next agent,
+        which waits whether a draft is wanted. Called when someone has connected.
+        """
+        for agent_id in list(self._stopped):
+            others = self._core.beside_stopped(agent_id)
+            if others and all(any(map(self._lives, one)) for one in others):
+                self._stopped.discard(agent_id)
+                self.lose_agent(agent_id)
+
+    def _lives(self, address: Address) -> bool:
+        """True if a process and its agent are connected. With a rank that has stopped, too, only one of them is: its
+        next agent speaks in its name before it attends.
+        """
+        stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
+        agent = self._streams.agents.get(agent_id) if agent_id is not None else None
+        return stream is not None and stream.is_connected and agent is not None and agent.is_connected
+
     def await_all(self) -> None:
         """Waits for all agents and ranks to reconnect, after a restart of the coordinator."""
         for agent_id, stream in self._streams.agents.items():
@@ -74,6 +100,7 @@ class Presence:
 
     def lose_agent(self, agent_id: AgentId) -> None:
         """Reports the agent, if it is known, as lost with its ranks."""
+        self._stopped.discard(agent_id)
         if agent_id in self._streams.agents:
             self._streams.agents[agent_id].close()
             self._handle(AgentLost(agent_id=agent_id))

@@ -255,6 +255,7 @@ def command(spec: JobSpec) -> str:
     words += ["--folder", "."] if "/" in spec.file_name and spec.bundle else []
     words += ["--priority", str(spec.priority)] if spec.priority else []
     words += ["--project", spec.project] if spec.project else []
+    words += ["--artifacts", spec.artifacts] if spec.artifacts else []
     words += [word for one in spec.conditions for word in ("--on", one)]
     words += [word for one in spec.secrets for word in ("--secret", one)]
     words += ["--requirements", "requirements.txt"] if spec.requirements else []

@@ -162,6 +162,7 @@ class StoreArtifacts(_message.Message):
     HAS_MODEL_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
+    IS_OF_JOB_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     transfer: _builtins.str
@@ -174,6 +175,8 @@ class StoreArtifacts(_message.Message):
     """True if the final model is here, and the best one beside it."""
     record: _builtins.str
     """The job's record, as JSON; empty: another host has it."""
+    is_of_job: _builtins.bool
+    """True if the job names the store, and not the coordinator: a confined job may name no folder."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks whose logs are wanted."""
@@ -193,10 +196,11 @@ class StoreArtifacts(_message.Message):
         has_model: _builtins.bool = ...,
         checkpoints: _abc.Iterable[_builtins.str] | None = ...,
         record: _builtins.str = ...,
+        is_of_job: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "folder", b"folder", "has_model", b"has_model", "job_id", b"job_id", "ranks", b"ranks", "record", b"record", "root", b"root", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "folder", b"folder", "has_model", b"has_model", "is_of_job", b"is_of_job", "job_id", b"job_id", "ranks", b"ranks", "record", b"record", "root", b"root", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

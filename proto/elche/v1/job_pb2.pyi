@@ -670,6 +670,7 @@ class JobSpec(_message.Message):
     MODULE_FIELD_NUMBER: _builtins.int
     SECRETS_FIELD_NUMBER: _builtins.int
     IS_LOOP_FIELD_NUMBER: _builtins.int
+    ARTIFACTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name for people; not unique."""
     source: _builtins.str
@@ -700,6 +701,8 @@ class JobSpec(_message.Message):
     """The object that is the job, as PACKAGE.MODULE:NAME in the bundle, whose file `file_name` is; empty: `job` of the file."""
     is_loop: _builtins.bool
     """True if the file is a script with its own loop (`elche_worker.Trainer`), whose ranks are placed on one host (P26)."""
+    artifacts: _builtins.str
+    """Artifact store of this job, a folder that its hosts and the coordinator share or a URL; empty: the coordinator's."""
     @_builtins.property
     def slow_factors(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Rank to factor, at least 1: the rank is slowed down to this many times its own time per batch, to simulate a slow
@@ -759,10 +762,11 @@ class JobSpec(_message.Message):
         module: _builtins.str = ...,
         secrets: _abc.Iterable[_builtins.str] | None = ...,
         is_loop: _builtins.bool = ...,
+        artifacts: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "is_loop", b"is_loop", "min_ranks", b"min_ranks", "module", b"module", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "secrets", b"secrets", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "artifacts", b"artifacts", "bundle", b"bundle", "conditions", b"conditions", "environment", b"environment", "file_name", b"file_name", "is_loop", b"is_loop", "min_ranks", b"min_ranks", "module", b"module", "name", b"name", "num_ranks", b"num_ranks", "output_dir", b"output_dir", "priority", b"priority", "project", b"project", "replay", b"replay", "requirements", b"requirements", "resume", b"resume", "secrets", b"secrets", "settings", b"settings", "slow_factors", b"slow_factors", "source", b"source", "submitted_by", b"submitted_by", "verify_rounds", b"verify_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

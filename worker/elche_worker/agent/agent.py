@@ -121,7 +121,7 @@ class Agent:
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
         self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
         self._is_confined = confinement is not None
-        self._artifacts = ArtifactWriter(self._folders, self._processes)
+        self._artifacts = ArtifactWriter(self._folders, self._processes, is_confined=confinement is not None)
         self._loop_ports: dict[str, int] = {}
         """By job: port of rank 0's store, for a script whose ranks are being started on this host. Removed when the
         last of them is started.

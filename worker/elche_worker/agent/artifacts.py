@@ -20,6 +20,7 @@ from elche.artifacts import (
     MODEL,
     RECORD,
     StoreFolder,
+    is_folder,
     rank_log,
     reason_of,
 )
@@ -46,7 +47,9 @@ FORMAT = 1
 class ArtifactWriter:
     """Stores jobs' artifacts, one job after the other. Removes nothing from this host."""
 
-    def __init__(self, folders: JobFolders, processes: Processes) -> None:
+    def __init__(self, folders: JobFolders, processes: Processes, *, is_confined: bool) -> None:
+        """`is_confined`: False if jobs may write to any folder that the agent may write to."""
+        self._is_confined = is_confined
         self._folders = folders
         self._processes = processes
         self._turn = threading.Lock()
@@ -106,6 +109,8 @@ class ArtifactWriter:
         folder = self._folders.find(order.job_id)
         if folder is None or not folder.is_dir():
             raise InvalidJob(f"the folder of job {order.job_id} is not there" if folder else "the job has not run here")
+        if self._is_confined and order.is_of_job and is_folder(order.root):
+            raise InvalidJob(f"jobs are confined here (--confine) and may name a URL to store in, not {order.root}")
         limit_s = time.monotonic() + EXIT_S
         while any(self._processes.has(order.job_id, rank) for rank in order.ranks) and time.monotonic() < limit_s:
             time.sleep(LOOK_EVERY_S)

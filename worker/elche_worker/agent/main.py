@@ -158,8 +158,9 @@ def main(
 ) -> None:
     """Offers this host's devices to a coordinator and starts ranks on them.
 
-    On SIGTERM or Ctrl-C its ranks leave their jobs, once their work is committed; a second one ends them at once. If
-    no coordinator answers, the next worker with this work folder hands in what they leave.
+    On SIGTERM or Ctrl-C, or when its terminal is closed, its ranks leave their jobs, once their work is committed; a
+    second signal ends them at once. If no coordinator answers, the next worker with this work folder hands in what they
+    leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
     """
@@ -197,13 +198,31 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
     """Runs the agent until a signal or the end of standard input, then ends this process. Raises `ElcheError` when the
     coordinator refuses the agent.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: threading.Thread(target=agent.leave).start())
+    leave_on_signals(agent.leave)
     if exit_with_stdin:
         threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
     agent.run()
     sys.stderr.flush()
     os._exit(0)
+
+
+def leave_on_signals(leave: Callable[[], None]) -> None:
+    """Calls `leave` on a thread at each SIGINT and SIGTERM, and at the first SIGHUP, as of a terminal that is closed,
+    unless another one came before; under nohup SIGHUP does nothing.
+    """
+    is_leaving = False
+
+    def on_signal(number: int, _: object) -> None:
+        nonlocal is_leaving
+        if number != signal.SIGHUP or not is_leaving:
+            threading.Thread(target=leave).start()
+        is_leaving = True
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, on_signal)
 
 
 def _confinement(work_dir: Path, writable: Sequence[Path], secrets: Path | None, tls: str) -> Confinement:

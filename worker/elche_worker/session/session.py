@@ -27,6 +27,10 @@ FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
 """Messages that are not kept for the next stream: a later message of the kind replaces them, or they are useless
 then.
 """
+NEWEST = frozenset({"batches_trained", "loop_progress"})
+"""Those of them that say where the rank stands: the newest one is sent again on the next stream. Otherwise the
+coordinator would believe that the rank still has the batches to make which it made meanwhile.
+"""
 FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
 """Status codes after which another stream would get the same answer."""
 Outgoing = queue.SimpleQueue[rank_pb2.ConverseRequest | None]
@@ -76,6 +80,8 @@ class Session:
         self.last_words: Callable[[], None] | None = None
         """Called before the session is closed, to send remaining data."""
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
+        self._newest: dict[str, rank_pb2.ConverseRequest] = {}
+        """The newest message of each kind in `NEWEST`."""
         if unsaid is not None:
             self._outbound.go_on(unsaid)
         self.store = store
@@ -121,6 +127,8 @@ class Session:
                 f"the rank's message ({kind.replace('_', ' ')}) has {size_bytes} bytes, "
                 f"and at most {MAX_MESSAGE_BYTES} can be sent: {what_to_do}"
             )
+        if kind in NEWEST:
+            self._newest[kind] = message
         if kind != "event_recorded" or self._outbound.num_kept < MAX_WAITING_EVENTS:
             self._outbound.send(message, is_kept=kind not in FLEETING)
 
@@ -181,6 +189,8 @@ class Session:
                 if kind == "welcome":
                     self.store, self.takes_stopped = command.welcome.store, command.welcome.takes_stopped
                     self._outbound.open(outgoing, command.welcome.taken)
+                    for message in list(self._newest.values()):
+                        outgoing.put(message)
                     if self._closing.is_set():  # `close` found no stream that it could end
                         self._outbound.close()
                 elif kind == "taken":

@@ -163,6 +163,8 @@ class JobSpec:
     """The job in the bundle, as PACKAGE.MODULE:NAME; empty: `job` of `file_name`."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables whose values the hosts have."""
+    artifacts: str = ""
+    """Its artifact store; empty: the coordinator's."""
 
     @property
     def needs(self) -> tuple[str, ...]:
