@@ -39,7 +39,7 @@ class Line:
             averaging_s = self.fixed_s + BYTES[0 if is_exact else level - 1] / self.bytes_per_s
             steps = int(self.now_s / self.batch_s), int(self.now_s / self.batch_s * 2)
             rows = [Row(1, self.generation, 1, 0, 1, 1, 0, step, 0, 1) for step in steps]
-            why = self.choice.learn(level, rows, self.now_s, None if is_exact else averaging_s)
+            why = self.choice.learn(level, rows, self.now_s, averaging_s, is_exact=is_exact)
             self.levels.append(level)
             self.reasons += [why] if why else []
             self.now_s += max(averaging_s * 1.1, self.wanted_s)
@@ -102,10 +102,22 @@ def test_rounds_that_are_exact_tell_nothing() -> None:
     assert line.rounds(10, is_exact=True) == "int8"
 
 
+def test_where_compressing_takes_longer_than_sending_nothing_is_compressed() -> None:
+    """The first round, which is exact, has shown how long that takes."""
+    line = Line(bytes_per_s=1e5)
+    line.rounds(1, is_exact=True)
+    line.fixed_s = 0.3
+    assert line.rounds(4) == "none"
+    assert line.reasons == [
+        "compress='auto': none instead of int8, since an averaging takes 0.303 s, and took 0.0102 s without compression"
+    ]
+    assert line.rounds(30) == "none", "nor is it tried again"
+
+
 def test_a_rank_goes_on_from_the_level_that_others_have_chosen() -> None:
     choice = LevelChoice()
     rows = [Row(1, 1, 1, 0, 1, 1, 0, 0, 0, 1)]
-    assert choice.learn(4, rows, 1.0, None) == ""
+    assert choice.learn(4, rows, 1.0, 9.0, is_exact=True) == ""
     assert choice.level == 4
 
 

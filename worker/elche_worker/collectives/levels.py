@@ -6,6 +6,7 @@ two rounds. Each rank says in its row of the header which level it would choose,
 """
 
 from collections.abc import Sequence
+from math import inf
 from statistics import median
 
 import torch
@@ -60,18 +61,25 @@ class LevelChoice:
         """The level that was left for more compression, and the time of averagings then, until that is judged."""
         self._most = LAST
         """The most compressed level that is worth it in this generation."""
+        self._exact_s = inf
+        """Time of the process's first averaging, which is not compressed, while its generation lasts."""
 
-    def learn(self, level: int, rows: Sequence[Row], came_s: float, averaging_s: float | None) -> str:
+    def learn(
+        self, level: int, rows: Sequence[Row], came_s: float, averaging_s: float, *, is_exact: bool = False
+    ) -> str:
         """Learns from a round at `level` whose header came at `came_s`. `averaging_s` is how long the averaging took
-        from then on, None if its values were not compressed. Returns why another level is wanted from now on, or "".
+        from then on; with `is_exact` its values were sent as they are, whatever the level. Returns why another level is
+        wanted from now on, or "".
         """
         last, self._last = self._last, (came_s, rows)
         is_other = last is not None and _group(last[1]) != _group(rows)
         if is_other:  # other ranks, and other lines
-            self._most = LAST
+            self._most, self._exact_s = LAST, inf
         if level != self.level or is_other:
             self.level, self._known, self._less = level, [], None
-        if averaging_s is None or last is None or is_other:
+        if is_exact and last is None:
+            self._exact_s = averaging_s
+        if is_exact or last is None or is_other:
             return ""
         num_batches = min(now.local_step - before.local_step for now, before in zip(rows, last[1], strict=True))
         self._known = [*self._known[1 - NUM_ROUNDS :], (averaging_s, came_s - last[0], num_batches)]
@@ -81,6 +89,9 @@ class LevelChoice:
         averaging_s, between_s, num_batches = (median(figures) for figures in zip(*self._known, strict=True))
         takes = f"an averaging takes {averaging_s:.3g} s"
         less, self._less = self._less, None
+        if self.level == FIRST and averaging_s > self._exact_s:
+            self._most = 1
+            return self._change(1, f"{takes}, and took {self._exact_s:.3g} s without compression")
         if less is not None and averaging_s > WORTH * less[1]:
             self._most = less[0]
             return self._change(less[0], f"{takes}, and took {less[1]:.3g} s")

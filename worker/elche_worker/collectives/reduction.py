@@ -199,8 +199,8 @@ class Reduction:
         self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
         ended_s = time.perf_counter()
         is_source = group.position == self._options.source(rows)
-        averaging_s = None if is_first or _has_newcomers(rows) else ended_s - self._header_s
-        level = self._learn_level(rows, averaging_s, is_source=is_source)
+        is_exact = is_first or _has_newcomers(rows)
+        level = self._learn_level(rows, ended_s - self._header_s, is_exact=is_exact, is_source=is_source)
         elapsed_ms = (ended_s - started_s) * 1000
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
@@ -261,14 +261,14 @@ class Reduction:
             return None
         return CODECS[compress]() if self._choice is None else codec_of(level_of(said))
 
-    def _learn_level(self, rows: Sequence[Row], averaging_s: float | None, *, is_source: bool) -> int:
+    def _learn_level(self, rows: Sequence[Row], averaging_s: float, *, is_exact: bool, is_source: bool) -> int:
         """Learns from a round which level the next one should have, and returns the round's own; 0 if none is chosen.
         The source says why it changes.
         """
         if self._choice is None or len(rows) < 2:
             return 0
         level = level_of(rows[self._options.source(rows)].level)
-        why = self._choice.learn(level, rows, self._header_s, averaging_s)
+        why = self._choice.learn(level, rows, self._header_s, averaging_s, is_exact=is_exact)
         if why and is_source:
             record_event(why)
         return level
