@@ -87,17 +87,8 @@ def print_summary(result: JobResult, record: JobRecord, record_path: Path | None
     console = wide_console()
     where = str(record_path) if record_path else ""
     width = console.width if console.file.isatty() else None
-    view = record.last_view
-    console.print(
-        summary_panel(
-            result,
-            name=record.name,
-            record=where,
-            artifacts=view.artifacts if view else "",
-            averaging=view.averaging if view else "",
-            width=width,
-        )
-    )
+    artifacts = record.last_view.artifacts if record.last_view else ""
+    console.print(summary_panel(result, name=record.name, record=where, artifacts=artifacts, width=width))
 
 
 def print_json(result: JobResult, *, as_event: bool = False) -> None:

@@ -23,7 +23,7 @@ FEW_BATCHES = 1000
 
 SHORT = (
     f"under {FEW_BATCHES} a rank, so that one device may reach a better model; "
-    "--averaging blocking --anchor 1 --overhead-target 0.5 may lose less, in more time"
+    "rounds of --averaging blocking --anchor 1 --overhead-target 0.5 may lose less, in more time"
 )
 
 PIPE_WIDTH = 400
@@ -39,16 +39,10 @@ def wide_console() -> Console:
 
 
 def summary_panel(
-    result: JobResult,
-    *,
-    name: str,
-    record: str = "",
-    artifacts: str = "",
-    averaging: str = "",
-    width: int | None = None,
+    result: JobResult, *, name: str, record: str = "", artifacts: str = "", width: int | None = None
 ) -> Panel:
-    """The results of a job and the paths of its files. `artifacts`: where they are stored, or why not. `averaging`: as
-    the job's view has it. `width` None: as wide as the content.
+    """The results of a job and the paths of its files. `artifacts`: where they are stored, or why not. `width` None: as
+    wide as the content.
     """
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
@@ -56,7 +50,7 @@ def summary_panel(
     metrics = {printable(name) for name in (result.best_metrics if is_best(result) else result.metrics)}
     facts_of_job = _facts(result, record)
     facts_of_job += [("artifacts", artifacts)] if artifacts else []
-    facts_of_job += [("few batches", SHORT)] if averaging == "overlapped" and is_short(result) else []
+    facts_of_job += [("few batches", SHORT)] if is_short(result) else []
     for label, value in facts_of_job:
         facts.add_row(label, Text(printable(value), style="bold" if label in metrics else ""))
     parts: list[Table | Text] = [facts]

@@ -196,18 +196,13 @@ def test_shares_are_of_samples_where_batches_differ_in_size() -> None:
     assert [row.split()[4:6] for row in rows if "cpu" in row] == [["15.0", "%"], ["85.0", "%"]]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "averaging", "is_said"),
-    [(4, "overlapped", True), (3, "overlapped", True), (2, "overlapped", False), (4, "blocking", False)],
-)
-def test_the_summary_warns_of_trainings_that_are_short_for_their_ranks(
-    num_ranks: int, averaging: str, is_said: bool
-) -> None:
+@pytest.mark.parametrize(("num_ranks", "is_said"), [(4, True), (3, True), (2, False)])
+def test_the_summary_warns_of_trainings_that_are_short_for_their_ranks(num_ranks: int, is_said: bool) -> None:
     """On four ranks, a transformer with 500 batches each lost 12 % at the defaults, and nothing said so."""
     short = replace(RESULT, ranks=(replace(RESULT.ranks[0], batches=500),) * num_ranks)
-    assert ("few batches" in drawn(summary_panel(short, name="x", averaging=averaging), width=80)) == is_said
+    assert ("few batches" in drawn(summary_panel(short, name="x"), width=80)) == is_said
     long = replace(short, ranks=(*short.ranks[1:], replace(RESULT.ranks[0], batches=3000)))
-    assert "few batches" not in drawn(summary_panel(long, name="x", averaging=averaging), width=80)
+    assert "few batches" not in drawn(summary_panel(long, name="x"), width=80)
 
 
 def test_a_long_path_is_folded_not_cut() -> None:

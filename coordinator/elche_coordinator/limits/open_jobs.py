@@ -46,7 +46,7 @@ class OpenJobs:
 
     def require_kind(self, user: str, spec: JobSpec) -> None:
         """Raises `TooMuch` if the user's jobs, or all, are of too many kinds for one more of this kind."""
-        kinds = self._kinds.get(user, {})
+        kinds = self._kinds.get(user, Counter())
         if kind_of(spec) in kinds:
             return
         num_all = sum(map(len, self._kinds.values()))
