@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elche_worker.collectives.reduction import Average
-from elche_worker.model.layout import Layout
+from elche_worker.model.layout import Layout, digest_of
 
 
 class Everything(nn.Module):
@@ -97,6 +97,17 @@ def test_source_bytes_carry_counters_and_frozen_parameters_where_they_differ() -
     received.apply_bytes(torch.cat([sent.buffer_bytes(), sent.frozen_bytes()]))
     assert torch.equal(receiver.frozen, sender.frozen)
     assert received.frozen_digest() == sent.frozen_digest()
+
+
+def test_a_sign_that_differs_is_seen_in_each_place() -> None:
+    """The highest bit of a word had no effect, and so every second flipped sign of a float32 had none."""
+    values = torch.randn(3 * 1024)
+    whole, seen = digest_of([values, torch.ones(3)]), set()
+    for at in range(0, len(values), 3):
+        values[at].neg_()
+        seen.add(digest_of([values, torch.ones(3)]))
+        values[at].neg_()
+    assert whole not in seen
 
 
 @pytest.mark.parametrize("size", [1, 7, 8 * 1024 // 4, 50_000])

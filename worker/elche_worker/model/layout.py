@@ -415,8 +415,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """63-bit digest of the tensors' bytes, in order, computed where they are; 0 without any."""
     digest = 0
     for tensor in tensors:
-        digest = digest * 1_000_003 + _fast_digest(_raw(tensor))
-    return digest % 2**63
+        digest = (digest * 1_000_003 + _fast_digest(_raw(tensor))) % 2**64
+    return (digest ^ digest >> 63) % 2**63  # a word's highest bit changes only the highest one here
 
 
 def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
@@ -532,9 +532,10 @@ def _is_finite(flat: torch.Tensor) -> bool:
 
 
 def _fast_digest(raw: torch.Tensor) -> int:
-    """64-bit digest of bytes: a weighted sum of the sums by row and by column of its 64-bit words, in wrapping integer
-    arithmetic. So it does not depend on the order in which a device adds, costs one pass over the bytes where they are,
-    and changes if two words are exchanged. It finds faults, not attacks.
+    """64-bit digest of bytes: a weighted sum of its 64-bit words, from their sums by row and by column, in wrapping
+    integer arithmetic. So it does not depend on the order in which a device adds, and costs one pass over the bytes
+    where they are. Each word has an odd weight of its own, so that it changes the digest whatever bits of it change. It
+    finds faults, not attacks.
     """
     num_words = raw.numel() // 8 - raw.numel() // 8 % COLUMNS
     if raw.storage_offset() % 8:
@@ -544,8 +545,9 @@ def _fast_digest(raw: torch.Tensor) -> int:
     total = (rest * weights).sum()
     if num_words:
         rows = raw[: 8 * num_words].view(torch.int64).view(-1, COLUMNS)
-        for sums in (rows.sum(0), rows.sum(1)):
-            total += (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=raw.device)).sum()
+        of_columns, of_rows = rows.sum(0), rows.sum(1)
+        total += (of_columns * torch.arange(1, 2 * COLUMNS + 1, 2, device=raw.device)).sum()
+        total += (of_rows * torch.arange(0, 2 * COLUMNS * len(rows), 2 * COLUMNS, device=raw.device)).sum()
     return int(total) % 2**64
 
 

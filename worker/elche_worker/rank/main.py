@@ -89,6 +89,8 @@ READ_BETWEEN = (
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
 """What is said of a data set that another thread cannot read."""
+ROUNDS_FORMAT = 2
+"""Version of what ranks tell each other in rounds (rows of the header, digests): only ranks of one train together."""
 AWAY_POLL_S = 0.1
 """Seconds between two checks if the coordinator is away."""
 
@@ -445,6 +447,7 @@ def _ready(
 def _options(job: JobDefinition, merge: str) -> str:
     """Text of the further options that must be equal on all ranks."""
     words: list[object] = [job.weighting, merge, job.compress, job.outer_optimizer, job.buffers, job.optimizer_state]
+    words += ["rounds", ROUNDS_FORMAT]
     words += [] if job.ema is None else ["ema", job.ema]
     words += [] if job.shard is None else [job.shard, "in groups of", job.group_size]
     return " ".join(map(str, words))
