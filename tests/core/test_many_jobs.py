@@ -174,5 +174,5 @@ def test_to_look_at_the_first_of_a_line_decides_the_same_as_to_look_at_all(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Story(seed).run(120)
-    monkeypatch.setattr(lines, "_kind", lambda spec: (spec.name, (), 0, 0))
+    monkeypatch.setattr(lines, "kind_of", lambda spec: (spec.name, (), 0, 0))
     assert Story(seed).run(120) == told
