@@ -49,7 +49,7 @@ def outlive_readers(tell: Callable[[str], None]) -> None:
         with suppress(OSError):
             stream.flush()
         with suppress(OSError, ValueError):  # a replaced stream without a descriptor
-            file = io.BufferedWriter(_Outlet(stream.fileno(), tell if name == "stdout" else None))
+            file = io.BufferedWriter(_Outlet(stream, tell if name == "stdout" else None))
             encoding, errors = stream.encoding, stream.errors
             setattr(sys, name, io.TextIOWrapper(file, encoding=encoding, errors=errors, line_buffering=True))
 
@@ -57,8 +57,9 @@ def outlive_readers(tell: Callable[[str], None]) -> None:
 class _Outlet(io.FileIO):
     """A standard stream's file, which loses what cannot be written."""
 
-    def __init__(self, descriptor: int, tell: Callable[[str], None] | None) -> None:
-        super().__init__(descriptor, "wb", closefd=False)
+    def __init__(self, stream: io.TextIOWrapper, tell: Callable[[str], None] | None) -> None:
+        super().__init__(stream.fileno(), "wb", closefd=False)
+        self._stream = stream  # closes the descriptor when nobody has it, and another file would get its number
         self._tell = tell
 
     def write(self, data: Any) -> int:

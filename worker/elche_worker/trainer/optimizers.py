@@ -37,12 +37,6 @@ class Optimizers:
         return [float(group["lr"]) for one in self for group in one.param_groups if group.get("lr") is not None]
 
     @property
-    def num_changes(self) -> int:
-        """How often their parameters were written so far, as autograd counts it."""
-        groups = (group for one in self for group in one.param_groups)
-        return sum(one._version for group in groups for one in group["params"] if not one.is_inference())
-
-    @property
     def have_schedule(self) -> bool:
         """True if a torch learning rate schedule wraps the `step` of one of them."""
         return any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in self)

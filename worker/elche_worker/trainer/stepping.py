@@ -107,8 +107,6 @@ class Stepper:
         """Number of times that gradients were averaged."""
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
-        self._changes_at_step = -1
-        """`Optimizers.num_changes` after the latest step."""
         self._is_closed = False
         self._others: OtherOptimizers | None = None
         _steppers.add(self)
@@ -330,21 +328,15 @@ class Stepper:
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
     def _note_changed(self) -> None:
-        """Another optimizer has stepped the model, which is to be compared even if no gradients were averaged."""
+        """The model was changed since it was compared, even if no gradients were averaged."""
         self._num_compared = min(self._num_compared, self._num_averaged - 1)
-        self._changes_at_step = self._optimizers.num_changes
 
     def compare_at_end(self) -> Misuse | None:
         """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
         for no other rank that has more to do, and may find it on the last one alone.
-
-        Not for a model that has changed since the latest step: one rank may have loaded its best weights to test them.
         """
         is_compared = self._num_averaged == self._num_compared
         if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
-            return None
-        if self._changes_at_step != self._optimizers.num_changes:
-            self._world.tell_end("")
             return None
         try:
             check_alike_at_end(self._model, self._optimizers.rates, self._world)
@@ -432,8 +424,6 @@ class Stepper:
         if self._adopted is not None:
             self._adopt()
         self._is_finished, self._num_stepped = True, self.num_given
-        if self._world.size > 1:
-            self._changes_at_step = self._optimizers.num_changes
         self._progress.add_step(
             self.share.plan,
             self._world.number,
