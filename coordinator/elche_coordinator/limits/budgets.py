@@ -14,8 +14,8 @@ MAX_CALLS = 8192
 """gRPC calls that are open at once, except those of agents and ranks."""
 MAX_CALLS_OF_CALLER = 512
 MAX_STREAMS_OF_CONNECTION = 1024
-"""gRPC calls on one connection, those among them that its peer has reset and that are not over yet; more than one
-caller, worker or rank may have, so that only floods of calls that are reset at once come to it.
+"""gRPC calls that are open on one connection, including those that the peer has reset and the server has not ended yet.
+It is more than one caller, worker or rank may have open, so that only floods of calls that are reset at once reach it.
 """
 MAX_AGENT_CALLS = 16_384
 """gRPC calls of agents that are open at once: one of each host, and one of each file that it delivers."""

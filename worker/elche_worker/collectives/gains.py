@@ -24,7 +24,7 @@ SQUARES = torch.float64
 SENT = torch.bfloat16
 """Type in which norms are sent: 2 bytes, in error by at most 0.4 %, where steps of equal ranks differ by far more."""
 DIGITS = 4096.0
-"""To which a row's largest value is scaled before values are rounded for `squares_alike`."""
+"""A row's largest value is scaled to this before its values are rounded, in `squares_alike`."""
 PORTION = 1 << 22
 """Values that are added up together, in a copy of 8 bytes each."""
 

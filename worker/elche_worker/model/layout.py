@@ -416,7 +416,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     digest = 0
     for tensor in tensors:
         digest = (digest * 1_000_003 + _fast_digest(_raw(tensor))) % 2**64
-    return (digest ^ digest >> 63) % 2**63  # a word's highest bit changes only the highest one here
+    return (digest ^ digest >> 63) % 2**63  # a change of a word's highest bit changes only this highest bit
 
 
 def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
