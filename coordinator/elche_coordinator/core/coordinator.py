@@ -283,8 +283,8 @@ class Coordinator:
         return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
 
     def beside_stopped(self, agent_id: AgentId) -> list[list[Address]]:
-        """For each rank on a host whose ranks have all stopped without a coordinator: the ranks of its job that have not
-        stopped. Empty if a rank on the host has not stopped, or there is none.
+        """For each rank on a host whose ranks have all stopped without a coordinator: the ranks of its job that have
+        not stopped. Empty if a rank on the host has not stopped, or there is none.
         """
         found = []
         for job_id, rank in self._ranks_on(agent_id):

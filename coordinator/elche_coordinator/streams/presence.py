@@ -71,8 +71,9 @@ class Presence:
             self.release_stopped()
 
     def release_stopped(self) -> None:
-        """Reports former agents as lost if other ranks of all their ranks' jobs train on, so that these do not wait until
-        the next agent, which offers the stopped ranks' drafts, gives up. Called when an agent or rank has connected.
+        """Reports former agents as lost if other ranks of all their ranks' jobs train on, so that these do not wait
+        until the next agent, which offers the stopped ranks' drafts, gives up. Called when an agent or
+        rank has connected.
         """
         for agent_id in list(self._stopped):
             others = self._core.beside_stopped(agent_id)
@@ -81,8 +82,8 @@ class Presence:
                 self.lose_agent(agent_id)
 
     def _lives(self, address: Address) -> bool:
-        """True if a rank and its agent are both connected. Of a rank that has stopped, only the rank's stream is: the next
-        agent on its host opens it to report the stop, before it attends itself.
+        """True if a rank and its agent are both connected. Of a rank that has stopped, only the rank's stream is: the
+        next agent on its host opens it to report the stop, before it attends itself.
         """
         stream, agent_id = self._streams.of_rank(address), self._core.agent_of(address)
         agent = self._streams.agents.get(agent_id) if agent_id is not None else None
