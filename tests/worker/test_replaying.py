@@ -283,14 +283,6 @@ def no_job(place: Path) -> None:
     next(place.glob("job-*.py")).unlink()
 
 
-def an_older_format(place: Path) -> None:
-    path = place / "rank-0-1.bin"
-    data = bytearray(path.read_bytes())
-    data[8] = 1
-    end = 16 + int.from_bytes(data[12:16], "little")
-    path.write_bytes(bytes(data[:end]) + struct.pack("<I", crc32(data[:end])))
-
-
 def no_files(place: Path) -> None:
     shutil.rmtree(place)
 
@@ -303,7 +295,6 @@ def no_files(place: Path) -> None:
         (no_entry_into_a_round_that_all_have_lost, "round 4 of generation 1 had 2 ranks, and files of 1 tell of it"),
         (a_changed_byte, r"rank-0-1.bin is damaged at byte \d+"),
         (no_job, r"job-[0-9a-f]+\.py, the job's file, is missing"),
-        (an_older_format, "rank-0-1.bin has format 1, which lacks what replays need"),
         (no_files, "has no files of ranks: it was not run with --audit true"),
     ],
     ids=[
@@ -312,7 +303,6 @@ def no_files(place: Path) -> None:
         "no_entry",
         "a_changed_byte",
         "no_job",
-        "an_older_format",
         "no_files",
     ],
 )

@@ -187,8 +187,6 @@ class Artifacts:
         holders = self._driver.agents.holders(view.job_id, part.agent_id, part.folder)
         if not holders:
             raise _Away(f"{part.host} is not connected, which has {_described(part)}")
-        if holders[0] not in self._driver.agents.storing:
-            raise InvalidJob(f"the worker on {part.host} is older and cannot store anything: upgrade it")
         kept = self._kept.get(view.job_id, {})
         there = {name for one in kept.values() for name in one["files"]}
         record = "" if RECORD in there else await asyncio.to_thread(self._record, view.job_id)

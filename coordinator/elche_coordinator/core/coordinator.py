@@ -352,7 +352,6 @@ class Coordinator:
                     labels=event.labels,
                     folder=event.folder,
                     jobs=event.jobs,
-                    starts_loops=event.starts_loops,
                 )
                 self.fleet.join(event.agent_id, host)
                 self._may_place = True

@@ -36,9 +36,7 @@ def open_store(config: Config) -> Store:
         take_folder(data)
         if config.store:
             return SqlStore.at(config.store)
-        store = SqlStore.in_file(data / DATABASE)
-        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
-        return store
+        return SqlStore.in_file(data / DATABASE)
     except (BadStore, CannotStart):
         raise
     except Exception as error:

@@ -126,9 +126,7 @@ class Store(Protocol):
         """A description for people, without secrets."""
 
     def prepare(self) -> None:
-        """Creates the store, or migrates an older one to the present format. Raises `BadStore` for one of a newer
-        version or a damaged one.
-        """
+        """Creates the store if there is none. Raises `BadStore` for one of another version or a damaged one."""
 
     def close(self) -> None:
         """Ends all connections."""

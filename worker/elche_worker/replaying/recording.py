@@ -125,8 +125,6 @@ def _files(place: Path) -> dict[str, RankFile]:
             raise InvalidJob(f"{place}: {error}") from None
     for file in files:
         start = file.start
-        if file.format < 2:
-            raise InvalidJob(f"{place}: {file.name} has format {file.format}, which lacks what replays need")
         if file.problems:
             raise InvalidJob(f"{place}: {file.problems[0]}")
         if start.job != place.name:

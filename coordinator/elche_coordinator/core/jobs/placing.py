@@ -29,19 +29,19 @@ class _Offers:
 
     def num_free(self, spec: JobSpec) -> int:
         """Number of free slots that the job may have."""
-        if spec.needs not in self._num_free:
-            self._num_free[spec.needs] = len(self._fleet.free_for_one(spec.needs, self.kept))
-        return self._num_free[spec.needs]
+        if spec.conditions not in self._num_free:
+            self._num_free[spec.conditions] = len(self._fleet.free_for_one(spec.conditions, self.kept))
+        return self._num_free[spec.conditions]
 
     def num_slots(self, spec: JobSpec) -> int:
         """Number of slots that meet the job's conditions."""
-        if spec.needs not in self._num_slots:
-            self._num_slots[spec.needs] = self._fleet.num_slots(spec.needs)
-        return self._num_slots[spec.needs]
+        if spec.conditions not in self._num_slots:
+            self._num_slots[spec.conditions] = self._fleet.num_slots(spec.conditions)
+        return self._num_slots[spec.conditions]
 
     def overlap(self, one: JobSpec, other: JobSpec) -> bool:
         """True if there is a slot that both jobs could have."""
-        return one.needs == other.needs or not self._of(one).isdisjoint(self._of(other))
+        return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
 
     def keep(self, spec: JobSpec) -> None:
         """Keeps the slots that a waiting job could have from jobs behind it."""
@@ -53,9 +53,9 @@ class _Offers:
         self._num_free.clear()
 
     def _of(self, spec: JobSpec) -> set[Place]:
-        if spec.needs not in self._offered:
-            self._offered[spec.needs] = set(self._fleet.offered(spec.needs))
-        return self._offered[spec.needs]
+        if spec.conditions not in self._offered:
+            self._offered[spec.conditions] = set(self._fleet.offered(spec.conditions))
+        return self._offered[spec.conditions]
 
 
 class _Wait(NamedTuple):
@@ -142,7 +142,7 @@ class Placing:
         self._place_missing(self._by_age(), fleet)
         shares = Shares(self._holders, fleet, quotas)
         waiting = self._place_queued(fleet, shares)
-        kept = {place for job in waiting for place in fleet.free_places(job.spec.needs)}
+        kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
         holders = self._by_age()
         self._place_more(holders, fleet, shares, kept)
         self.asked = []
@@ -199,7 +199,6 @@ class Placing:
                     offers.num_free(spec),
                     offers.num_slots(spec),
                     is_possible=not spec.is_loop or can_wait,
-                    has_older=spec.is_loop and fleet.num_slots(spec.conditions) > offers.num_slots(spec),
                 )
                 wait = _Wait(reason)
                 self._waits[kind] = job.id, wait, wait

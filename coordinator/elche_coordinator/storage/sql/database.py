@@ -13,7 +13,7 @@ from elche_coordinator.storage.store import BadStore, DamagedStore, Replaced, St
 log = logging.getLogger(__name__)
 
 REVISION = "0004"
-"""The newest one in `migrations/versions`."""
+"""Number of the tables' schema, which grows with each change of it."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 REFUSALS = (
     *("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied"),
@@ -212,7 +212,7 @@ class Database:
         return sa.literal_column(text, sa.Float)
 
     def prepare(self) -> None:
-        """Brings the tables to the present schema. Raises `BadStore` for those of a newer version and damaged ones."""
+        """Makes the tables if there are none. Raises `BadStore` for those of another version and damaged ones."""
         with self.writing() as connection:
             if not self.is_shared:
                 if (found := _check_pages(connection)) != "ok":
@@ -226,30 +226,17 @@ class Database:
                 )
                 connection.execute(sa.text("INSERT INTO alembic_version VALUES (:now)"), {"now": REVISION})
                 return
-            found = ""
-            if "alembic_version" not in tables and "bundles" in tables:  # which came after numbers
+            if "alembic_version" not in tables:
                 raise DamagedStore(self.name, "it lacks the table alembic_version")
-            if "alembic_version" in tables:
-                found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or ""
-            if found > REVISION:
-                raise BadStore(
-                    f"its tables are those of a newer version ({found}; this one knows {REVISION}): start that, or go "
-                    "on from a backup that was made before it (elche-coordinator restore)"
-                )
+            found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or "none"
             if found != REVISION:
-                self._upgrade(connection, found)
+                age = "a newer" if found > REVISION else "an older"
+                raise BadStore(
+                    f"its tables are those of {age} version ({found}; this one knows {REVISION}): start that, or go "
+                    "on from a backup that was made with this one (elche-coordinator restore)"
+                )
             if lacks := _missing(connection):
                 raise DamagedStore(self.name, f"it lacks {', '.join(lacks)}")
-
-    def _upgrade(self, connection: sa.Connection, found: str) -> None:
-        from alembic import command  # needed only here, and slow to import
-        from alembic.config import Config
-
-        log.info("the tables of %s go from %s to %s", self.name, found or "those before numbers", REVISION)
-        config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
 
 
 def _check_pages(connection: sa.Connection) -> str:
