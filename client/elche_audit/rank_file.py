@@ -206,7 +206,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedPart:
     """An evaluation of a round's result, or of the rank's part of one."""
 
     round: int
@@ -215,7 +215,7 @@ class Evaluated:
     size: int
 
 
-Record = TrainedBatch | Entered | Received | Lost | Joined | Evaluated
+Record = TrainedBatch | Entered | Received | Lost | Joined | EvaluatedPart
 
 
 @dataclass(slots=True)
@@ -323,7 +323,7 @@ class _Reader:
         elif kind == JOINED:
             self._file.records.append(Joined(*(*numbers[:-1], bool(numbers[-1]))))
         elif kind == EVALUATED:
-            self._file.records.append(Evaluated(*numbers))
+            self._file.records.append(EvaluatedPart(*numbers))
         elif kind == COMMITTED:
             self._take_commit(Committed(*numbers))
         else:

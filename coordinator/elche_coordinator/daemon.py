@@ -23,7 +23,7 @@ from elche.v1 import (
 from elche_coordinator import collector
 from elche_coordinator.access.audit import Audit
 from elche_coordinator.access.encryption import Encryption
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import Upkeep
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -86,7 +86,7 @@ async def _serve(
 ) -> None:
     collector.settle()
     with loading(store):
-        tokens, recorded = Tokens(store), tape.read(store)
+        tokens, recorded = IssuedTokens(store), tape.read(store)
         driver = Driver(Coordinator(), store, recorded=recorded)
         history = History(store, living=driver.core.job_ids())
         catalogue, transfers = JobCatalogue(driver, history), Transfers()
@@ -161,7 +161,7 @@ async def _page(
     credentials: Credentials,
     audit: Audit,
     encryption: Encryption | None,
-    tokens: Tokens,
+    tokens: IssuedTokens,
 ) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:

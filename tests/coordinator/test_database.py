@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elche_coordinator.access.tokens import Tokens
+from elche.token import Role
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.roles import Role
 from elche_coordinator.storage.sql.database import metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
@@ -69,11 +69,11 @@ def test_a_page_that_is_lost_is_noticed_before_anything_is_written(tmp_path: Pat
 def test_a_token_with_a_role_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
     store = SqlStore.in_file(path)
-    Tokens(store).make("ada", Role.USER, expires_s=0, made_by="")
+    IssuedTokens(store).make("ada", Role.USER, expires_s=0, made_by="")
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tokens SET role = 'king'")
     with pytest.raises(DamagedStore, match="a token has a role that is none: 'king'"):
-        Tokens(store)
+        IssuedTokens(store)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from elche.errors import TooMuch
+from elche.token import Role
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobCancelled, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import open_jobs
-from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services.requests import submit
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore

@@ -7,7 +7,7 @@ from typing import Any
 
 from elche_coordinator.core.continuation import continuation
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.commands import (
     Command,
@@ -54,7 +54,7 @@ class WatchedCoordinator(Coordinator):
 
 def state_of(job: Job) -> object:
     """What of a job old news must not change, as plain values."""
-    run = job.run if isinstance(job, TrainingJob) else None
+    run = job.run if isinstance(job, ManagedJob) else None
     training, generation = (run.training, run.generation) if run is not None else (None, None)
     ranks = [(one.rank, one.incarnation, one.phase, one.local_step, one.base_step) for one in job.ranks.values()]
     open_rounds = (

@@ -13,13 +13,13 @@ import torch
 from elche.errors import InvalidJob
 from elche_worker import replay
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.streams import HostStreams
 from elche_worker.rank.acts import EnterRound, JoinGeneration, TrainBatch
 from elche_worker.rank.main import build
 from elche_worker.rank.replica import Replica
 from elche_worker.rank.replica_group import SingleProcess
-from elche_worker.replaying.collectives import Meeting
+from elche_worker.replaying.collectives import ReplayedMeeting
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import MAGIC
 from elche_worker.user.loading import load_job
@@ -79,7 +79,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.replicas: list[Replica] = []
-        self._meetings: dict[int, Meeting] = {}
+        self._meetings: dict[int, ReplayedMeeting] = {}
         self._fails: dict[tuple[int, int], str] = {}
         """By rank and round."""
         self._num_leased = 0
@@ -124,7 +124,7 @@ class Recorded:
         self._fails |= {(rank, number): one for rank, one in enumerate(when)}
 
     def meet(self, generation: int, *ranks: int) -> None:
-        self._meetings[generation] = Meeting(len(ranks))
+        self._meetings[generation] = ReplayedMeeting(len(ranks))
         for position, rank in enumerate(ranks):
             self.replicas[rank].join_generation(JoinGeneration(1, generation, position, len(ranks), "gloo"))
         for rank in ranks:
@@ -133,7 +133,7 @@ class Recorded:
     def train(self, rank: int, num_batches: int) -> None:
         replica = self.replicas[rank]
         for _ in range(num_batches):
-            lease = Lease(id=self._num_leased + 1, epoch=0, offset=4 * self._num_leased, size=4)
+            lease = LeasedPart(id=self._num_leased + 1, epoch=0, offset=4 * self._num_leased, size=4)
             self._num_leased += 1
             replica.take_lease(lease)
             replica.train(TrainBatch(replica.progress.samples, replica.rates.factor))

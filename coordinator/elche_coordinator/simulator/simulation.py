@@ -11,7 +11,7 @@ from typing import assert_never
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -142,7 +142,7 @@ class Simulation:
         )
 
     @property
-    def job(self) -> TrainingJob:
+    def job(self) -> ManagedJob:
         """The job, as the core has it."""
         return self.core.trainings[JOB]
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from elche.errors import ElcheError
-from elche_coordinator.roles import Token
+from elche_coordinator.roles import TokenRecord
 
 
 class StoreFailed(ElcheError):
@@ -175,10 +175,10 @@ class Store(Protocol):
     def save_artifacts(self, job_id: str, record: str) -> None:
         """Keeps that of one job; of a job that is forgotten, nothing."""
 
-    def load_tokens(self) -> list[Token]:
+    def load_tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first."""
 
-    def add_token(self, token: Token) -> None:
+    def add_token(self, token: TokenRecord) -> None:
         """Adds a token."""
 
     def remove_token(self, token_id: str) -> None:

@@ -16,11 +16,11 @@ from elche_worker.collectives.outer_state import OuterState
 from elche_worker.collectives.staged import where
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
-from elche_worker.outer import Average as PlainAverage
+from elche_worker.outer import Average
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
+class AverageResult:
     """The outcome of a collective. The averaged values are in the layout's flat buffers."""
 
     rows: list[Row]
@@ -162,14 +162,14 @@ class Reduction:
     @property
     def has_outer_step(self) -> bool:
         """True if an outer optimizer changes the average."""
-        return not isinstance(self._options.outer, PlainAverage)
+        return not isinstance(self._options.outer, Average)
 
     @property
     def follows_one(self) -> bool:
         """True if a round of a single rank changes kept state: an outer optimizer's, or a moving average."""
         return self.has_outer_step or self._options.decay is not None
 
-    def run(self, group: Collectives, row: Row, sent: Sent | None = None, state: bytes = b"") -> Average:
+    def run(self, group: Collectives, row: Row, sent: Sent | None = None, state: bytes = b"") -> AverageResult:
         """Runs a round on the layout's flat buffers; `state` goes to ranks that join.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
@@ -191,9 +191,9 @@ class Reduction:
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
         is_source = group.position == self._options.source(rows)
-        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source)
+        return AverageResult(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source)
 
-    def of_one(self, row: Row, elapsed_ms: float) -> Average:
+    def of_one(self, row: Row, elapsed_ms: float) -> AverageResult:
         """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step
         with others begins at the rank's values of that time. Gains and compression errors stay.
         """
@@ -201,7 +201,7 @@ class Reduction:
         self._memories = {}
         is_out = self._options.discarded([row])[0]
         nothing = torch.empty(0, dtype=torch.uint8)
-        return Average([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
+        return AverageResult([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
 
     def _collect(
         self, group: Collectives, row: Row, sent: Sent, state: bytes

@@ -58,7 +58,7 @@ class _Offers:
         return self._offered[spec.conditions]
 
 
-class _Wait(NamedTuple):
+class _Reason(NamedTuple):
     """Why a job waits."""
 
     reason: str
@@ -90,7 +90,7 @@ class Placing:
         """Jobs that have processes or are to have some."""
         self._now_s = 0.0
         """Time of the last `place`."""
-        self._waits: dict[Kind, tuple[JobId, _Wait, _Wait]] = {}
+        self._waits: dict[Kind, tuple[JobId, _Reason, _Reason]] = {}
         """For each kind of jobs that the last `place` has left without slots, the first of them, why it waits, and why
         those behind it do.
         """
@@ -125,10 +125,10 @@ class Placing:
         """The reason why a queued job waits."""
         return self._wait_of(job).reason
 
-    def _wait_of(self, job: PlacedJob) -> _Wait:
+    def _wait_of(self, job: PlacedJob) -> _Reason:
         found = None if self._is_too_early(job) else self._waits.get(self._lines.kind_of(job))
         if found is None:
-            return _Wait(job.reason)
+            return _Reason(job.reason)
         first, its_own, of_others = found
         return its_own if job.id == first else of_others
 
@@ -183,7 +183,7 @@ class Placing:
                 # waits for its time, and holds no slots back meanwhile
                 pass
             elif shares.room(job) < spec.least_ranks:
-                self._waits[kind] = job.id, _Wait(job.reason), _Wait(job.reason)
+                self._waits[kind] = job.id, _Reason(job.reason), _Reason(job.reason)
                 over_quota.append(job)
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
@@ -200,19 +200,19 @@ class Placing:
                     offers.num_slots(spec),
                     is_possible=not spec.is_loop or can_wait,
                 )
-                wait = _Wait(reason)
+                wait = _Reason(reason)
                 self._waits[kind] = job.id, wait, wait
                 if can_wait:
                     self._waits[kind] = job.id, wait, self._behind(job)
                     waiting.append(job)
                     offers.keep(spec)
         for job in over_quota:  # last: others of its project may have got slots after its turn
-            wait = _Wait(quota_notice(job.spec, shares.held(job), shares.quota(job)))
+            wait = _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job)))
             self._waits[self._lines.kind_of(job)] = job.id, wait, wait
         return waiting
 
-    def _behind(self, ahead: PlacedJob) -> _Wait:
-        return _Wait(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)
+    def _behind(self, ahead: PlacedJob) -> _Reason:
+        return _Reason(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)
 
     def _place_more(self, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
         """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""

@@ -38,7 +38,7 @@ from elche_coordinator.core.results.round_report import round_report
 from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mark_of, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.core.work.replay import Replay
-from elche_coordinator.core.work.shards import Shards
+from elche_coordinator.core.work.shards import ShardOrder
 
 OVERLAP_DECAY = 0.8
 """Factor per round on the longest recent averaging. Work is leased for that time, so that it must decay slowly."""
@@ -74,7 +74,7 @@ class Training:
         self.ledger = Ledger(
             settings.extent,
             {rank: record.batch_size for rank, record in members.items()},
-            Shards(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
+            ShardOrder(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
         )
         self.policy: Policy = new_policy(settings, list(members))
         self.evaluations = Evaluations(settings)

@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 import sqlalchemy as sa
 
-from elche_coordinator.roles import Role, Token
+from elche.token import Role
+from elche_coordinator.roles import TokenRecord
 from elche_coordinator.storage.sql.database import Database, failing
 from elche_coordinator.storage.sql.database import artifacts as _artifacts
 from elche_coordinator.storage.sql.database import bundles as _bundles
@@ -158,15 +159,15 @@ class SqlStore(Database):
 
     # Tokens and bundles
 
-    def load_tokens(self) -> list[Token]:
+    def load_tokens(self) -> list[TokenRecord]:
         with self.reading() as connection:
             rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
         try:
-            return [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+            return [TokenRecord(**{**row, "role": Role(row["role"])}) for row in rows]
         except ValueError as error:
             raise DamagedStore(self.name, f"a token has a role that is none: {error}") from None
 
-    def add_token(self, token: Token) -> None:
+    def add_token(self, token: TokenRecord) -> None:
         with self.writing() as connection:
             connection.execute(_tokens.insert().values(**{**asdict(token), "role": str(token.role)}))
 
