@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elche_worker.device.faults import ROWS, RUNTIME, Cause, Said, fault_of, is_device_fault, is_out_of_memory
+from elche_worker.device.faults import ROWS, RUNTIME, Cause, Known, fault_of, is_device_fault, is_out_of_memory
 
 USER, MEMORY, DEVICE, PEER = Cause.USER, Cause.MEMORY, Cause.DEVICE, Cause.PEER
 ADVICE = (
@@ -20,7 +20,7 @@ WORKER = "Caught RuntimeError in pin memory thread for device 0.\nOriginal Trace
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.words or 'any other'}, by {len(row.said_by)}")
-def test_a_row_is_not_hidden_by_one_before_it(row: Said) -> None:
+def test_a_row_is_not_hidden_by_one_before_it(row: Known) -> None:
     words = row.words or "words of a later version"
     for said_by in row.said_by or ("",):
         assert fault_of(RuntimeError(f"{WORKER}RuntimeError: {said_by}{words}{ADVICE}")) is row.fault
