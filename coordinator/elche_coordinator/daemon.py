@@ -51,7 +51,7 @@ from elche_coordinator.services.validation import ValidationInterceptor
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.storage.shared_bundles import SharedBundles
-from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.timelines import Timelines
@@ -82,7 +82,7 @@ async def serve(config: Config) -> None:
 
 
 async def _serve(
-    config: Config, stop: Stop, store: Store, shared: SharedBundles | None, leadership: Leadership
+    config: Config, stop: Stop, store: SqlStore, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
     collector.settle()
     with loading(store):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from elche.errors import InvalidJob
 from elche.token import Role
 from elche_coordinator.roles import TokenRecord
-from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.sql.store import SqlStore
 
 PREFIX = "elche_"
 """Prefix of tokens, by which scanners for secrets find them."""
@@ -31,7 +31,7 @@ class Grant:
 class IssuedTokens:
     """The tokens of a coordinator. Its methods are called on one thread, since they wait for the disk."""
 
-    def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: SqlStore, now: Callable[[], float] = time.time) -> None:
         self._store = store
         self._now = now
         self._grants = {one.hash: Grant(one) for one in store.load_tokens()}

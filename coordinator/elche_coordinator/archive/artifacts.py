@@ -27,7 +27,8 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.driver import Driver
-from elche_coordinator.storage.store import Replaced, Store
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import Replaced
 from elche_coordinator.streams.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class _Away(ElcheError):
 class Artifacts:
     """The artifact store of a coordinator, or what was stored while it had one. Used on the event loop only."""
 
-    def __init__(self, root: str, store: Store, driver: Driver, catalogue: JobCatalogue, transfers: Transfers) -> None:
+    def __init__(
+        self, root: str, store: SqlStore, driver: Driver, catalogue: JobCatalogue, transfers: Transfers
+    ) -> None:
         """`root`: folder or URL of the store; empty: there is none. Raises `CannotStart` and `StoreFailed`."""
         if problem := problem_of(root) if root else "":
             raise CannotStart(f"--artifacts: {problem}")

@@ -12,7 +12,8 @@ from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.storage.job_rows import FORMAT, Record
-from elche_coordinator.storage.store import JobRow, Store, StoreFailed
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow, StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class History:
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
-    def __init__(self, store: Store, living: Collection[str] = ()) -> None:
+    def __init__(self, store: SqlStore, living: Collection[str] = ()) -> None:
         """Leaves out `living` jobs, which the core has."""
         self._store = store
         self.jobs: dict[str, PastJob] = {}

@@ -127,6 +127,7 @@ class Database:
 
     def __init__(self, url: sa.URL) -> None:
         self.is_shared = url.get_backend_name() == "postgresql"
+        """True if several coordinators may share it, of which one leads."""
         self._term = 0
         """The term in which this coordinator may write; 0: there are no terms."""
         self._on_replaced: Callable[[str], None] = lambda reason: None
