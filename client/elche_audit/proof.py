@@ -6,7 +6,7 @@ from pathlib import Path
 from elche_audit.coverage import CoveredPiece, Ranges, difference, gaps, overlaps, words
 from elche_audit.history import Attempt, AuditedRound, attempts_of, contents, positions
 from elche_audit.rank_file import Damaged, RankFile
-from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, RecordedRound, RunFolder, read_books, read_run
+from elche_audit.run_folder import CADENCE, RECORD, CheckpointBooks, ReportedRound, RunFolder, read_books, read_run
 from elche_audit.verdict import Thrown, Verdict
 
 MAX_LINES = 20
@@ -361,16 +361,16 @@ def _reason(file: RankFile) -> str:
     return "its process was killed, or has crashed, before a round took them"
 
 
-def _is_same(entry: RecordedRound, one: AuditedRound) -> bool:
+def _is_same(entry: ReportedRound, one: AuditedRound) -> bool:
     return (entry.generation, entry.parts) == (one.generation, contents(one.parts))
 
 
-def _differs(entry: RecordedRound, one: AuditedRound) -> str:
-    made = RecordedRound(one.generation, contents(one.parts))
+def _differs(entry: ReportedRound, one: AuditedRound) -> str:
+    made = ReportedRound(one.generation, contents(one.parts))
     return f"version {one.version} has two contents: {CADENCE} says {_told(entry)}, and the ranks made {_told(made)}"
 
 
-def _told(entry: RecordedRound) -> str:
+def _told(entry: ReportedRound) -> str:
     parts = "; ".join(
         ", ".join(f"epoch {epoch} [{start}, {end})" for epoch, start, end in part) for part in entry.parts
     )

@@ -7,8 +7,8 @@ from struct import Struct, calcsize, unpack_from
 from typing import Any
 from zlib import crc32
 
-MAGIC, FORMATS = b"ELCHEAUD", (1, 2)
-"""The first bytes of every file, and the numbers of formats that are read. The first one lacks what replays need."""
+MAGIC, FORMAT = b"ELCHEAUD", 2
+"""The first bytes of every file, and the number of its format."""
 HEAD = Struct("<8sHHI")
 CRC = Struct("<I")
 """The checksum after each record: a record that was cut off by the process's end is recognized by it."""
@@ -61,7 +61,6 @@ class Start:
     members: int = 1
     """Processes of its replica group."""
     device: str = ""
-    """These, for replays, are empty in files of format 1."""
     label: str = ""
     """The device's name for display."""
     threads: int = 0
@@ -215,7 +214,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedPart:
     """An evaluation of a round's result, or of the rank's part of one."""
 
     round: int
@@ -224,7 +223,7 @@ class Evaluated:
     size: int
 
 
-Record = TrainedBatch | Entered | Received | Lost | Joined | Evaluated
+Record = TrainedBatch | Entered | Received | Lost | Joined | EvaluatedPart
 
 
 @dataclass(slots=True)
@@ -240,7 +239,6 @@ class RankFile:
     commits: list[Committed] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     """What the process has done, in order."""
-    format: int = FORMATS[-1]
     problems: list[str] = field(default_factory=list)
     """Records that contradict those before them."""
     has_ended: bool = False
@@ -290,8 +288,8 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
     magic, version, _, length = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise Damaged(f"{name} is no audit file of a rank")
-    if version not in FORMATS:
-        raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMATS[-1]} and older ones")
+    if version != FORMAT:
+        raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMAT}")
     end = HEAD.size + length
     if length > MAX_START_BYTES or end + CRC.size > len(data):
         raise Damaged(f"{name} is damaged: its head is not whole")
@@ -303,7 +301,7 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
         start.check()
     except (ValueError, TypeError, RecursionError):
         raise Damaged(f"{name} is damaged: its head has other fields than those of format {version}") from None
-    return RankFile(name, start, format=version), end + CRC.size, crc
+    return RankFile(name, start), end + CRC.size, crc
 
 
 class _Reader:
@@ -333,7 +331,7 @@ class _Reader:
         elif kind == JOINED:
             self._file.records.append(Joined(*(*numbers[:-1], bool(numbers[-1]))))
         elif kind == EVALUATED:
-            self._file.records.append(Evaluated(*numbers))
+            self._file.records.append(EvaluatedPart(*numbers))
         elif kind == COMMITTED:
             self._take_commit(Committed(*numbers))
         else:

@@ -19,7 +19,7 @@ REPLAY_TAG = 14 << 3 | 2
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedRound:
+class ReportedRound:
     """A committed round, as the coordinator has reported it."""
 
     generation: int
@@ -56,7 +56,7 @@ class RunFolder:
     files: list[RankFile] = field(default_factory=list)
     has_all_files: bool = True
     """False if a file of a rank is damaged."""
-    rounds: list[RecordedRound] | None = None
+    rounds: list[ReportedRound] | None = None
     """The coordinator's record; None if there is none."""
     result: dict[str, Any] | None = None
     """The job's result; None if it has not ended, or was not run by `elche run`."""
@@ -168,12 +168,12 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _recorded(message: job_pb2.RecordedRound) -> RecordedRound:
+def _recorded(message: job_pb2.RecordedRound) -> ReportedRound:
     parts = [
         joined(CoveredPiece(one.epoch, one.offset, one.offset + one.size) for one in part.slices)
         for part in message.parts
     ]
-    return RecordedRound(message.generation, tuple(tuple(part) for part in parts if part))
+    return ReportedRound(message.generation, tuple(tuple(part) for part in parts if part))
 
 
 def _read_checkpoint(path: Path, run: RunFolder) -> None:

@@ -12,13 +12,14 @@ import click
 
 from elche.network import DEFAULT_ADDRESS
 from elche.settings import SETTINGS, Setting
+from elche.token import Role
 
 if TYPE_CHECKING:
     from elche_client.options import JobOptions
 
 MAX_RANKS = 10_000
 """The number of ranks that MIN+ means."""
-ROLES = ("viewer", "user", "operator", "agent")
+ROLES = [role.value for role in Role]
 UNITS = {"m": 60, "h": 3600, "d": 86_400}
 """Seconds of the units of a lifetime."""
 MAX_DAYS = 3650

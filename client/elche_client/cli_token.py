@@ -49,8 +49,9 @@ def make(name: str, role: str, expires: float | None, address: str, as_json: boo
     import json
     from datetime import timedelta
 
+    from elche.token import Role
     from elche_client.notices import print_notice
-    from elche_client.tokens import Role, Tokens
+    from elche_client.tokens import Tokens
 
     with Tokens(address) as tokens:
         made, text = tokens.make(name, Role(role), expires=None if expires is None else timedelta(seconds=expires))

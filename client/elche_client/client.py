@@ -18,7 +18,6 @@ from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
 from elche.network import user_at_host
 from elche.notebook import show_live
-from elche.protocol import LOOPS, needing
 from elche.requirements import inline_requirements
 from elche.status import calling
 from elche.v1 import job_pb2 as pb
@@ -211,11 +210,10 @@ class Client:
         if folder is not None:
             self._upload(spec, path, folder, on_progress)
         request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
-        metadata = needing(LOOPS, self._metadata) if spec.is_loop else self._metadata
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 with self._calling():
-                    response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+                    response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
                 break
             except Unreachable:
                 if wait_s is None:

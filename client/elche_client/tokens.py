@@ -2,28 +2,15 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
 from elche.status import calling
+from elche.token import Role
 from elche.v1 import access_pb2 as pb
 from elche.v1.access_pb2_grpc import AccessServiceStub
 from elche_client.client import CALL_TIMEOUT_S
 from elche_client.connection import connect
-
-
-class Role(StrEnum):
-    """A token's permissions; each role except `agent` includes those before it."""
-
-    VIEWER = "viewer"
-    """Reads: the page, metrics, jobs, hosts, logs."""
-    USER = "user"
-    """Submits jobs, changes its own, and fetches models."""
-    OPERATOR = "operator"
-    """Changes all jobs, hosts and tokens."""
-    AGENT = "agent"
-    """Offers devices, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

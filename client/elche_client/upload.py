@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 
 from elche.bundle import CHUNK_BYTES
-from elche.errors import ElcheError, InvalidJob, Unreachable
+from elche.errors import InvalidJob, Unreachable
 from elche.script import check_module
-from elche.status import UNKNOWN_METHOD, calling
+from elche.status import calling
 from elche.v1 import bundle_pb2 as pb
 from elche.v1.bundle_pb2_grpc import BundleServiceStub
 from elche_client.bundle import Bundle
@@ -54,13 +54,8 @@ def upload(
                 if found.size_bytes > best:
                     best, num_failures = found.size_bytes, 0
                 stub.UploadBundle(_requests(bundle, found.size_bytes, on_progress), metadata=metadata)
-        except ElcheError as error:
-            if isinstance(error.__cause__, grpc.Call) and error.__cause__.details() == UNKNOWN_METHOD:
-                raise ElcheError(
-                    f"the coordinator at {address} is older than this client, and takes no folders: update it, or send "
-                    "the file alone with --folder none"
-                ) from error
-            if not isinstance(error, Unreachable) or num_failures == len(RETRY_AFTER_S):
+        except Unreachable:
+            if num_failures == len(RETRY_AFTER_S):
                 raise
             time.sleep(RETRY_AFTER_S[num_failures])
             num_failures += 1

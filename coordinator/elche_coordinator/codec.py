@@ -131,7 +131,6 @@ def agent_joined(agent_id: AgentId, hello: agent_pb2.AgentHello) -> events.Agent
         labels=dict(hello.labels),
         folder=hello.folder,
         jobs=tuple(map(JobId, hello.jobs)),
-        starts_loops=hello.starts_loops,
     )
 
 

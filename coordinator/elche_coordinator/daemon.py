@@ -23,7 +23,7 @@ from elche.v1 import (
 from elche_coordinator import collector
 from elche_coordinator.access.audit import Audit
 from elche_coordinator.access.encryption import Encryption
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import Upkeep
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -52,7 +52,7 @@ from elche_coordinator.services.validation import ValidationInterceptor
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.storage.shared_bundles import SharedBundles
-from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.timelines import Timelines
@@ -83,11 +83,11 @@ async def serve(config: Config) -> None:
 
 
 async def _serve(
-    config: Config, stop: Stop, store: Store, shared: SharedBundles | None, leadership: Leadership
+    config: Config, stop: Stop, store: SqlStore, shared: SharedBundles | None, leadership: Leadership
 ) -> None:
     collector.settle()
     with loading(store):
-        tokens, recorded = Tokens(store), tape.read(store)
+        tokens, recorded = IssuedTokens(store), tape.read(store)
         driver = Driver(Coordinator(), store, recorded=recorded)
         history = History(store, living=driver.core.job_ids())
         catalogue, transfers = JobCatalogue(driver, history), Transfers()
@@ -162,7 +162,7 @@ async def _page(
     credentials: Credentials,
     audit: Audit,
     encryption: Encryption | None,
-    tokens: Tokens,
+    tokens: IssuedTokens,
 ) -> AsyncIterator[None]:
     """Serves the page and the metrics inside the context, if they are configured."""
     if config.http is None:

@@ -51,7 +51,7 @@ from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.storage.job_rows import JobRows
 from elche_coordinator.storage.snapshots import Snapshots
 from elche_coordinator.storage.sources import Sources
-from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.tape import Entry, Recorded, Tape
 from elche_coordinator.storage.writer import Writer
 from elche_coordinator.streams.agents import Agents
@@ -89,7 +89,7 @@ class Driver:
     only query the core.
     """
 
-    def __init__(self, core: Coordinator, store: Store, *, recorded: Recorded | None = None) -> None:
+    def __init__(self, core: Coordinator, store: SqlStore, *, recorded: Recorded | None = None) -> None:
         """With `recorded` it resumes the previous coordinator's state; else it begins with `core`."""
         self.health = LoopHealth()
         self.journals = Journals()

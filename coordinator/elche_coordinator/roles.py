@@ -2,23 +2,9 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import StrEnum
 
 from elche.errors import Forbidden
-
-
-class Role(StrEnum):
-    """A token's permissions."""
-
-    VIEWER = "viewer"
-    """Reads: the page, metrics, jobs, hosts, logs."""
-    USER = "user"
-    """Also submits jobs, changes its own, and fetches models."""
-    OPERATOR = "operator"
-    """Also changes all jobs, hosts and tokens."""
-    AGENT = "agent"
-    """Offers devices, and nothing else."""
-
+from elche.token import Role
 
 IMPLIED = {
     Role.VIEWER: {Role.VIEWER},
@@ -99,7 +85,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class TokenRecord:
     """A token that has not been revoked."""
 
     id: str

@@ -6,7 +6,7 @@ from struct import pack
 from typing import Protocol
 
 
-class HeaderRow(Protocol):
+class DigestedRow(Protocol):
     """The fields of a row in the digest: those that a rank sends to the coordinator."""
 
     @property
@@ -45,7 +45,7 @@ class HeaderRow(Protocol):
         ...
 
 
-def header_digest(rows: Iterable[HeaderRow]) -> int:
+def header_digest(rows: Iterable[DigestedRow]) -> int:
     """64 bits of BLAKE2b over the rows, each packed as little-endian numbers of 64 bits, and flags of a byte."""
     digest = blake2b(digest_size=8)
     for row in rows:

@@ -10,7 +10,6 @@ from typing import Any
 from elche.errors import InvalidJob
 
 FORMAT = 2
-FORMAT_WITHOUT_CHECKSUM = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 EMA = "ema.safetensors"
@@ -61,14 +60,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format"]
         missing = [name for name in FIELDS if name not in manifest]
-        is_sealed = version != FORMAT or manifest.get("checksum") == checksum(manifest)
+        is_sealed = version != FORMAT or manifest["checksum"] == checksum(manifest)
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidJob(f"{path} is no manifest of an elche checkpoint, or is damaged") from None
     if not is_sealed:
         raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
-    if version not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
+    if version != FORMAT:
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
         raise InvalidJob(f"{path} is no manifest of an elche checkpoint: {missing[0]} is missing")

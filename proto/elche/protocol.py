@@ -1,4 +1,4 @@
-"""The protocol's version. Every call of a client or agent carries the one that it needs.
+"""The protocol's version. Every call of a client or agent carries it.
 
 A coordinator supports all versions from `OLDEST` to `VERSION`. Fields and messages that others may ignore need no new
 version; `VERSION` grows with changes that older programs would misunderstand, and `OLDEST` when support of one ends.
@@ -8,10 +8,6 @@ from importlib.metadata import version
 
 VERSION = 2
 OLDEST = 1
-USUAL = 1
-"""The version that calls need, except those that say more."""
-LOOPS = 2
-"""The version that the submission of a script with its own loop needs: older coordinators took it for a job's file."""
 KEY = "elche-protocol"
 """Metadata key of the version. A call without it was made by hand, and is accepted."""
 RELEASE_KEY = "elche-release"
@@ -21,12 +17,7 @@ RELEASE_KEY = "elche-release"
 def call_metadata(token: str | None = "") -> tuple[tuple[str, str], ...]:
     """Metadata of every call of clients and agents: the version, and the token if there is one."""
     authorization = (("authorization", f"Bearer {token}"),) if token else ()
-    return ((KEY, str(USUAL)), (RELEASE_KEY, version("elche")), *authorization)
-
-
-def needing(number: int, metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that needs this version."""
-    return ((KEY, str(number)), *(one for one in metadata if one[0] != KEY))
+    return ((KEY, str(VERSION)), (RELEASE_KEY, version("elche")), *authorization)
 
 
 def problem(theirs: str, release: str) -> str:

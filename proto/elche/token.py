@@ -1,9 +1,10 @@
-"""The token that a coordinator, its agents and its clients share, read from the environment or a file."""
+"""Tokens and their roles; the token that a program uses, read from the environment or a file."""
 
 import hmac
 import os
 import stat
 from collections.abc import Mapping
+from enum import StrEnum
 
 from elche.errors import NotAllowed
 
@@ -14,6 +15,19 @@ BEARER = "Bearer "
 MAX_BYTES = 4096
 MIN_CHARACTERS = 16
 """Shortest token that a coordinator accepts; shorter ones can be guessed."""
+
+
+class Role(StrEnum):
+    """A token's permissions; each role except `agent` includes those before it."""
+
+    VIEWER = "viewer"
+    """Reads: the page, metrics, jobs, hosts, logs."""
+    USER = "user"
+    """Submits jobs, changes its own, and fetches models."""
+    OPERATOR = "operator"
+    """Changes all jobs, hosts and tokens."""
+    AGENT = "agent"
+    """Offers devices, and nothing else."""
 
 
 def read_token(environment: Mapping[str, str] = os.environ) -> str:

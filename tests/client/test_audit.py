@@ -58,7 +58,7 @@ class Log:
 
     def to_bytes(self) -> bytes:
         text = json.dumps(self.start).encode()
-        data = b"ELCHEAUD" + struct.pack("<HHI", 1, 0, len(text)) + text
+        data = b"ELCHEAUD" + struct.pack("<HHI", 2, 0, len(text)) + text
         crc = crc32(data)
         data += struct.pack("<I", crc)
         for kind, *numbers in self.records:
@@ -527,7 +527,7 @@ LACKS: dict[Fault, str] = {
     damaged_last_record: r"rank-0-1.bin is damaged at byte \d+: the checksum of a record does not match",
     record_after_the_last_one: r"rank-0-1.bin is damaged at byte \d+: there is no record of type 1",
     damaged_head: r"rank-0-1.bin is damaged: the checksum of its head",
-    another_format: r"rank-0-1.bin has format 17, and this version of elche reads 2 and older ones",
+    another_format: r"rank-0-1.bin has format 18, and this version of elche reads 2",
     missing_file: r"round 1 of generation 1 .* had 2 ranks, and the files of 1 tell of it",
     file_that_was_cut: r"round \d of generation 1 .* had 2 ranks, and the files of 1 tell of it",
     missing_rounds: r"cadence.binpb, the record of rounds, is missing",

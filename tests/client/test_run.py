@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from elche.manifest import write_manifest
+
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 100
@@ -179,11 +181,11 @@ def test_what_ranks_print_is_shown_where_it_does_not_disturb(place: Path, option
 
 
 def test_the_way_to_go_on_is_the_last_line(place: Path) -> None:
-    manifest = '{"format": 1, "saved_at": 1, "files": {}, "training": {}, "tensors": [], "settings": {}, '
-    manifest += '"num_ranks": 1, "file_name": "digits.py", "job": "j-1"}'
+    unfinished = {"format": 2, "saved_at": 1, "files": {}, "tensors": [], "settings": {}}
+    unfinished |= {"num_ranks": 1, "file_name": "digits.py", "job": "j-1"}
     folder = place / "an out" / "checkpoints" / "j-1" / "epoch-0001-step-00000010"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(manifest)
+    write_manifest(folder, unfinished, training={})
     for job in ("fails", "dies"):
         shutil.rmtree(place / "an out" / "coordinator", ignore_errors=True)
         (place / "an out" / "agent.pid").unlink(missing_ok=True)

@@ -12,8 +12,9 @@ import pytest
 
 from elche.errors import InvalidJob, NotAllowed
 from elche.status import answering
+from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
-from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller, Role
+from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, RankCaller
 
 OWN = "correct horse battery"

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from elche.token import Role
 from elche_coordinator.access.audit import MAX_REFUSALS, UNCHANGED, Audit
-from elche_coordinator.roles import Caller, Role
+from elche_coordinator.roles import Caller
 
 EVE, MALLORY = Caller("eve", Role.VIEWER, "t1"), Caller("mallory", Role.USER, "t2")
 

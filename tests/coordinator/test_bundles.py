@@ -13,8 +13,9 @@ from typing import Any, ParamSpec
 import pytest
 
 from elche.errors import InvalidJob, TooMuch, Unreachable
+from elche.token import Role
 from elche.v1 import bundle_pb2
-from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services import bundle_service
 from elche_coordinator.services.bundle_service import BundleServicer
 from elche_coordinator.storage import bundles as module

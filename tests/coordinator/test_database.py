@@ -14,9 +14,9 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 import elche_coordinator.storage.sql.migrations
-from elche_coordinator.access.tokens import Tokens
+from elche.token import Role
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.roles import Role
 from elche_coordinator.storage.sql.database import REVISION, metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
@@ -71,7 +71,7 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     assert store.load_state().pieces == [b"a piece"]
     if dump.stem != "before_numbers":
         assert store.identity().id == "the-store"
-        assert [one.name for one in Tokens(store).all()] == ["ada"]
+        assert [one.name for one in IssuedTokens(store).all()] == ["ada"]
     SqlStore.in_file(path)  # once more changes nothing
     assert store.load_state().pieces == [b"a piece"]
 
@@ -146,11 +146,11 @@ def test_a_page_that_is_lost_is_noticed_before_anything_is_written(tmp_path: Pat
 def test_a_token_with_a_role_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
     store = SqlStore.in_file(path)
-    Tokens(store).make("ada", Role.USER, expires_s=0, made_by="")
+    IssuedTokens(store).make("ada", Role.USER, expires_s=0, made_by="")
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tokens SET role = 'king'")
     with pytest.raises(DamagedStore, match="a token has a role that is none: 'king'"):
-        Tokens(store)
+        IssuedTokens(store)
 
 
 @pytest.mark.parametrize(

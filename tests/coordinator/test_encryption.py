@@ -9,11 +9,12 @@ import grpc
 import pytest
 
 from elche.errors import NotAllowed
+from elche.token import Role
 from elche_client.certificates import Authority
 from elche_coordinator.access.encryption import Encryption, caller_of
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.config import CannotStart, Config
-from elche_coordinator.roles import Caller, Role
+from elche_coordinator.roles import Caller
 from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.storage.sql.store import SqlStore
 
@@ -35,7 +36,7 @@ def test_a_certificate_names_its_holder(uris: list[bytes], found: Caller | None)
 
 
 def test_a_token_counts_more_than_a_certificate_and_one_of_both_is_needed(tmp_path: Path) -> None:
-    tokens = Tokens(SqlStore.in_file(tmp_path / "db.sqlite"))
+    tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"))
     _, text = tokens.make("ops", Role.OPERATOR, expires_s=0.0, made_by="")
     asking = Credentials("", tokens, asks_certificates=True)
     assert asking.find("", [ANNA])[0] == Caller("anna", Role.USER)

@@ -35,20 +35,16 @@ async def serve(queue: AgentQueue, transfers: Transfers, answer: Answer) -> None
                 await transfers.deliver(transfer, None)
 
 
-def found(
-    folder: Path, *agents: tuple[str, Answer | None], names: tuple[str, ...] = ()
-) -> list[job_pb2.MeasureLinksResponse]:
-    """What these agents, by host, find; None is an older one."""
+def found(folder: Path, *agents: tuple[str, Answer], names: tuple[str, ...] = ()) -> list[job_pb2.MeasureLinksResponse]:
+    """What these agents, by host, find."""
 
     async def story() -> list[job_pb2.MeasureLinksResponse]:
         driver, transfers = Driver(Coordinator(), SqlStore.in_file(folder / "elche.sqlite")), Transfers()
         serving: list[asyncio.Future[None]] = []
         for host, answer in agents:
-            hello = agent_pb2.AgentHello(
-                host=host, slots=[agent_pb2.Slot(device="cpu")], measures_links=answer is not None
-            )
+            hello = agent_pb2.AgentHello(host=host, slots=[agent_pb2.Slot(device="cpu")])
             _, _, queue = attend(driver, hello)
-            serving.append(asyncio.ensure_future(serve(queue, transfers, answer or well)))
+            serving.append(asyncio.ensure_future(serve(queue, transfers, answer)))
         try:
             answers = [one async for one in LinkTrials(driver.agents, transfers).measure(names)]
             assert not transfers._open, "nothing waits for an agent any more"
@@ -74,12 +70,6 @@ def test_each_pair_of_hosts_is_measured_once(tmp_path: Path) -> None:
     ]
     assert all(one.measured == MEASURED for one in answers)
     assert len(found(tmp_path, ("a", well), ("b", well), names=("b", "a", "b"))) == 1
-
-
-def test_an_older_agent_is_not_asked(tmp_path: Path) -> None:
-    """It would take the order for a mistake, and end with its ranks."""
-    (one,) = found(tmp_path, ("a", well), ("old", None))
-    assert one.error == "the agent of old is older and cannot: upgrade it"
 
 
 def test_a_link_that_is_open_one_way_is_none(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from elche.errors import TooMuch
+from elche.token import Role
 from elche.v1 import job_pb2
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.limits.budgets import Budget
-from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services.log_streams import stream_logs
 from elche_coordinator.streams.transfers import Transfers
 from support.views import job_view, rank_view

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elche.errors import TooMuch
+from elche.token import Role
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
@@ -17,7 +18,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import open_jobs
-from elche_coordinator.roles import CALLER, Caller, Role
+from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services.requests import scale, submit
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore

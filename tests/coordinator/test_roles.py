@@ -3,8 +3,9 @@
 import pytest
 
 from elche.errors import Forbidden
+from elche.token import Role
 from elche.v1 import access_pb2, agent_pb2, averaging_pb2, bundle_pb2, job_pb2, rank_pb2, store_pb2
-from elche_coordinator.roles import ANYBODY, CHANGES, NEEDED, Caller, Role
+from elche_coordinator.roles import ANYBODY, CHANGES, NEEDED, Caller
 
 OF_RANKS = {"/elche.v1.RankService/Converse", "/elche.v1.BundleService/FetchBundle"}
 

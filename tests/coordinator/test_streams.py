@@ -32,9 +32,7 @@ from elche_coordinator.streams import presence, streams
 from elche_coordinator.streams.send_queue import SendQueue
 from elche_coordinator.streams.streams import Secrets, Stream, Superseded
 
-HELLO = agent_pb2.AgentHello(
-    host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent", starts_loops=True
-)
+HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
 RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
 
 

@@ -3,11 +3,11 @@
 from datetime import timedelta
 from pathlib import Path
 
+from elche.token import Role
 from elche_client.certificates import Authority
 from elche_coordinator.access.encryption import Encryption
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import FORGOTTEN_S, Upkeep
-from elche_coordinator.roles import Role
 from elche_coordinator.storage.sql.store import SqlStore
 
 DAY_S = 24 * 3600.0
@@ -22,7 +22,7 @@ class Clock:
 
 def test_of_a_holder_s_tokens_the_last_to_end_counts(tmp_path: Path) -> None:
     clock = Clock()
-    tokens = Tokens(SqlStore.in_file(tmp_path / "db.sqlite"), now=clock)
+    tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"), now=clock)
     tokens.make("anna", Role.USER, expires_s=90 * DAY_S, made_by="")
     old, _ = tokens.make("pool", Role.AGENT, expires_s=10 * DAY_S, made_by="")
     tokens.make("ops", Role.OPERATOR, expires_s=DAY_S, made_by="")
@@ -48,7 +48,7 @@ def test_a_certificate_that_is_replaced_is_told_of_with_its_new_end(tmp_path: Pa
     authority = Authority(tmp_path)
     holder = authority.server(["gpu1.lab"], expires=timedelta(days=1))
     encryption = Encryption(holder.folder, asks_clients=False)
-    upkeep = Upkeep(tmp_path, Tokens(SqlStore.in_file(tmp_path / "db.sqlite")), encryption)
+    upkeep = Upkeep(tmp_path, IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite")), encryption)
 
     def lasts_days() -> dict[str, float]:
         terms = upkeep.terms(0.0)
@@ -63,7 +63,7 @@ def test_a_certificate_that_is_replaced_is_told_of_with_its_new_end(tmp_path: Pa
 
 
 def test_a_disk_that_cannot_be_asked_has_no_series(tmp_path: Path) -> None:
-    tokens = Tokens(SqlStore.in_file(tmp_path / "db.sqlite"))
+    tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"))
     found = Upkeep(tmp_path, tokens).disk()
     assert found is not None
     assert 0 < found[0] <= found[1]

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.ids import Incarnation
 from elche_coordinator.core.records.ranks import present
 from elche_coordinator.core.rounds.generation import Generation
@@ -81,7 +81,7 @@ def test_the_search_finds_samples_that_are_booked_and_not_trained(monkeypatch):
 
 
 def test_the_search_finds_a_job_that_waits_for_a_stopped_rank_for_ever(monkeypatch):
-    monkeypatch.setattr(TrainingJob, "on_hung", lambda *_: None)
+    monkeypatch.setattr(ManagedJob, "on_hung", lambda *_: None)
     monkeypatch.setattr(exhaustive, "LONGEST", 200)  # others of so few batches end before
     story = found_by(dataset_size=1, faults={"stop": 1})
     assert story.endswith("the job goes on and on, and never ends") or "nothing more happens" in story

@@ -191,23 +191,14 @@ def test_a_submitted_loop_is_replayed_though_others_had_its_slots_before():
     assert replayed(core) >= len(events) + 1
 
 
-def test_a_submitted_loop_that_an_older_worker_did_not_get_is_replayed():
-    core = JournalledCoordinator()
-    core.handle(joined("old", 2, starts_loops=False), now_s=1.0)
-    core.handle(submitted("job", 2, is_loop=True), now_s=2.0)
-    core.handle(joined("new", 2), now_s=3.0)
-    assert {record.host for record in core.jobs[JOB].ranks.values()} == {"new"}
-    assert replayed(core) >= 2
-
-
 def submitted(name: str, num_ranks: int, **more: object) -> JobSubmitted:
     spec = JobSpec(name=name, source_hash="import torch", file_name="a.py", num_ranks=num_ranks, **more)  # type: ignore[arg-type]
     return JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=0.0)
 
 
-def joined(name: str, num_slots: int, *, starts_loops: bool = True) -> AgentJoined:
+def joined(name: str, num_slots: int) -> AgentJoined:
     slots = (Slot(device="cpu"),) * num_slots
-    return AgentJoined(agent_id=AgentId(name), host=name, slots=slots, starts_loops=starts_loops)
+    return AgentJoined(agent_id=AgentId(name), host=name, slots=slots)
 
 
 def exits(core: JournalledCoordinator, job_id: str) -> list[RankExited]:

@@ -12,7 +12,7 @@ from elche_coordinator.core.invariants import check_ledger
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.work.intervals import IntervalSet
 from elche_coordinator.core.work.ledger import Ledger
-from elche_coordinator.core.work.shards import Shards
+from elche_coordinator.core.work.shards import ShardOrder
 
 RANKS = st.integers(0, 3)
 FREE, COMMITTED = "free", "committed"
@@ -276,7 +276,7 @@ def test_samples_of_a_job_that_max_steps_ends_are_those_that_are_trained():
 
 
 def test_a_rank_goes_on_in_its_shard():
-    ledger = Ledger(Extent(dataset_size=80, epochs=1, batch_size=10), shards=Shards((20, 20, 20, 20), seed=1))
+    ledger = Ledger(Extent(dataset_size=80, epochs=1, batch_size=10), shards=ShardOrder((20, 20, 20, 20), seed=1))
     first, other, second = (ledger.grant(Rank(rank), Epoch(0), 10) for rank in (0, 1, 0))
     assert len(first) == len(other) == len(second) == 1
     assert second[0].offset == first[0].offset + 10

@@ -163,10 +163,8 @@ class Story:
             choose([["cpu"] * 3, ["cuda:0", "cuda:1"], ["cuda:0", "cuda:0", "cpu"]]),
         )
         slots = tuple(Slot(device=device) for device in devices)
-        labels, starts_loops = {"zone": choose(["a", "b"])}, choose([True, True, False])
-        self.handle(
-            AgentJoined(agent_id=AgentId(name), host=name, slots=slots, labels=labels, starts_loops=starts_loops)
-        )
+        labels = {"zone": choose(["a", "b"])}
+        self.handle(AgentJoined(agent_id=AgentId(name), host=name, slots=slots, labels=labels))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -174,5 +172,5 @@ def test_to_look_at_the_first_of_a_line_decides_the_same_as_to_look_at_all(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Story(seed).run(120)
-    monkeypatch.setattr(lines, "kind_of", lambda spec: (spec.name, (), 0, 0))
+    monkeypatch.setattr(lines, "kind_of", lambda spec: (spec.name, (), False, 0, 0))
     assert Story(seed).run(120) == told

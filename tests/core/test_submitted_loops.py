@@ -128,29 +128,6 @@ def test_a_loop_waits_until_one_host_has_slots_for_all_its_ranks() -> None:
     assert cluster.state == "starting"
 
 
-def test_a_loop_waits_for_a_worker_that_starts_loops() -> None:
-    """An older one took the script for a job's file, and ran it on each rank alone."""
-    cluster = Cluster()
-    cluster.host(FIRST, 2, starts_loops=False)
-    assert started(cluster.submit()) == []
-    assert cluster.reason == (
-        "waits for 2 free slots on one host: no host offers any; workers of an older version do not start a script "
-        "with its own loop: upgrade them"
-    )
-    assert len(started(cluster.submit(1, OTHER, is_loop=False))) == 1, "it holds back no others"
-    assert [agent_id for agent_id, _, _ in started(cluster.host(SECOND, 2))] == [SECOND, SECOND]
-
-
-def test_a_loop_that_waits_keeps_no_slots_of_older_workers() -> None:
-    cluster = Cluster()
-    cluster.host(FIRST, 1)
-    cluster.submit(1, OTHER, is_loop=False)
-    cluster.submit(1)
-    cluster.host(SECOND, 1, starts_loops=False)
-    assert (cluster.state, cluster.reason) == ("queued", "waits for 1 free slot: 0 of 1 slots are free")
-    assert started(cluster.submit(1, JobId("third"), is_loop=False)) == [(SECOND, 0, ())]
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "reason"),
     [

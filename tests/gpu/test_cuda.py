@@ -20,7 +20,7 @@ from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import Collectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.data.dataset import Shuffled
-from elche_worker.data.lease_loader import Lease, LeaseLoader
+from elche_worker.data.lease_loader import LeasedPart, LeaseLoader
 from elche_worker.data.prefetch import MAX_DEPTH, CudaTransfer
 from elche_worker.device.build import build_of
 from elche_worker.device.streams import CudaStreams, pin_accumulators
@@ -235,7 +235,7 @@ def test_batches_wait_on_the_device_and_none_is_read_before_it_is_there(num_work
     with streams.compute():
         for lease in range(4):
             loader.plan()
-            loader.add(Lease(id=lease + 1, epoch=0, offset=lease * 1024, size=1024))
+            loader.add(LeasedPart(id=lease + 1, epoch=0, offset=lease * 1024, size=1024))
             for _ in range(64):
                 with changed:
                     assert changed.wait_for(lambda: loader.is_ready, timeout=30)
@@ -279,7 +279,7 @@ def test_a_small_data_set_is_kept_on_the_device() -> None:
         wake=wake.set,
         transfer=CudaTransfer(CUDA, CudaStreams(CUDA)),
     )
-    loader.add(Lease(id=1, epoch=0, offset=0, size=100))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=100))
     seen: list[float] = []
     while len(seen) < 100:
         assert wake.wait(10)

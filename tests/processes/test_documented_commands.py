@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from elche.token import Role
 from elche_client import Client
 from elche_client.events import JobState
-from elche_client.tokens import Role, Tokens
+from elche_client.tokens import Tokens
 from support.documented import blocks, commands
 from support.real_processes import (
     ATTENDED,

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from elche.errors import Forbidden, NotAllowed, Unreachable
+from elche.token import Role
 from elche_client import Client, JobState
 from elche_client.certificates import Authority
-from elche_client.tokens import Role, Tokens
+from elche_client.tokens import Tokens
 from support.cutter import cutting
 from support.real_processes import Command, Mark, agent, coordinator, eventually
 

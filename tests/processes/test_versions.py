@@ -18,10 +18,10 @@ OURS = version("elche")
     ("versions", "mend"),
     [
         (
-            "2 3",
-            f"elche {OURS} (protocol 1) is too old for the coordinator, which is elche {OURS} (protocol 2 to 3): up",
+            "3 4",
+            f"elche {OURS} (protocol 2) is too old for the coordinator, which is elche {OURS} (protocol 3 to 4): up",
         ),
-        ("0 0", f"the coordinator is elche {OURS} (protocol 0), and too old for elche {OURS} (protocol 1): upgrade"),
+        ("1 1", f"the coordinator is elche {OURS} (protocol 1), and too old for elche {OURS} (protocol 2): upgrade"),
     ],
 )
 def test_who_is_of_another_version_gets_one_clear_line(
@@ -43,20 +43,3 @@ def test_who_is_of_another_version_gets_one_clear_line(
         )
         assert agent.returncode == 2
         assert f"cannot be attended: {mend}" in agent.stderr.splitlines()[-1]
-
-
-def test_a_script_with_its_own_loop_is_not_submitted_to_a_coordinator_that_knows_none(
-    mark: Mark, tmp_path: Path, elche: Callable[..., Command]
-) -> None:
-    """It took the script for a job's file, and workers ran it on each rank alone."""
-    script = tmp_path / "loop.py"
-    script.write_text("from elche_worker import Trainer\n")
-    env = {"ELCHE_TEST_VERSIONS": "1 1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    with coordinator(mark, tmp_path, module=MODULE, env=env) as one:
-        submitted = elche("submit", str(script), "--coordinator", one.address)
-        assert (submitted.code, submitted.err) == (
-            2,
-            f"elche: the coordinator is elche {OURS} (protocol 1), and too old for elche {OURS} (protocol 2): upgrade "
-            "the coordinator\n",
-        )
-        assert elche("jobs", "--coordinator", one.address).out == "no jobs\n", "other calls are as before"

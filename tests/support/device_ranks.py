@@ -13,7 +13,7 @@ from torch import nn
 from elche.v1 import rank_pb2
 from elche_worker import TrainingJob
 from elche_worker.collectives.operations import Collectives, SoloCollectives
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.streams import CudaStreams
 from elche_worker.rank.acts import EnterRound, ResolveCheckpoint, TrainBatch, UseResult
 from elche_worker.rank.main import build
@@ -122,7 +122,7 @@ class Rank:
     def lease(self, num_batches: int) -> None:
         size, self._num_leases = num_batches * BATCH_SIZE, self._num_leases + 1
         offset = (self._num_leases * size) % 200
-        self.replica.take_lease(Lease(id=self._num_leases, epoch=0, offset=offset, size=size))
+        self.replica.take_lease(LeasedPart(id=self._num_leases, epoch=0, offset=offset, size=size))
 
     def train(self, num_batches: int) -> None:
         self.lease(num_batches)

@@ -7,7 +7,7 @@ from typing import Any
 
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages import events as ev
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId, Version
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Slot
@@ -152,7 +152,7 @@ def given(core: Coordinator) -> dict[str, ev.Event]:
     job = core.jobs.get(JOB)
     record = job.ranks.get(Rank(0)) if job is not None else None
     generation = job.generation_id if job is not None else GenerationId(1)
-    standing = job.run.generation if isinstance(job, TrainingJob) else None
+    standing = job.run.generation if isinstance(job, ManagedJob) else None
     round_id = standing.rounds[0].id if standing is not None and standing.rounds else RoundId(1)
     header = () if standing is None else tuple(_row(core, rank) for rank in standing.members)
     host = AgentId("host")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elche.v1 import rank_pb2
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.streams import HostStreams
 from elche_worker.model.checkpoint import Loaded, load, new_whole
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
@@ -44,7 +44,7 @@ class Rank:
         if not num_batches:
             return
         size = num_batches * BATCH_SIZE
-        self.replica.take_lease(Lease(id=self.num_leased + 1, epoch=0, offset=self.num_leased, size=size))
+        self.replica.take_lease(LeasedPart(id=self.num_leased + 1, epoch=0, offset=self.num_leased, size=size))
         self.num_leased += size
         for _ in range(num_batches):
             assert self.ready.acquire(timeout=100)

@@ -14,7 +14,7 @@ from typing import Any
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import Broken, check_invariants
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.commands import AskStacks, Command, Publish, SendPing, StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
@@ -112,7 +112,7 @@ class SmallWorld:
         self._handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 
     @property
-    def job(self) -> TrainingJob:
+    def job(self) -> ManagedJob:
         """The job, as the core has it."""
         return self.core.trainings[JOB]
 

@@ -1,5 +1,6 @@
 """A simulation that is watched: every event is checked for what must hold before, during and after it."""
 
+import pickle
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,7 @@ from typing import Any
 
 from elche_coordinator.core.continuation import continuation
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.commands import (
     Command,
@@ -16,6 +17,7 @@ from elche_coordinator.core.messages.commands import (
     StopRank,
 )
 from elche_coordinator.core.messages.events import Event
+from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 
@@ -54,7 +56,7 @@ class WatchedCoordinator(Coordinator):
 
 def state_of(job: Job) -> object:
     """What of a job old news must not change, as plain values."""
-    run = job.run if isinstance(job, TrainingJob) else None
+    run = job.run if isinstance(job, ManagedJob) else None
     training, generation = (run.training, run.generation) if run is not None else (None, None)
     ranks = [(one.rank, one.incarnation, one.phase, one.local_step, one.base_step) for one in job.ranks.values()]
     open_rounds = (
@@ -71,7 +73,13 @@ class WatchedSimulation(Simulation):
     send_twice: bool = False
     check_every: int = 1
     """Check every invariant after every so many events: of many ranks, or of many events, the checks cost much."""
+    crashes: bool = False
+    """True if the coordinator keeps what it goes on with after `crash`."""
     core: WatchedCoordinator = field(default_factory=WatchedCoordinator)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._saved_state, self._num_saved, self._saves_every = b"", 0, 20
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
@@ -79,12 +87,59 @@ class WatchedSimulation(Simulation):
         super().handle(event)
         if self.send_twice:
             super().handle(event)
+        if self.crashes and len(self.core.steps) - self._num_saved >= self._saves_every:
+            self._saved_state, self._num_saved = pickle.dumps(self.core), len(self.core.steps)
 
     def crash(self, duration_s: float, *, saves_every: int = 20) -> None:
-        """Ends the coordinator for a while. The steps before stay known."""
-        steps = self.core.steps
-        super().crash(duration_s, saves_every=saves_every)
-        self.core.steps = steps
+        """Ends the coordinator for a while. It goes on from a saved state and the events since, up to `saves_every` of
+        them; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22). The steps
+        before stay known.
+
+        Raises `AssertionError` when those events lead to other commands than before.
+        """
+        before = self.core
+        if self._saved_state:
+            self.core = pickle.loads(self._saved_state)
+            for step in before.steps[self._num_saved :]:
+                commands = self.core.handle(step.event, now_s=step.at_s)
+                assert tuple(commands) == step.commands, f"{step.event} leads elsewhere"
+            assert self.core.next_deadline_s() == before.next_deadline_s()
+        self.core.steps = before.steps
+        self._saves_every = saves_every
+        self.sleep(duration_s)
+
+    def freeze(self, rank: int) -> None:
+        """Stops the rank's process, as SIGSTOP does."""
+        self.processes[Rank(rank)].clock.freeze()
+
+    def thaw(self, rank: int) -> None:
+        """Has a stopped process continue."""
+        self.processes[Rank(rank)].clock.thaw()
+
+    def part(self, *pairs: tuple[int, int]) -> None:
+        """These pairs of ranks cannot reach each other any more, and all others can."""
+        self.collective.broken = {frozenset(pair) for pair in pairs}
+
+    def assert_exactly_once(self) -> None:
+        """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
+        ledger = self.job.run.training.ledger if self.job.run.training else None
+        assert ledger is not None
+        assert ledger.is_complete
+        newest = max(process.parameters.version for process in self.processes.values())
+        num_checked = 0
+        for rank, process in self.processes.items():
+            record = self.job.ranks.get(rank)
+            has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
+            if has_left and (process.was_killed or process.parameters.version < newest):
+                continue  # died (perhaps with the only result of a round), left, or not ready before the end
+            num_checked += 1
+            for epoch in range(ledger.num_epochs):
+                seen = list(process.parameters.seen.get(Epoch(epoch), ()))
+                if not ledger.is_stopped:
+                    assert seen == [(0, ledger.size(Epoch(epoch)))], f"rank {rank}, epoch {epoch}: {seen}"
+                num_seen = sum(end - start for start, end in seen)
+                assert num_seen == ledger.committed_samples(Epoch(epoch)), f"rank {rank}, epoch {epoch}: {seen}"
+        assert num_checked, "no rank has the final parameters"
 
     def sent(self, kind: type, *, rank: int | None = None) -> list[RankCommand]:
         """All commands of a kind so far, in order; of one rank or of all."""

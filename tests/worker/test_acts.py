@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from elche_worker.collectives.header import Row
 from elche_worker.data.dataset import as_dataset, order_of
-from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader, part_of
+from elche_worker.data.lease_loader import LeasedPart, LeaseLoader, LoadedBatch, part_of
 from elche_worker.rank.acts import (
     KINDS,
     Act,
@@ -34,7 +34,7 @@ ROW = Row(1, 2, 3, LARGE, 5, 1, 2**40, 8, 9, 10)
 ACTS: list[Act] = [
     TrainBatch(2**50, 0.1),
     TrainBatch(0, float("inf")),
-    TakeLease(Lease(id=1, epoch=2, offset=2**40, size=4)),
+    TakeLease(LeasedPart(id=1, epoch=2, offset=2**40, size=4)),
     EnterRound(ROW, may_be_checkpoint=True),
     EnterRound(ROW, keeps_result=True),
     EndRound(),
@@ -69,7 +69,7 @@ def test_parts_are_equal_but_for_one_and_the_leader_has_one_first(size: int, num
     assert max(sizes) - min(sizes) <= 1
 
 
-def batches_of(member: int, group_size: int) -> list[Batch]:
+def batches_of(member: int, group_size: int) -> list[LoadedBatch]:
     """Those of a member, of an epoch of 7 samples in batches of 5."""
     ready = threading.Event()
     dataset = TensorDataset(torch.arange(7))
@@ -77,8 +77,8 @@ def batches_of(member: int, group_size: int) -> list[Batch]:
     loader = LeaseLoader(
         dataset, order=order, batch_size=5, collate_fn=None, wake=ready.set, member=member, group_size=group_size
     )
-    loader.add(Lease(id=1, epoch=0, offset=0, size=7))
-    batches: list[Batch] = []
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=7))
+    batches: list[LoadedBatch] = []
     while len(batches) < 2:
         assert ready.wait(100)
         ready.clear()

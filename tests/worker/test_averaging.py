@@ -18,7 +18,7 @@ from elche_worker.collectives.compression import BLOCK, CODECS, Compression
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
-from elche_worker.collectives.reduction import Average
+from elche_worker.collectives.reduction import AverageResult
 from elche_worker.device.streams import DeviceStreams, HostStreams
 from elche_worker.model.layout import Layout
 
@@ -93,7 +93,7 @@ class Ranks:
         """One rank enters a round."""
         return self._averagings[position].start(self._groups[position], row, keeps_snapshot=keeps_snapshot)
 
-    def complete(self, position: int, *, has_newer_steps: bool = False) -> Average:
+    def complete(self, position: int, *, has_newer_steps: bool = False) -> AverageResult:
         """The round's result comes into one rank's model."""
         return self._averagings[position].complete(has_newer_steps=has_newer_steps)
 
@@ -101,17 +101,17 @@ class Ranks:
         """Nobody reads the result any more."""
         self._averagings[position].take_own()
 
-    def alone(self, position: int, **changes: int) -> Average:
+    def alone(self, position: int, **changes: int) -> AverageResult:
         """A round of one rank that is alone meanwhile; nobody will ask for its result."""
         group = SoloCollectives(attempt=1, generation=1, device=CPU)
         asked = row(self.layouts[position], **changes)
         self._averagings[position].start(group, asked, keeps_snapshot=True, keeps_result=False)
         return self.complete(position, has_newer_steps=True)
 
-    def round(self, rows: Callable[[int, Layout], Row]) -> list[Average]:
+    def round(self, rows: Callable[[int, Layout], Row]) -> list[AverageResult]:
         """One blocking round; the results are in the models."""
 
-        def one(position: int) -> Average:
+        def one(position: int) -> AverageResult:
             self.start(position, rows(position, self.layouts[position]))
             return self.complete(position)
 
@@ -341,7 +341,7 @@ def known(outliers: str) -> Ranks:
     return ranks
 
 
-def wrong(ranks: Ranks, number: int) -> list[Average]:
+def wrong(ranks: Ranks, number: int) -> list[AverageResult]:
     """A round in which one number of the second rank is wrong."""
     nudge(ranks.models, number)
     with torch.no_grad():

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elche_worker.device.faults import ROWS, RUNTIME, Fault, Row, fault_of, is_device_fault, is_out_of_memory
+from elche_worker.device.faults import ROWS, RUNTIME, Cause, Known, fault_of, is_device_fault, is_out_of_memory
 
-USER, MEMORY, DEVICE, PEER = Fault.USER, Fault.MEMORY, Fault.DEVICE, Fault.PEER
+USER, MEMORY, DEVICE, PEER = Cause.USER, Cause.MEMORY, Cause.DEVICE, Cause.PEER
 ADVICE = (
     "\nSearch for `cudaErrorUnknown' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for "
     "more information.\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace "
@@ -20,7 +20,7 @@ WORKER = "Caught RuntimeError in pin memory thread for device 0.\nOriginal Trace
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.words or 'any other'}, by {len(row.said_by)}")
-def test_a_row_is_not_hidden_by_one_before_it(row: Row) -> None:
+def test_a_row_is_not_hidden_by_one_before_it(row: Known) -> None:
     words = row.words or "words of a later version"
     for said_by in row.said_by or ("",):
         assert fault_of(RuntimeError(f"{WORKER}RuntimeError: {said_by}{words}{ADVICE}")) is row.fault
@@ -132,7 +132,7 @@ def test_no_words_are_listed_twice() -> None:
         ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4242", PEER),
     ],
 )
-def test_what_pytorch_says(text: str, fault: Fault) -> None:
+def test_what_pytorch_says(text: str, fault: Cause) -> None:
     error = RuntimeError(text)
     assert fault_of(error) is fault
     assert is_device_fault(error) == (fault is DEVICE)
@@ -150,7 +150,7 @@ def test_what_pytorch_says(text: str, fault: Fault) -> None:
         (KeyboardInterrupt(), USER),
     ],
 )
-def test_the_type_counts_as_well(error: Any, fault: Fault) -> None:
+def test_the_type_counts_as_well(error: Any, fault: Cause) -> None:
     """PyTorch raises no other types for faults of devices: a program's own may quote such words."""
     assert fault_of(error) is fault
 

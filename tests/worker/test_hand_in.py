@@ -29,10 +29,10 @@ TRAINING = json.dumps({"version": ROUND})
 class Coordinator(rank_pb2_grpc.RankServiceServicer):
     """Answers `Stopped` with commands, and remembers what it was told."""
 
-    def __init__(self, commands: Commands, refusal: str, takes_stopped: bool) -> None:
+    def __init__(self, commands: Commands, refusal: str) -> None:
         self.commands = commands
         self.refusal = refusal
-        self.welcome = rank_pb2.Welcome(store="store", takes_stopped=takes_stopped)
+        self.welcome = rank_pb2.Welcome(store="store")
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.port = 0
 
@@ -60,9 +60,9 @@ class Coordinator(rank_pb2_grpc.RankServiceServicer):
 
 
 @contextmanager
-def serving(commands: Commands, refusal: str = "", *, takes_stopped: bool = True) -> Iterator[Coordinator]:
+def serving(commands: Commands, refusal: str = "") -> Iterator[Coordinator]:
     """A coordinator while the context is open."""
-    server, coordinator = grpc.server(ThreadPoolExecutor(4)), Coordinator(commands, refusal, takes_stopped)
+    server, coordinator = grpc.server(ThreadPoolExecutor(4)), Coordinator(commands, refusal)
     rank_pb2_grpc.add_RankServiceServicer_to_server(coordinator, server)
     coordinator.port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -226,14 +226,6 @@ def test_records_that_are_damaged_are_named_and_keep_no_worker_from_starting(lef
     record.write_text('{"job_id": "job"}')
     with serving([order()]) as coordinator:
         assert f"{left}: the work that stopped ranks left cannot be read: " in do(coordinator)
-        assert coordinator.all_told() == []
-
-
-def test_a_coordinator_of_an_earlier_release_is_not_told_what_it_does_not_know(left: Path, do: Do) -> None:
-    with serving([order()], takes_stopped=False) as coordinator:
-        assert "the work that its stopped ranks left is not used: the coordinator is of an earlier release\n" in do(
-            coordinator
-        )
         assert coordinator.all_told() == []
 
 

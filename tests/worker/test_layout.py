@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elche_worker.collectives.reduction import Average
+from elche_worker.collectives.reduction import AverageResult
 from elche_worker.model.layout import Layout, digest_of
 
 
@@ -144,16 +144,16 @@ def test_divergence_is_relative_to_the_result(keep: bool) -> None:
     layout.flat_buffers["float32"].copy_(torch.tensor([3.0, 4.0]))
     distance = layout.compare()
     assert distance == pytest.approx((5.0, 5.0))
-    assert Average([], torch.empty(0), 0.0, distance=distance).divergence == pytest.approx(1.0)
+    assert AverageResult([], torch.empty(0), 0.0, distance=distance).divergence == pytest.approx(1.0)
     layout.gather(keep=keep)
     layout.flat_buffers["float32"].zero_()
-    assert Average([], torch.empty(0), 0.0, distance=layout.compare()).divergence == 0.0
+    assert AverageResult([], torch.empty(0), 0.0, distance=layout.compare()).divergence == 0.0
 
 
 def test_divergence_from_a_result_that_is_lost_is_not_small() -> None:
     """The coordinator takes what is not finite for as far as can be."""
     for changed, size in ((math.nan, math.nan), (math.nan, 1.0), (math.inf, 1.0), (math.nan, math.inf)):
-        divergence = Average([], torch.empty(0), 0.0, distance=(changed, size)).divergence
+        divergence = AverageResult([], torch.empty(0), 0.0, distance=(changed, size)).divergence
         assert divergence is not None
         assert not math.isfinite(divergence)
 

@@ -21,7 +21,7 @@ from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 from elche_worker.data import lease_loader
 from elche_worker.data.dataset import Shuffled
-from elche_worker.data.lease_loader import BLOCK_BATCHES, Lease, LeaseLoader, WorkerLost
+from elche_worker.data.lease_loader import BLOCK_BATCHES, LeasedPart, LeaseLoader, WorkerLost
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import to_device
 from elche_worker.user.loading import UserCodeRaised, describe_raised
@@ -71,9 +71,9 @@ def test_what_is_fetched_in_step_is_what_worker_processes_fetch() -> None:
         if not num_workers:
             loader.fetch_in_step()
         assert not loader.is_ready
-        loader.add(Lease(id=1, epoch=0, offset=100, size=25))
-        loader.add(Lease(id=2, epoch=1, offset=0, size=0))
-        loader.add(Lease(id=3, epoch=1, offset=0, size=645))
+        loader.add(LeasedPart(id=1, epoch=0, offset=100, size=25))
+        loader.add(LeasedPart(id=2, epoch=1, offset=0, size=0))
+        loader.add(LeasedPart(id=3, epoch=1, offset=0, size=645))
         seed_all(5)
         taken.append([(take(loader, wake), float(torch.rand(1)), random.random()) for _ in range(68)])
         assert not loader.is_ready
@@ -88,8 +88,8 @@ def test_what_is_fetched_in_step_is_what_worker_processes_fetch() -> None:
 def test_what_a_data_set_raises_in_step_is_raised_and_a_stopped_loader_has_nothing() -> None:
     loader, _ = loader_of(Indices(10))
     loader.fetch_in_step()
-    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
-    loader.add(Lease(id=2, epoch=1, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
+    loader.add(LeasedPart(id=2, epoch=1, offset=0, size=10))
     with pytest.raises(ValueError, match="is broken"):
         loader.take()
     assert loader.is_ready
@@ -109,7 +109,7 @@ def test_who_holds_the_data_set_still_waits_for_the_read_that_goes_on() -> None:
             return super().__getitem__(index)
 
     loader, wake = loader_of(Noted(10**9))
-    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
     assert begun.wait(100)
 
     def hold() -> None:
@@ -129,7 +129,7 @@ def test_who_holds_the_data_set_still_waits_for_the_read_that_goes_on() -> None:
 def test_worker_processes_read_on_while_the_data_set_is_held_still() -> None:
     loader, wake = loader_of(Indices(10**9), num_workers=1)
     with loader.still():
-        loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+        loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
         assert len(take(loader, wake).data) == 10
     loader.stop()
 
@@ -137,9 +137,9 @@ def test_worker_processes_read_on_while_the_data_set_is_held_still() -> None:
 def test_batches_follow_the_leases_and_the_permutation() -> None:
     dataset = Indices(10**9)
     loader, wake = loader_of(dataset)
-    loader.add(Lease(id=1, epoch=0, offset=100, size=25))
-    loader.add(Lease(id=2, epoch=1, offset=0, size=10))
-    loader.add(Lease(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
+    loader.add(LeasedPart(id=1, epoch=0, offset=100, size=25))
+    loader.add(LeasedPart(id=2, epoch=1, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=100, size=25))  # sent again: changes nothing
     batches = [take(loader, wake) for _ in range(4)]
     assert [(batch.epoch, batch.size) for batch in batches] == [(0, 10), (0, 10), (0, 5), (1, 10)]
     got = torch.cat([batch.data for batch in batches[:3]]).tolist()
@@ -151,7 +151,7 @@ def test_a_long_lease_has_each_of_its_samples_once() -> None:
     """Indices are computed for some batches at a time."""
     size = 10 * (2 * BLOCK_BATCHES + 3) + 7
     loader, wake = loader_of(Indices(10**9))
-    loader.add(Lease(id=1, epoch=2, offset=1000, size=size))
+    loader.add(LeasedPart(id=1, epoch=2, offset=1000, size=size))
     batches = [take(loader, wake) for _ in range(-(-size // 10))]
     got = torch.cat([batch.data for batch in batches]).tolist()
     assert got == permutation_slice(seed=3, epoch=2, length=10**9, offset=1000, size=size).tolist()
@@ -160,7 +160,7 @@ def test_a_long_lease_has_each_of_its_samples_once() -> None:
 
 def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
     loader, wake = loader_of(Indices(1000))
-    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(ValueError, match="is broken") as raised:
         take(loader, wake)
     told = str(describe_raised(raised.value, "train.py"))
@@ -171,12 +171,12 @@ def test_a_broken_sample_is_raised_where_batches_are_taken() -> None:
 def test_worker_processes_change_neither_order_nor_errors(num_workers: int) -> None:
     loader, wake = loader_of(Indices(10**9), num_workers=num_workers)
     for lease in range(1, 4):
-        loader.add(Lease(id=lease, epoch=0, offset=1000 * lease, size=95))
+        loader.add(LeasedPart(id=lease, epoch=0, offset=1000 * lease, size=95))
         got = torch.cat([take(loader, wake).data for _ in range(10)]).tolist()
         assert got == permutation_slice(seed=3, epoch=0, length=10**9, offset=1000 * lease, size=95).tolist()
     loader.stop()
     loader, wake = loader_of(Indices(1000), num_workers=num_workers)
-    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
     with pytest.raises((ValueError, UserCodeRaised), match=r"sample \d+ is broken"):
         take(loader, wake)
     loader.stop()
@@ -187,7 +187,7 @@ def test_worker_processes_begin_with_the_loader_and_end_with_it() -> None:
     loader, wake = loader_of(Indices(10**9), num_workers=2)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
-    loader.add(Lease(id=1, epoch=0, offset=0, size=95))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=95))
     take(loader, wake)
     loader.stop()
     deadline_s = time.monotonic() + 100
@@ -215,7 +215,7 @@ def test_a_worker_process_that_dies_is_an_error() -> None:
     before = set(threading.enumerate())
     loader, wake = loader_of(Deadly(1000), num_workers=1)
     (its_thread,) = (one for one in set(threading.enumerate()) - before if one.name == "loader")
-    loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
     with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
         take(loader, wake)
     loader.stop()
@@ -280,7 +280,7 @@ def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         if fits:
             loader, wake = loader_of(Indices(10**9), num_workers=1)
-            loader.add(Lease(id=1, epoch=0, offset=0, size=10))
+            loader.add(LeasedPart(id=1, epoch=0, offset=0, size=10))
             assert len(take(loader, wake).data) == 10
             loader.stop()
         else:

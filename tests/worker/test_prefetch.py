@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche_worker import Trainer, TrainerConfig, TrainingJob
 from elche_worker.data.dataset import Shuffled
-from elche_worker.data.lease_loader import MAX_READY, Batch, Lease, LeaseLoader
+from elche_worker.data.lease_loader import MAX_READY, LeasedPart, LeaseLoader, LoadedBatch
 from elche_worker.data.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
@@ -98,7 +98,7 @@ class Fed:
     def lease(self, num_batches: int) -> None:
         self._num_leases += 1
         self.loader.plan()
-        self.loader.add(Lease(id=self._num_leases, epoch=0, offset=0, size=2 * num_batches))
+        self.loader.add(LeasedPart(id=self._num_leases, epoch=0, offset=0, size=2 * num_batches))
 
     def wait_for(self, num_ready: int) -> None:
         with self._changed:
@@ -205,7 +205,7 @@ def test_where_memory_runs_out_what_waits_leaves_the_device_in_order_and_fewer_w
         fed.lease(20)
         fed.wait_for(20)
         assert fed.loader.make_room()
-        ready = [batch for batch in fed.loader._ready if isinstance(batch, Batch)]
+        ready = [batch for batch in fed.loader._ready if isinstance(batch, LoadedBatch)]
         assert not any(batch.event is not None or batch.data.is_cuda for batch in ready)
         in_order = torch.tensor([float(index) for index in Shuffled(100_000, 0).indices(0, 0, 40)])
         assert torch.equal(torch.cat([batch.data for batch in ready]), in_order)

@@ -14,13 +14,13 @@ import torch
 from elche.errors import InvalidJob
 from elche_worker import replay
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.streams import HostStreams
 from elche_worker.rank.acts import EnterRound, JoinGeneration, TrainBatch
 from elche_worker.rank.main import build
 from elche_worker.rank.replica import Replica
 from elche_worker.rank.replica_group import SingleProcess
-from elche_worker.replaying.collectives import Meeting
+from elche_worker.replaying.collectives import ReplayedMeeting
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import MAGIC
 from elche_worker.user.loading import load_job
@@ -80,7 +80,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.replicas: list[Replica] = []
-        self._meetings: dict[int, Meeting] = {}
+        self._meetings: dict[int, ReplayedMeeting] = {}
         self._fails: dict[tuple[int, int], str] = {}
         """By rank and round."""
         self._num_leased = 0
@@ -125,7 +125,7 @@ class Recorded:
         self._fails |= {(rank, number): one for rank, one in enumerate(when)}
 
     def meet(self, generation: int, *ranks: int) -> None:
-        self._meetings[generation] = Meeting(len(ranks))
+        self._meetings[generation] = ReplayedMeeting(len(ranks))
         for position, rank in enumerate(ranks):
             self.replicas[rank].join_generation(JoinGeneration(1, generation, position, len(ranks), "gloo"))
         for rank in ranks:
@@ -134,7 +134,7 @@ class Recorded:
     def train(self, rank: int, num_batches: int) -> None:
         replica = self.replicas[rank]
         for _ in range(num_batches):
-            lease = Lease(id=self._num_leased + 1, epoch=0, offset=4 * self._num_leased, size=4)
+            lease = LeasedPart(id=self._num_leased + 1, epoch=0, offset=4 * self._num_leased, size=4)
             self._num_leased += 1
             replica.take_lease(lease)
             replica.train(TrainBatch(replica.progress.samples, replica.rates.factor))
@@ -284,14 +284,6 @@ def no_job(place: Path) -> None:
     next(place.glob("job-*.py")).unlink()
 
 
-def an_older_format(place: Path) -> None:
-    path = place / "rank-0-1.bin"
-    data = bytearray(path.read_bytes())
-    data[8] = 1
-    end = 16 + int.from_bytes(data[12:16], "little")
-    path.write_bytes(bytes(data[:end]) + struct.pack("<I", crc32(data[:end])))
-
-
 def no_files(place: Path) -> None:
     shutil.rmtree(place)
 
@@ -304,7 +296,6 @@ def no_files(place: Path) -> None:
         (no_entry_into_a_round_that_all_have_lost, "round 4 of generation 1 had 2 ranks, and files of 1 tell of it"),
         (a_changed_byte, r"rank-0-1.bin is damaged at byte \d+"),
         (no_job, r"job-[0-9a-f]+\.py, the job's file, is missing"),
-        (an_older_format, "rank-0-1.bin has format 1, which lacks what replays need"),
         (no_files, "has no files of ranks: it was not run with --audit true"),
     ],
     ids=[
@@ -313,7 +304,6 @@ def no_files(place: Path) -> None:
         "no_entry",
         "a_changed_byte",
         "no_job",
-        "an_older_format",
         "no_files",
     ],
 )

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from elche_audit.rank_file import read as audited
 from elche_worker import outer, this_rank
 from elche_worker.collectives.operations import CollectiveFailed
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.model.checkpoint import load, new_whole
 from elche_worker.rank import checkpoint_capture
 from elche_worker.rank.acts import TrainBatch, UseResult
@@ -473,7 +473,7 @@ def test_epoch_fn_is_called_once_for_each_epoch_from_the_first_that_a_rank_has_b
     called: list[int] = []
     (rank,) = world(1, epochs=9, epoch_fn=lambda rank, epoch: called.append(epoch)).ranks
     for number, epoch in enumerate(leased, 1):
-        rank.replica.take_lease(Lease(id=number, epoch=epoch, offset=rank.num_leased, size=BATCH_SIZE))
+        rank.replica.take_lease(LeasedPart(id=number, epoch=epoch, offset=rank.num_leased, size=BATCH_SIZE))
         rank.num_leased += BATCH_SIZE
         assert rank.ready.acquire(timeout=100)
         rank.replica.train(TrainBatch(0, rank.replica.rates.factor))

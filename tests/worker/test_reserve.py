@@ -5,20 +5,20 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.data.reserve import ReservedLeases
 
 
-def lease(number: int, offset: int, size: int) -> Lease:
-    return Lease(id=number, epoch=0, offset=offset, size=size)
+def lease(number: int, offset: int, size: int) -> LeasedPart:
+    return LeasedPart(id=number, epoch=0, offset=offset, size=size)
 
 
-def positions(handed: list[Lease]) -> list[int]:
+def positions(handed: list[LeasedPart]) -> list[int]:
     return [at for one in handed for at in range(one.offset, one.offset + one.size)]
 
 
 def test_a_lease_that_is_not_in_reserve_begins_at_once_behind_what_is() -> None:
-    handed: list[Lease] = []
+    handed: list[LeasedPart] = []
     reserve = ReservedLeases(10, handed.append)
     reserve.add(lease(1, 0, 30), is_reserve=False)
     reserve.add(lease(2, 100, 50), is_reserve=True)
@@ -32,7 +32,7 @@ def test_a_lease_that_is_not_in_reserve_begins_at_once_behind_what_is() -> None:
 
 
 def test_what_is_given_back_is_what_was_not_begun() -> None:
-    handed: list[Lease] = []
+    handed: list[LeasedPart] = []
     reserve = ReservedLeases(10, handed.append)
     reserve.add(lease(1, 0, 25), is_reserve=True)
     reserve.add(lease(2, 100, 40), is_reserve=True)
@@ -44,7 +44,7 @@ def test_what_is_given_back_is_what_was_not_begun() -> None:
 
 
 def test_a_lease_that_comes_twice_is_taken_once() -> None:
-    handed: list[Lease] = []
+    handed: list[LeasedPart] = []
     reserve = ReservedLeases(10, handed.append)
     for _ in range(2):
         reserve.add(lease(1, 0, 20), is_reserve=False)
@@ -58,7 +58,7 @@ def test_a_lease_that_comes_twice_is_taken_once() -> None:
 def test_the_order_is_that_of_the_leases_whatever_lets_them_begin(
     sizes: list[int], steps: list[tuple[str, int]]
 ) -> None:
-    handed: list[Lease] = []
+    handed: list[LeasedPart] = []
     reserve = ReservedLeases(8, handed.append)
     offsets = [0, *accumulate(sizes)]
     for number, (offset, size) in enumerate(zip(offsets, sizes, strict=False), 1):

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from elche.errors import InvalidJob
 from elche_worker.data.dataset import AsItIs
 from elche_worker.data.fetching import Fetch, FetchError
-from elche_worker.data.lease_loader import Lease, LeaseLoader
+from elche_worker.data.lease_loader import LeasedPart, LeaseLoader
 from elche_worker.device.transfer import InParts
 from elche_worker.model.step import TrainStep, build_model
 from elche_worker.run.alone import train_alone
@@ -91,7 +91,7 @@ def test_a_replica_group_whose_processes_train_each_batch_together_refuses_none(
     loader = LeaseLoader(
         list(range(8)), order=AsItIs(), batch_size=8, collate_fn=lambda samples: None, wake=ready.release, group_size=2
     )
-    loader.add(Lease(id=1, epoch=0, offset=0, size=8))
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=8))
     assert ready.acquire(timeout=100)
     with pytest.raises(InvalidJob, match="collate_fn gave None for a batch, and the processes of a replica group"):
         loader.take()

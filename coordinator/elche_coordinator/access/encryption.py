@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, Certificates, Folder, identity
-from elche_coordinator.roles import Caller, Role
+from elche.token import Role
+from elche_coordinator.roles import Caller
 
 RENEW_EVERY_S = 5.0
 """Seconds between the page's looks for new files; the gRPC server looks at each new connection."""

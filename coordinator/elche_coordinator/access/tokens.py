@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elche.errors import InvalidJob
-from elche_coordinator.roles import Role, Token
-from elche_coordinator.storage.store import Store
+from elche.token import Role
+from elche_coordinator.roles import TokenRecord
+from elche_coordinator.storage.sql.store import SqlStore
 
 PREFIX = "elche_"
 """Prefix of tokens, by which scanners for secrets find them."""
@@ -23,19 +24,19 @@ MAX_NAME = 64
 class Grant:
     """A token that a call has presented, for the duration of the call."""
 
-    token: Token
+    token: TokenRecord
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Tokens:
+class IssuedTokens:
     """The tokens of a coordinator. Its methods are called on one thread, since they wait for the disk."""
 
-    def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: SqlStore, now: Callable[[], float] = time.time) -> None:
         self._store = store
         self._now = now
         self._grants = {one.hash: Grant(one) for one in store.load_tokens()}
 
-    def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[Token, str]:
+    def make(self, name: str, role: Role, *, expires_s: float, made_by: str) -> tuple[TokenRecord, str]:
         """Returns a new token, and its text, which is not stored. Raises `InvalidJob` for a name that is not one
         printable word.
         """
@@ -47,7 +48,7 @@ class Tokens:
             raise InvalidJob(f"there are {MAX_TOKENS} tokens: revoke some first")
         text, made_at = PREFIX + secrets.token_urlsafe(32), self._now()
         expires_at = made_at + expires_s if expires_s else 0.0
-        token = Token(
+        token = TokenRecord(
             id=secrets.token_hex(4),
             hash=_hash(text),
             name=name,
@@ -60,11 +61,11 @@ class Tokens:
         self._grants[token.hash] = Grant(token)
         return token, text
 
-    def all(self) -> list[Token]:
+    def all(self) -> list[TokenRecord]:
         """Tokens that were not revoked, oldest first."""
         return [grant.token for grant in self._grants.values()]
 
-    def revoke(self, token_id: str) -> Token:
+    def revoke(self, token_id: str) -> TokenRecord:
         """Removes a token; streams that were opened with it end. Raises `InvalidJob` for an unknown id."""
         for grant in self._grants.values():
             if grant.token.id == token_id:

@@ -10,7 +10,7 @@ from cryptography import x509
 
 from elche.tls import AUTHORITY, CERTIFICATE
 from elche_coordinator.access.encryption import Encryption
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 
 FORGOTTEN_S = 24 * 3600.0
 """Seconds after its end for which a token or certificate is exported, so that an alert outlasts a night."""
@@ -33,7 +33,7 @@ class Upkeep:
     """Looks after a coordinator's data folder, tokens and certificates."""
 
     data: Path
-    tokens: Tokens
+    tokens: IssuedTokens
     encryption: Encryption | None = None
     _read: tuple[tuple[bytes, bytes], list[Term]] = field(default=((b"", b""), []), init=False)
     """Certificates, and their terms."""

@@ -27,7 +27,8 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.driver import Driver
-from elche_coordinator.storage.store import Replaced, Store
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import Replaced
 from elche_coordinator.streams.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class _Away(ElcheError):
 class Artifacts:
     """The artifact store of a coordinator, or what was stored while it had one. Used on the event loop only."""
 
-    def __init__(self, root: str, store: Store, driver: Driver, catalogue: JobCatalogue, transfers: Transfers) -> None:
+    def __init__(
+        self, root: str, store: SqlStore, driver: Driver, catalogue: JobCatalogue, transfers: Transfers
+    ) -> None:
         """`root`: folder or URL for jobs that name no store of their own; empty: there is none. Raises `CannotStart`
         and `StoreFailed`.
         """
@@ -194,8 +197,6 @@ class Artifacts:
         holders = self._driver.agents.holders(view.job_id, part.agent_id, part.folder)
         if not holders:
             raise _Away(f"{part.host} is not connected, which has {_described(part)}")
-        if holders[0] not in self._driver.agents.storing:
-            raise InvalidJob(f"the worker on {part.host} is older and cannot store anything: upgrade it")
         kept = self._kept.get(view.job_id, {})
         there = {name for one in kept.values() for name in one["files"]}
         record = "" if RECORD in there else await asyncio.to_thread(self._record, view.job_id)

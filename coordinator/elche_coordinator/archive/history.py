@@ -12,7 +12,8 @@ from elche_coordinator.core.messages.ids import Incarnation, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome, RankResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.storage.job_rows import FORMAT, Record
-from elche_coordinator.storage.store import JobRow, Store, StoreFailed
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow, StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class History:
     A record that is damaged, or was written by a newer coordinator, is logged and left as it is.
     """
 
-    def __init__(self, store: Store, living: Collection[str] = ()) -> None:
+    def __init__(self, store: SqlStore, living: Collection[str] = ()) -> None:
         """Leaves out `living` jobs, which the core has."""
         self._store = store
         self.jobs: dict[str, PastJob] = {}
@@ -54,25 +55,20 @@ class History:
         self._close(lost)
 
     def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
-        version = record.get("format", 0)
-        if not isinstance(version, int) or version > FORMAT:
+        if (version := record["format"]) != FORMAT:
             log.warning(
-                "job=%s the record has format %s and is ignored: this coordinator reads up to %d; start a newer one",
-                job_id,
-                version,
-                FORMAT,
+                "job=%s the record has format %s and is ignored: this coordinator reads %d", job_id, version, FORMAT
             )
             return
-        used: Any = record.get("incarnation", 0)
-        older: Any = record.get("ranks", {})  # records of an older version have that of their ranks only
-        self.last_incarnation = max(self.last_incarnation, used, *(row[0] for row in older.values()))
+        used: Any = record["incarnation"]
+        self.last_incarnation = max(self.last_incarnation, used)
         was_running = record.get("result") is None
-        if was_running and record.get("decided") is None and record.get("goes_back", True):
+        if was_running and record.get("decided") is None:
             self.unfinished.append(self._again(job_id, record))
             return
         if was_running:
             record = _closed(record)
-        key = str(record.get("key", ""))
+        key = str(record["key"])
         self.jobs[job_id] = PastJob(spec=_spec(record["spec"]), view=_view(job_id, record), result=_result(record))
         if key:
             self.keys[key] = job_id
@@ -91,7 +87,7 @@ class History:
             job_id=JobId(job_id),
             spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks),
             submitted_at=submitted_at,
-            key=str(record.get("key", "")),
+            key=str(record["key"]),
             past_attempts=attempt,
             last_incarnation=Incarnation(self.last_incarnation),
         )
@@ -130,10 +126,8 @@ def _records(rows: Iterable[JobRow]) -> dict[str, Record]:
 
 
 def _record(row: JobRow) -> Record:
-    """A row and its spec, which in rows of an older version is inside the record."""
-    record: Record = json.loads(row.record)
-    if row.spec is not None:
-        record["spec"] = json.loads(row.spec)
+    """A row and its spec. Raises `ValueError` and others for damaged ones."""
+    record: Record = {**json.loads(row.record), "spec": json.loads(row.spec or "")}
     if not isinstance(record["spec"], dict):
         raise TypeError("its spec is no table")
     return record
@@ -146,20 +140,14 @@ def _when(record: Record) -> float:
 
 
 def _closed(record: Record) -> Record:
-    """The record of a job that cannot go on, as ended: with its decided outcome if there was one, else failed."""
-    if isinstance(decided := record.get("decided"), dict):
-        return {**record, "reason": decided["error"] or record["reason"], "result": decided}
-    training: Any = record.get("training") or {}
-    checkpoints = training.get("checkpoints", [])
-    what = "resume it" if checkpoints else "submit it again"
-    error = f"the coordinator stopped while the job ran; {what}"
-    result = {"outcome": Outcome.FAILED, "error": error, "checkpoints": checkpoints}
-    return {**record, "reason": error, "result": result}
+    """The record of a job that cannot go on, as ended with its decided result."""
+    decided = _table(record, "decided")
+    return {**record, "reason": decided["error"] or record["reason"], "result": decided}
 
 
 def _spec(fields: Any) -> JobSpec:
     slow_factors = {int(rank): factor for rank, factor in fields["slow_factors"].items()}
-    lists = {name: tuple(fields.get(name, ())) for name in ("arguments", "conditions", "requirements", "secrets")}
+    lists = {name: tuple(fields[name]) for name in ("arguments", "conditions", "requirements", "secrets")}
     return JobSpec(**{**fields, "slow_factors": slow_factors, "replay": (), **lists})
 
 
@@ -170,8 +158,8 @@ def _table(record: Record, name: str) -> dict[str, Any]:
 
 def _result(record: Record) -> JobResult:
     fields = _table(record, "result")
-    ranks = tuple(RankResult(**rank) for rank in fields.get("ranks", ()))
-    checkpoints = tuple(Checkpoint(**one) for one in fields.get("checkpoints", ()))
+    ranks = tuple(RankResult(**rank) for rank in fields["ranks"])
+    checkpoints = tuple(Checkpoint(**one) for one in fields["checkpoints"])
     return JobResult(**{**fields, "outcome": Outcome(fields["outcome"]), "ranks": ranks, "checkpoints": checkpoints})
 
 
@@ -181,13 +169,11 @@ def _total(result: JobResult) -> int:
 
 
 def _view(job_id: str, record: Record) -> JobView:
-    """The view at the job's end; for a job that was running when the coordinator stopped, one made from its record."""
+    """The view at the job's end; for a job that was running when the coordinator stopped, one made of its result."""
     if "view" in record:
         return from_json(_table(record, "view"))
     result, spec = _result(record), _table(record, "spec")
     submitted_at: Any = record["submitted_at"]
-    training: Any = record.get("training") or {}
-    evaluations: Any = training.get("evaluations", {})
     return JobView(
         job_id=job_id,
         name=str(spec["name"]),
@@ -195,11 +181,10 @@ def _view(job_id: str, record: Record) -> JobView:
         reason=str(record["reason"]),
         epoch=result.epochs,
         num_epochs=len(result.committed_samples),
-        dataset_size=result.dataset_size or int(training.get("dataset_size", 0)),
+        dataset_size=result.dataset_size,
         samples_per_s=result.samples_per_s,
-        num_rounds=result.rounds or int(training.get("version", 0)),
-        num_samples=int(training.get("samples", 0)),
-        metrics=result.metrics or dict(evaluations.get("metrics", {})),
+        num_rounds=result.rounds,
+        metrics=result.metrics,
         progress_fraction=sum(result.committed_samples) / total if (total := _total(result)) else 0.0,
         submitted_at=float(submitted_at),
         checkpoints=result.checkpoints,

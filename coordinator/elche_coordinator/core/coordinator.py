@@ -7,11 +7,11 @@ from elche.errors import LEFT_ALONE
 from elche_coordinator.core.continuation import Continuation, continuation
 from elche_coordinator.core.describe import JobDetails, JobView, describe_loop, describe_training, details
 from elche_coordinator.core.jobs.deaths import Death
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.placing import Placing
 from elche_coordinator.core.jobs.saving import is_being_saved, is_unsaved
-from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.life.job import Job, Timer
 from elche_coordinator.core.loops.attached import AttachedLoop
 from elche_coordinator.core.loops.loop import Loop
@@ -66,7 +66,7 @@ class Coordinator:
         """Most slots of each project's jobs together; `shares.EVERYONE` names the entry of those without their own."""
         self.jobs: dict[JobId, Job] = {}
         """Trainings and loops, oldest first."""
-        self.trainings: dict[JobId, TrainingJob] = {}
+        self.trainings: dict[JobId, ManagedJob] = {}
         self.loops: dict[JobId, Loop] = {}
         self.placed: dict[JobId, PlacedJob] = {}
         """Trainings and submitted loops, which get slots."""
@@ -155,7 +155,7 @@ class Coordinator:
         if job.key:
             self.keys[job.key] = job.id
         match job:
-            case TrainingJob():
+            case ManagedJob():
                 self.trainings[job.id] = job
             case Loop():
                 self.loops[job.id] = job
@@ -365,7 +365,6 @@ class Coordinator:
                     labels=event.labels,
                     folder=event.folder,
                     jobs=event.jobs,
-                    starts_loops=event.starts_loops,
                 )
                 self.fleet.join(event.agent_id, host)
                 self._may_place = True
@@ -422,7 +421,7 @@ class Coordinator:
             self._touched[job_id] = job
         return job
 
-    def _touch_training(self, job_id: JobId) -> TrainingJob | None:
+    def _touch_training(self, job_id: JobId) -> ManagedJob | None:
         """As `_touch` for a training; None for a loop."""
         return self.trainings.get(job_id) if self._touch(job_id) is not None else None
 
@@ -434,7 +433,7 @@ class Coordinator:
         """Adds a job to the queue. Ignores a repeated submission, and refuses one whose id is taken."""
         if event.key in self.keys or self._is_there(event):
             return
-        job = SubmittedLoop(event, self._now_s) if event.spec.is_loop else TrainingJob(event)
+        job = SubmittedLoop(event, self._now_s) if event.spec.is_loop else ManagedJob(event)
         self.adopt(job)
         job.began_s[JobPhase.QUEUED] = self._now_s
         self._touch(event.job_id)

@@ -9,8 +9,8 @@ from elche import views
 from elche.settings import AgreedSettings
 from elche.sums import added
 from elche.views import JobState
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.jobs.notices import too_few_notice
-from elche_coordinator.core.jobs.training_job import TrainingJob
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.loops.loop import Loop
 from elche_coordinator.core.messages.events import Gauges
@@ -114,7 +114,7 @@ class JobDetails:
     """The number of ranks that it should have; None if it cannot be changed."""
 
 
-def details(job: Job, training: TrainingJob | None, now_s: float) -> JobDetails:
+def details(job: Job, training: ManagedJob | None, now_s: float) -> JobDetails:
     """The details of the job at time `now_s`; `training` is the same job, or None for a loop."""
     begun = training.run.training if training is not None else None
     began_s, ended_s = job.began_s.get(JobPhase.STARTING), job.began_s.get(JobPhase.ENDED, now_s)
@@ -137,7 +137,7 @@ def describe_loop(loop: Loop, now_s: float) -> JobView:
     return view if loop.result else _with_stalls(view)
 
 
-def describe_training(job: TrainingJob, now_s: float) -> JobView:
+def describe_training(job: ManagedJob, now_s: float) -> JobView:
     """View of the training at time `now_s`."""
     run, state = job.run, _state_of_training(job)
     ranks = _describe_ranks(job, lambda record: _doing(record, job), run.target, now_s)
@@ -180,7 +180,7 @@ def _with_stalls(view: JobView) -> JobView:
     return replace(view, samples_per_s=0.0, eta_s=None, pacing=reason, reason=reason)
 
 
-def _state_of_training(job: TrainingJob) -> str:
+def _state_of_training(job: ManagedJob) -> str:
     if job.result is not None:
         return job.result.outcome
     if job.phase is JobPhase.TRAINING and job.is_paused:
@@ -188,7 +188,7 @@ def _state_of_training(job: TrainingJob) -> str:
     return JobState.WAITING if job.phase is JobPhase.TRAINING and job.run.is_waiting else job.phase
 
 
-def _reason(job: TrainingJob) -> str:
+def _reason(job: ManagedJob) -> str:
     training = job.run.training
     if training is None or _state_of_training(job) != JobState.WAITING:
         return job.reason
@@ -359,7 +359,7 @@ def _state(record: RankRecord, job: Job, doing: str) -> str:
     return doing
 
 
-def _doing(record: RankRecord, job: TrainingJob) -> str:
+def _doing(record: RankRecord, job: ManagedJob) -> str:
     if job.run.is_evaluating(record.rank):
         return "evaluating"
     if job.phase is JobPhase.FINISHING and record.phase is RankPhase.TRAINING:

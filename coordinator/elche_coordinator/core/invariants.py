@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.life.job import Job
 from elche_coordinator.core.messages.ids import Epoch, JobId, Rank
 from elche_coordinator.core.records.fleet import Place
@@ -28,7 +28,7 @@ def check_invariants(coordinator: Coordinator) -> None:
         _check_training(training)
 
 
-def _check_training(job: TrainingJob) -> None:
+def _check_training(job: ManagedJob) -> None:
     training, generation = job.run.training, job.run.generation
     if training is None:
         return

@@ -107,7 +107,7 @@ def found_by(job: Job, core: Coordinator) -> Found:
     for record in ranks:
         devices = places.setdefault((record.agent_id, record.host, record.folder), {})
         devices |= dict(zip((record.slot, *record.more_slots), record.slot_devices, strict=False))
-    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.needs):
+    for place in () if ranks or core.is_behind(job.id) else core.fleet.free_for_one(job.spec.conditions):
         agent = core.fleet.agents[place.agent_id]
         places.setdefault((place.agent_id, agent.host, agent.folder), {})[place.slot] = agent.slots[place.slot].device
     return Found(
@@ -115,7 +115,7 @@ def found_by(job: Job, core: Coordinator) -> Found:
             FreeSlots(agent_id=agent_id, host=host, devices=devices, folder=folder)
             for (agent_id, host, folder), devices in places.items()
         ),
-        num_slots=core.fleet.num_slots(job.spec.needs),
+        num_slots=core.fleet.num_slots(job.spec.conditions),
         incarnation=min((record.incarnation for record in ranks), default=Incarnation(0)),
     )
 

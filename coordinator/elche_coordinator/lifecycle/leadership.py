@@ -1,8 +1,8 @@
 """Leader election among coordinators that share a database: one leads, and a standby takes over.
 
 Each leader has a term, higher than the previous one's, and renews its lease every second. The store decides when
-another may take over, and rejects writes of a leader that was replaced without knowing it (`Candidacy`, `Store.fence`;
-Gray and Cheriton 1989 on leases, Kleppmann 2016 on fencing).
+another may take over, and rejects writes of a leader that was replaced without knowing it (`Election`,
+`SqlStore.fence`; Gray and Cheriton 1989 on leases, Kleppmann 2016 on fencing).
 """
 
 import logging
@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from elche_coordinator.storage.store import BadStore, Store, StoreFailed
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import BadStore, StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Leadership:
     """One coordinator's leadership: it waits, leads, and is replaced or resigns."""
 
     def __init__(
-        self, store: Store, name: str, on_replaced: Callable[[str], None], *, lease_s: float = LEASE_S
+        self, store: SqlStore, name: str, on_replaced: Callable[[str], None], *, lease_s: float = LEASE_S
     ) -> None:
         """`name` is shown to others. `on_replaced` is called with the reason, on any thread, when this coordinator does
         not lead any more, and must end its service.

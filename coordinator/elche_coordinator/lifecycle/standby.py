@@ -19,7 +19,7 @@ from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.waiting_page import waiting_page
 from elche_coordinator.storage.shared_bundles import SharedBundles
 from elche_coordinator.storage.sql.store import SqlStore
-from elche_coordinator.storage.store import BadStore, DamagedStore, Store, StoreFailed, reason_of
+from elche_coordinator.storage.store import BadStore, DamagedStore, StoreFailed, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ DATABASE = "elche.sqlite"
 COPY_EVERY_S = 5.0
 
 
-def open_store(config: Config) -> Store:
+def open_store(config: Config) -> SqlStore:
     """Opens the store, which is exclusive or shared. Raises `CannotStart` and `BadStore`."""
     data = config.data
     try:
@@ -36,9 +36,7 @@ def open_store(config: Config) -> Store:
         take_folder(data)
         if config.store:
             return SqlStore.at(config.store)
-        store = SqlStore.in_file(data / DATABASE)
-        (data / DATABASE).chmod(0o600)  # a file of an older version may be readable by others
-        return store
+        return SqlStore.in_file(data / DATABASE)
     except (BadStore, CannotStart):
         raise
     except Exception as error:
@@ -46,7 +44,7 @@ def open_store(config: Config) -> Store:
 
 
 @contextmanager
-def loading(store: Store) -> Iterator[None]:
+def loading(store: SqlStore) -> Iterator[None]:
     """Converts errors of reading at startup to `CannotStart`, or `DamagedStore` for a file."""
     try:
         yield
@@ -57,7 +55,7 @@ def loading(store: Store) -> Iterator[None]:
 
 
 async def lead(
-    leadership: Leadership, store: Store, shared: SharedBundles, config: Config, stop: asyncio.Event
+    leadership: Leadership, store: SqlStore, shared: SharedBundles, config: Config, stop: asyncio.Event
 ) -> bool:
     """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
     _check_free(config.listen)

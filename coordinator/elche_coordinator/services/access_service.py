@@ -5,9 +5,10 @@ from typing import Any
 import grpc
 
 from elche.errors import InvalidJob
+from elche.token import Role
 from elche.v1 import access_pb2, access_pb2_grpc
-from elche_coordinator.access.tokens import Tokens
-from elche_coordinator.roles import CALLER, Role, Token
+from elche_coordinator.access.tokens import IssuedTokens
+from elche_coordinator.roles import CALLER, TokenRecord
 from elche_coordinator.services.interceptor import Credentials
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -24,7 +25,7 @@ MESSAGES = {role: message for message, role in ROLES.items()}
 class AccessServicer(access_pb2_grpc.AccessServiceServicer):
     """Makes, lists and revokes tokens."""
 
-    def __init__(self, credentials: Credentials, tokens: Tokens) -> None:
+    def __init__(self, credentials: Credentials, tokens: IssuedTokens) -> None:
         self._credentials = credentials
         self._tokens = tokens
 
@@ -56,7 +57,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         return access_pb2.RevokeTokenResponse(token=_message(token))
 
 
-def _message(token: Token) -> access_pb2.Token:
+def _message(token: TokenRecord) -> access_pb2.Token:
     return access_pb2.Token(
         id=token.id,
         name=token.name,

@@ -77,8 +77,6 @@ class Faults:
         agents = self._driver.agents
         if not agent_id:
             why = "no worker has started it"
-        elif agent_id not in agents.injecting:
-            why = "its worker is of an older version"
         elif not agents.ask(agent_id, agent_pb2.AttendResponse(inject_fault=order)):
             why = "its worker is not connected"
         else:

@@ -11,10 +11,10 @@ import grpc
 from elche.errors import Forbidden, NotAllowed, WrongVersion
 from elche.protocol import KEY, RELEASE_KEY, problem
 from elche.status import answering
-from elche.token import BEARER, HOW, is_bearer
+from elche.token import BEARER, HOW, Role, is_bearer
 from elche_coordinator.access.audit import UNCHANGED, Audit
 from elche_coordinator.access.encryption import caller_of
-from elche_coordinator.access.tokens import Grant, Tokens
+from elche_coordinator.access.tokens import Grant, IssuedTokens
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import (
@@ -34,7 +34,7 @@ from elche_coordinator.limits.budgets import (
     Budget,
 )
 from elche_coordinator.limits.processor import Processor
-from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller, Role
+from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.streams.streams import Superseded
 
 SECRET = "elche-secret"
@@ -63,7 +63,7 @@ class Credentials:
     do everything.
     """
 
-    def __init__(self, own: str, tokens: Tokens, *, asks_certificates: bool = False) -> None:
+    def __init__(self, own: str, tokens: IssuedTokens, *, asks_certificates: bool = False) -> None:
         self._own = own
         self._tokens = tokens
         self.are_needed = bool(own) or asks_certificates

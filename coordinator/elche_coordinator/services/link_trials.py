@@ -79,9 +79,7 @@ class LinkTrials:
 
     async def _answer(self, host: str, agent_id: AgentId, order: agent_pb2.AttendResponse, transfer: str) -> bytes:
         """Sends an order and returns the agent's delivery. Raises `ElcheError`."""
-        can = agent_id in self._agents.measuring
-        problem = "" if can else f"the agent of {host} is older and cannot: upgrade it"
-        if problem or not self._agents.ask(agent_id, order):
+        if not self._agents.ask(agent_id, order):
             self._transfers.drop(transfer)
-            raise Unmeasured(problem or f"{host} has disconnected")
+            raise Unmeasured(f"{host} has disconnected")
         return await self._transfers.whole(transfer, MAX_ANSWER_BYTES)

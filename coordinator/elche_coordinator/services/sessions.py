@@ -41,12 +41,6 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
             log.info("agent=%s has the work folder of %s: it is shared, or one is a copy", agent_id, ", ".join(others))
         driver.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
     stream = driver.streams.agents[agent_id]
-    if hello.measures_links:
-        driver.agents.measuring.add(agent_id)
-    if hello.stores_artifacts:
-        driver.agents.storing.add(agent_id)
-    if hello.injects_faults:
-        driver.agents.injecting.add(agent_id)
     queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
     welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new)
     queue.put(agent_pb2.AttendResponse(welcome=welcome))

@@ -1,7 +1,6 @@
 """The core, its ranks, and a network between them, in virtual time."""
 
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,7 @@ from typing import assert_never
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -32,7 +31,7 @@ from elche_coordinator.core.messages.events import (
     RankReady,
     RankStarted,
 )
-from elche_coordinator.core.messages.ids import AgentId, Epoch, JobId, Rank
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
 from elche_coordinator.core.messages.spec import JobSpec, Lease, RecordedRound, Slot, TensorSum
 from elche_coordinator.core.records.ranks import Address
@@ -110,8 +109,6 @@ class Simulation:
     """Check every invariant after every event."""
     verifies: bool = True
     """True if the job fails when ranks have different results."""
-    crashes: bool = False
-    """True if the coordinator keeps what it goes on with after `crash`."""
     new_rank: Callable[..., SyntheticRank] = SyntheticRank
     """Constructor of a rank's process."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -129,9 +126,6 @@ class Simulation:
         self._asleep: list[Event] | None = None
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """For each rank whose session is broken, the messages that wait, in both directions."""
-        self._saved_state = b""
-        self._tape: list[tuple[float, Event, list[Command]]] = []
-        self._saves_every = 20
         self._arrivals_s: dict[str, float] = {}
         self.collective = Collective(
             self.clock,
@@ -142,7 +136,7 @@ class Simulation:
         )
 
     @property
-    def job(self) -> TrainingJob:
+    def job(self) -> ManagedJob:
         """The job, as the core has it."""
         return self.core.trainings[JOB]
 
@@ -198,18 +192,6 @@ class Simulation:
         """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
         self.processes[Rank(rank)].exit(-9, group_position=group_position)
 
-    def freeze(self, rank: int) -> None:
-        """Stops the rank's process, as SIGSTOP does."""
-        self.processes[Rank(rank)].clock.freeze()
-
-    def thaw(self, rank: int) -> None:
-        """Has a stopped process continue."""
-        self.processes[Rank(rank)].clock.thaw()
-
-    def part(self, *pairs: tuple[int, int]) -> None:
-        """These pairs of ranks cannot reach each other any more, and all others can."""
-        self.collective.broken = {frozenset(pair) for pair in pairs}
-
     def sleep(self, duration_s: float) -> None:
         """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
         self._asleep = []
@@ -234,27 +216,6 @@ class Simulation:
         else:
             action()
 
-    def crash(self, duration_s: float, *, saves_every: int = 20) -> None:
-        """Ends the coordinator for a while. It goes on from a saved state and the events since, up to `saves_every` of
-        them; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22).
-
-        Raises `AssertionError` when those events lead to other commands than before.
-        """
-        before = self.core
-        if self._saved_state:
-            self.core = pickle.loads(self._saved_state)
-            for now_s, event, commands in self._tape:
-                assert self.core.handle(event, now_s=now_s) == commands, f"{event} leads elsewhere"
-            assert self.core.next_deadline_s() == before.next_deadline_s()
-        self._saves_every = saves_every
-        self.sleep(duration_s)
-
-    def _record(self, event: Event, commands: list[Command]) -> None:
-        self._tape.append((self.clock.now_s, event, commands))
-        if len(self._tape) >= self._saves_every > 0:
-            self._tape.clear()
-            self._saved_state = pickle.dumps(self.core)
-
     def _wake(self) -> None:
         waiting, self._asleep = self._asleep or [], None
         self._pass_deadline()
@@ -269,8 +230,6 @@ class Simulation:
             return
         self.num_events += 1
         commands = self.core.handle(event, now_s=self.clock.now_s)
-        if self.crashes:
-            self._record(event, commands)
         if self.check:
             check_invariants(self.core)
         if commands:
@@ -293,27 +252,6 @@ class Simulation:
             return self._write_ends_s
         self._is_more_to_write = True
         return self._write_ends_s + write_s
-
-    def assert_exactly_once(self) -> None:
-        """Every kept sample of every epoch has reached the final parameters once. Raises `AssertionError` if not."""
-        ledger = self.job.run.training.ledger if self.job.run.training else None
-        assert ledger is not None
-        assert ledger.is_complete
-        newest = max(process.parameters.version for process in self.processes.values())
-        num_checked = 0
-        for rank, process in self.processes.items():
-            record = self.job.ranks.get(rank)
-            has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
-            if has_left and (process.was_killed or process.parameters.version < newest):
-                continue  # died (perhaps with the only result of a round), left, or not ready before the end
-            num_checked += 1
-            for epoch in range(ledger.num_epochs):
-                seen = list(process.parameters.seen.get(Epoch(epoch), ()))
-                if not ledger.is_stopped:
-                    assert seen == [(0, ledger.size(Epoch(epoch)))], f"rank {rank}, epoch {epoch}: {seen}"
-                num_seen = sum(end - start for start, end in seen)
-                assert num_seen == ledger.committed_samples(Epoch(epoch)), f"rank {rank}, epoch {epoch}: {seen}"
-        assert num_checked, "no rank has the final parameters"
 
     def _arm(self) -> None:
         next_s = self.core.next_deadline_s()

@@ -20,7 +20,7 @@ Record = dict[str, object]
 """A row, before it is JSON."""
 
 FORMAT = 1
-"""Version of the rows' format. A coordinator ignores rows of newer formats."""
+"""Version of the rows' format. A coordinator ignores rows of other formats."""
 
 
 class JobRows:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elche.bundle import CHUNK_BYTES
-from elche_coordinator.storage.store import Store, StoreFailed
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import StoreFailed
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ SUFFIX = ".tar.gz"
 class SharedBundles:
     """Copies bundles between a folder and the store."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: SqlStore, folder: Path) -> None:
         self._store = store
         self._folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

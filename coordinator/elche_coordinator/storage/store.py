@@ -1,12 +1,10 @@
-"""The interface of the coordinator's database, `Store`, and the values in it."""
+"""The values in the coordinator's database, and its errors."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from elche.errors import ElcheError
-from elche_coordinator.roles import Token
 
 
 class StoreFailed(ElcheError):
@@ -96,107 +94,6 @@ class Standing(NamedTuple):
     """Its term if it leads; else 0."""
     leader: str
     """Name of the leader, or of the last one."""
-
-
-class Candidacy(Protocol):
-    """One coordinator's connection to a shared store, for leader election. Calls raise `StoreFailed`."""
-
-    def try_to_lead(self, name: str, lease_s: float) -> Standing:
-        """Begins to lead if no other does, or the leader has not renewed its lease for `lease_s`."""
-
-    def renew(self, term: int) -> bool:
-        """Renews the lease; returns False if another has begun a later term."""
-
-    def close(self) -> None:
-        """Gives leadership up at once."""
-
-
-class Store(Protocol):
-    """The tape of events, and a saved state; of each job its spec and its newest row; users' files, bundles and tokens.
-
-    Calls raise `StoreFailed`; those that write also `Replaced`. `write` is called on one thread at a time; the others
-    may run beside it and each other.
-    """
-
-    is_shared: bool
-    """True if several coordinators may share it, of which one leads."""
-
-    @property
-    def name(self) -> str:
-        """A description for people, without secrets."""
-
-    def prepare(self) -> None:
-        """Creates the store, or migrates an older one to the present format. Raises `BadStore` for one of a newer
-        version or a damaged one.
-        """
-
-    def close(self) -> None:
-        """Ends all connections."""
-
-    def candidacy(self) -> Candidacy:
-        """This coordinator's candidacy; only for a shared store."""
-
-    def fence(self, term: int, on_replaced: Callable[[str], None]) -> None:
-        """Rejects writes once a later term has begun, and then calls `on_replaced` with the reason."""
-
-    def identity(self) -> Identity:
-        """The store's identity, created at the first call."""
-
-    def write(
-        self,
-        rows: Sequence[JobRow],
-        *,
-        last: int = 0,
-        entries: bytes = b"",
-        saved: SavedState | None = None,
-        forgotten: Collection[str] = (),
-        sources: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Writes, in one transaction, rows of jobs, each with its spec if new, files by hash, and a piece of the tape
-        up to event `last`. A saved state replaces the tape up to it. Removes `forgotten` jobs, and files without a job.
-        """
-
-    def load_state(self) -> LoadedState:
-        """The newest saved state, and the tape since, in pieces."""
-
-    def drop_tape(self) -> None:
-        """Removes the saved state and the tape, which this version cannot use."""
-
-    def load_rows(self) -> list[JobRow]:
-        """The rows of all jobs, by id."""
-
-    def load_row(self, job_id: str) -> JobRow:
-        """A job's row. Raises `KeyError` for an unknown job."""
-
-    def load_source(self, name: str) -> str:
-        """The text of the file with this hash. Raises `KeyError` when it is not there."""
-
-    def load_artifacts(self) -> dict[str, str]:
-        """By job that has ended, what the artifact store has of it, as JSON."""
-
-    def save_artifacts(self, job_id: str, record: str) -> None:
-        """Keeps that of one job; of a job that is forgotten, nothing."""
-
-    def load_tokens(self) -> list[Token]:
-        """All tokens, oldest first."""
-
-    def add_token(self, token: Token) -> None:
-        """Adds a token."""
-
-    def remove_token(self, token_id: str) -> None:
-        """Removes a token."""
-
-    def bundle_names(self) -> list[str]:
-        """The names of all bundles."""
-
-    def load_bundle(self, name: str) -> Iterator[bytes]:
-        """The bundle's bytes, in parts."""
-
-    def save_bundle(self, name: str, parts: Iterable[bytes]) -> None:
-        """Stores a bundle, atomically."""
-
-    def remove_bundle(self, name: str) -> None:
-        """Removes a bundle, if it is there."""
 
 
 def reason_of(error: BaseException) -> str:

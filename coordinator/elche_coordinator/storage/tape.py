@@ -20,7 +20,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import Event, JobsForgotten, JobSubmitted, LoopAttached
 from elche_coordinator.storage.job_rows import Record
 from elche_coordinator.storage.snapshots import Snapshots, join
-from elche_coordinator.storage.store import Store
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.unpickling import loads, unsealed
 from elche_coordinator.storage.writer import Transaction, Writer
 from elche_coordinator.streams import streams
@@ -139,7 +139,7 @@ class Recorded(NamedTuple):
     """The jobs that are in the saved state."""
 
 
-def read(store: Store) -> Recorded | None:
+def read(store: SqlStore) -> Recorded | None:
     """Reads the state of a previous coordinator; None if there is none, or none that this code can use."""
     saved, pieces, age_s = store.load_state()
     why = "was another version" if saved and saved.code != code_version() else ""

@@ -14,7 +14,8 @@ from typing import Any
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.histogram import PERSIST_SECONDS, Histogram
 from elche_coordinator.storage.job_rows import Record
-from elche_coordinator.storage.store import JobRow, Replaced, SavedState, Store, StoreFailed
+from elche_coordinator.storage.sql.store import SqlStore
+from elche_coordinator.storage.store import JobRow, Replaced, SavedState, StoreFailed
 from elche_coordinator.storage.unpickling import sealed
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Writer:
 
     def __init__(
         self,
-        store: Store,
+        store: SqlStore,
         on_written: Callable[[int], None],
         on_refused: Callable[[str, str], None] = lambda job_id, reason: None,
     ) -> None:

@@ -16,12 +16,6 @@ class Agents:
     def __init__(self, core: Coordinator, streams: Streams) -> None:
         self._core = core
         self._streams = streams
-        self.measuring: set[AgentId] = set()
-        """Agents that can measure links: older ones cannot."""
-        self.storing: set[AgentId] = set()
-        """Agents that can store artifacts: older ones cannot."""
-        self.injecting: set[AgentId] = set()
-        """Agents that can break ranks on purpose: older ones cannot."""
         what = "descriptions of hosts"
         self._held = Held(what, MAX_HOSTS_BYTES_OF_CALLER, MAX_HOSTS_BYTES, "workers")
         self._sizes: dict[AgentId, tuple[str, int]] = {}
@@ -35,8 +29,6 @@ class Agents:
 
     def forget(self, agent_id: AgentId) -> None:
         """Forgets an agent that is lost, and stops counting it."""
-        for can in (self.measuring, self.storing, self.injecting):
-            can.discard(agent_id)
         caller, num_bytes = self._sizes.pop(agent_id, ("", 0))
         self._held.change(caller, -num_bytes)
 

@@ -123,8 +123,7 @@ def _from_json(content: Any) -> SavedRecording:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known")
     moments = _table(content["moments"])
-    rows = content["events"] if "events" in content else content["happenings"]  # the key's older name
-    events = [JobEvent(int(number), float(at), str(kind), str(text)) for number, at, kind, text in rows]
+    events = [JobEvent(int(number), float(at), str(kind), str(text)) for number, at, kind, text in content["events"]]
     ranks = {
         int(rank): {name: _column(columns[name], len(moments.at)) for name in RANK_FIGURES}
         for rank, columns in content["ranks"].items()

@@ -357,15 +357,15 @@ class AgentHello(_message.Message):
     num_ranks: _builtins.int
     """How many ranks run on it."""
     measures_links: _builtins.bool
-    """True if it knows `OpenLink` and `TryLink`."""
+    """True; coordinators of the version before ask nothing of `OpenLink` and `TryLink` without it."""
     folder: _builtins.str
     """Identifies its work folder, whichever agent has it; empty: none could be kept there."""
     stores_artifacts: _builtins.bool
-    """True if it knows `StoreArtifacts`."""
+    """True, as `measures_links`, for `StoreArtifacts`."""
     starts_loops: _builtins.bool
-    """True if it starts scripts with their own loop (`JobSpec.is_loop`); an older one would take them for files of jobs."""
+    """True, as `measures_links`, for scripts with their own loop (`JobSpec.is_loop`)."""
     injects_faults: _builtins.bool
-    """True if it knows `InjectFault`."""
+    """True, as `measures_links`, for `InjectFault`."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """The devices it offers."""

@@ -148,9 +148,9 @@ class ListHostsResponse(_message.Message):
     NOW_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     now: _builtins.float
-    """The coordinator's clock, in seconds since 1970; 0 from older coordinators."""
+    """The coordinator's clock, in seconds since 1970."""
     next_page_token: _builtins.str
-    """Requests the next page; empty on the last one, and from older coordinators, which send all hosts."""
+    """Requests the next page; empty on the last one."""
     @_builtins.property
     def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostView]:
         """Those that are connected."""

@@ -2531,7 +2531,7 @@ class Welcome(_message.Message):
     taken: _builtins.int
     """The number of the last message that it has durably."""
     takes_stopped: _builtins.bool
-    """True if the coordinator understands Stopped."""
+    """True; workers of the version before send no `Stopped` without it."""
     def __init__(
         self,
         *,

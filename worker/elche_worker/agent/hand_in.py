@@ -170,10 +170,8 @@ class _Ghost:
         return self._has_told and self.has_said_all
 
     def tell_stopped(self) -> None:
-        """Sends `Stopped`, unless the coordinator is of a release that does not know the message."""
-        if self.session.is_connected and not self.session.takes_stopped:
-            self.lost = "the coordinator is of an earlier release"
-        elif not self.lost:
+        """Sends `Stopped`."""
+        if not self.lost:
             self.session.send(rank_pb2.ConverseRequest(stopped=rank_pb2.Stopped(round=self.left.round)))
             self._has_told = True
 

@@ -19,7 +19,7 @@ import torch
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import Collectives
 from elche_worker.collectives.outliers import StepWatch
-from elche_worker.collectives.reduction import Average, Reduction, Sent
+from elche_worker.collectives.reduction import AverageResult, Reduction, Sent
 from elche_worker.device.streams import DeviceStreams, HostStreams
 from elche_worker.model.layout import CPU, Layout
 
@@ -76,13 +76,13 @@ class Averaging:
         """The device event after which the latest round's snapshot is complete; None once it is waited for."""
         self._is_alone = False
         """True if the round that was started last has this rank alone: its result is the model, as it is."""
-        self._running: Future[Average] | None = None
+        self._running: Future[AverageResult] | None = None
         """The round that was started and not completed; None between rounds."""
         self._group: Collectives | None = None
         """The group of the round that was started last."""
         self._abandoned: set[int] = set()
         """Generations whose rounds are aborted, running ones and such as start later."""
-        self._aborted: Future[Average] | None = None
+        self._aborted: Future[AverageResult] | None = None
         """The latest round that is being aborted."""
         self._starts_abort = threading.Lock()
         self._buffers: dict[str, torch.Tensor] = {}
@@ -150,7 +150,7 @@ class Averaging:
             self._streams.receive(self._gathered)
             self._gathered = None
 
-    def _alone(self, group: Collectives, row: Row, *, keeps_result: bool) -> Average:
+    def _alone(self, group: Collectives, row: Row, *, keeps_result: bool) -> AverageResult:
         """The round of a rank alone. Waits for the device, as its caller just has, to check the values. A copy is freed
         after the round; one to pageable host memory takes 30 ms for 400 MB on an H100.
         """
@@ -193,7 +193,7 @@ class Averaging:
         if running is not None and group is not None and group.generation == generation:
             self._begin_abort(running, group)
 
-    def _begin_abort(self, running: Future[Average], group: Collectives) -> None:
+    def _begin_abort(self, running: Future[AverageResult], group: Collectives) -> None:
         with self._starts_abort:
             if self._aborted is running:
                 return
@@ -207,12 +207,12 @@ class Averaging:
 
         threading.Thread(target=end, name="abort", daemon=True).start()
 
-    def _on_ended(self, ended: Future[Average]) -> None:
+    def _on_ended(self, ended: Future[AverageResult]) -> None:
         """Wakes the loop. Runs on the collective's thread."""
         self._is_checked.set()  # also when it failed before the check: the loop waits for this event
         self._wake()
 
-    def _run(self, group: Collectives, row: Row, sent: Sent | None, state: bytes) -> Average:
+    def _run(self, group: Collectives, row: Row, sent: Sent | None, state: bytes) -> AverageResult:
         with self._streams.communication():
             if self._layout.device.type == "cpu":
                 self._streams.finish_communication()  # only now are values in host memory complete
@@ -223,8 +223,8 @@ class Averaging:
             return replace(averaged, distance=self._compared())
 
     def _compared(self) -> tuple[float, float] | None:
-        """The L2 norms of `Average.distance`, or None if not measured. `compare` also prepares the correction, so it
-        runs whenever a snapshot is kept.
+        """The L2 norms of `AverageResult.distance`, or None if not measured. `compare` also prepares the correction, so
+        it runs whenever a snapshot is kept.
         """
         if not self._measures_divergence and not self._layout.is_kept:
             return None
@@ -241,7 +241,7 @@ class Averaging:
             self._wake()
         return replace(row, finite=int(is_finite), unusual=int(not is_usual))
 
-    def complete(self, *, has_newer_steps: bool) -> Average:
+    def complete(self, *, has_newer_steps: bool) -> AverageResult:
         """Waits for the result and puts it into the model. Without newer steps it replaces the parameters bit for bit;
         with newer steps it is added as a correction. Newer steps on values that were left out are dropped.
 

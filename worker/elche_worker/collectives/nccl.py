@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, Work
 
 from elche_worker.collectives.operations import CollectiveFailed
-from elche_worker.device.faults import Fault, fault_of
+from elche_worker.device.faults import Cause, fault_of
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # `NoHandling`: the watchdog ends nothing
@@ -70,7 +70,7 @@ class Communicator:
                 ended.record()
                 ended.synchronize()
         except RuntimeError as error:
-            if fault_of(error) is Fault.DEVICE:
+            if fault_of(error) is Cause.DEVICE:
                 raise  # this rank's own device is broken: no other rank failed, so this is no `CollectiveFailed`
             raise CollectiveFailed(f"a collective failed: {error}") from error
         if self._is_aborted.is_set():

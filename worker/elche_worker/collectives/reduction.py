@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Codec, Compression
-from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
+from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
@@ -17,12 +17,12 @@ from elche_worker.collectives.outer_state import OuterState
 from elche_worker.collectives.staged import where
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
-from elche_worker.outer import Average as PlainAverage
+from elche_worker.outer import Average
 from elche_worker.user.events import record_event
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
+class AverageResult:
     """The outcome of a collective. The averaged values are in the layout's flat buffers."""
 
     rows: list[Row]
@@ -170,14 +170,14 @@ class Reduction:
     @property
     def has_outer_step(self) -> bool:
         """True if an outer optimizer changes the average."""
-        return not isinstance(self._options.outer, PlainAverage)
+        return not isinstance(self._options.outer, Average)
 
     @property
     def follows_one(self) -> bool:
         """True if a round of a single rank changes kept state: an outer optimizer's, or a moving average."""
         return self.has_outer_step or self._options.decay is not None
 
-    def run(self, group: Collectives, row: Row, sent: Sent | None = None, state: bytes = b"") -> Average:
+    def run(self, group: Collectives, row: Row, sent: Sent | None = None, state: bytes = b"") -> AverageResult:
         """Runs a round on the layout's flat buffers; `state` goes to ranks that join.
 
         Raises `CollectiveFailed`, `RoundAborted` or `RanksDiffer`; memory and model are then unchanged.
@@ -204,9 +204,9 @@ class Reduction:
         elapsed_ms = (ended_s - started_s) * 1000
         is_out, is_finite = self._options.discarded(rows)[group.position], bool(rows[group.position].finite)
         sent_bytes = group.sent_bytes - sent_bytes
-        return Average(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source, level)
+        return AverageResult(rows, raw, elapsed_ms, sent_bytes, None, is_out, is_finite, handed.state, is_source, level)
 
-    def of_one(self, row: Row, elapsed_ms: float) -> Average:
+    def of_one(self, row: Row, elapsed_ms: float) -> AverageResult:
         """The result of a rank alone, its own values; only where not `follows_one`. Keeps no last result: the next step
         with others begins at the rank's values of that time. Gains and compression errors stay.
         """
@@ -214,7 +214,7 @@ class Reduction:
         self._memories = {}
         is_out = self._options.discarded([row])[0]
         nothing = torch.empty(0, dtype=torch.uint8)
-        return Average([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
+        return AverageResult([row], nothing, elapsed_ms, is_discarded=is_out, is_finite=bool(row.finite))
 
     def _collect(
         self, group: Collectives, row: Row, sent: Sent, state: bytes
@@ -400,7 +400,7 @@ class Reduction:
         moments = [self._restored(kind, one) for one in loaded["moments"]]
         kept = loaded.get("spread")
         if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
-            spread = Spread(*kept).each(lambda one: one.to(SQUARES))  # older checkpoints have float32
+            spread = Spread(*kept)
         return OuterState(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
     def memories(self) -> dict[str, Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from elche_worker.collectives.calls import END_S, Calls, Parted
 from elche_worker.collectives.meeting import Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
-from elche_worker.device.faults import Fault, fault_of
+from elche_worker.device.faults import Cause, fault_of
 from elche_worker.device.kinds import NAMES, kind_of
 from elche_worker.model.tensors import flattened, unflattened
 
@@ -364,7 +364,7 @@ def lost_peers_named() -> Iterator[None]:
                 "two ranks of this loop have the same GPU, and NCCL averages only between GPUs: give each rank its "
                 "own, or let them average over gloo, with init_process_group('gloo')"
             ) from None
-        if fault_of(error) in (Fault.DEVICE, Fault.MEMORY):
+        if fault_of(error) in (Cause.DEVICE, Cause.MEMORY):
             raise
         raise PeerLost(
             f"another rank of this loop has ended, or cannot be reached; its own error says why ({str(error)[:300]})"

@@ -24,7 +24,7 @@ from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
 from elche_worker.data.prefetch import DeviceTransfer, HostTransfer
 from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
-from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timeline import SpanRecorder
 
 SHARED_MEMORY = "/dev/shm"
 """Where worker processes put semaphores and tensors, on Linux."""
@@ -47,7 +47,7 @@ NONE_IN_GROUP = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class LeasedPart:
     """A slice of an epoch's permutation, in samples."""
 
     id: int
@@ -60,7 +60,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LoadedBatch:
     """One batch of one epoch."""
 
     epoch: int
@@ -167,7 +167,7 @@ class LeaseLoader:
         seed: int = 0,
         pins_memory: bool = False,
         file_name: str = "",
-        timeline: Timeline | None = None,
+        timeline: SpanRecorder | None = None,
         member: int = 0,
         group_size: int = 1,
         num_parts: int = 1,
@@ -181,7 +181,7 @@ class LeaseLoader:
         self._batch_size = batch_size
         self.transfer = transfer or HostTransfer(torch.device("cpu"))
         self._wake = wake
-        self._leases: deque[Lease] = deque()
+        self._leases: deque[LeasedPart] = deque()
         """Leases whose first batch was not asked for yet."""
         self._last_lease = 0
         """Id of the newest lease."""
@@ -189,7 +189,7 @@ class LeaseLoader:
         """Remaining batches of the lease that is being fetched."""
         self._wanted: deque[BatchRequest | None] = deque()
         """Batches that the DataLoader is fetching; None for an empty one."""
-        self._ready: deque[Batch | BaseException] = deque()
+        self._ready: deque[LoadedBatch | BaseException] = deque()
         """Fetched batches, and errors to raise in their place. The loader's thread appends, the loop's thread takes:
         a deque needs no lock for that.
         """
@@ -226,7 +226,7 @@ class LeaseLoader:
         threading.Thread(target=self._run, args=(has_begun,), name="loader", daemon=True).start()
         has_begun.wait()
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: LeasedPart) -> None:
         """Appends a lease; ignores one that was added before."""
         if lease.id > self._last_lease:
             self._last_lease = lease.id
@@ -266,12 +266,12 @@ class LeaseLoader:
         """Batches that are ready."""
         return len(self._ready)
 
-    def take(self) -> Batch:
+    def take(self) -> LoadedBatch:
         """The next batch. Call it only when `is_ready`."""
         if self.is_in_step and not self._ready:
             return self._fetch_next()
         item = self._ready.popleft()
-        if isinstance(item, Batch):
+        if isinstance(item, LoadedBatch):
             with self._room:
                 self._ready_bytes -= item.size_bytes
                 self._room.notify()
@@ -279,7 +279,7 @@ class LeaseLoader:
             raise item
         return item
 
-    def _fetch_next(self) -> Batch:
+    def _fetch_next(self) -> LoadedBatch:
         self._num_left -= 1
         # puts the request for the next batch into `_wanted`
         self._next_indices()
@@ -295,9 +295,9 @@ class LeaseLoader:
             raise InvalidJob(NONE_IN_GROUP)
         with self.transfer.stream():
             data, event = self.transfer.move(data)
-        return Batch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
+        return LoadedBatch(wanted.epoch, wanted.size, data, wanted.own_size, 0, event, wanted.lease, wanted.offset)
 
-    def fetch_any(self, num_samples: int) -> Batch:
+    def fetch_any(self, num_samples: int) -> LoadedBatch:
         """A batch for trials, of the first samples of the first epoch, fetched on this thread. It does not count as
         trained.
         """
@@ -306,7 +306,7 @@ class LeaseLoader:
         data = self._fetch_here.collate(self._fetch_here.__getitems__(wanted.indices))
         if isinstance(data, FetchError):
             raise data.to_error()
-        return Batch(wanted.epoch, wanted.size, data, wanted.own_size)
+        return LoadedBatch(wanted.epoch, wanted.size, data, wanted.own_size)
 
     def stop(self) -> None:
         """Stops fetching, ends worker processes and drops ready batches."""
@@ -328,7 +328,7 @@ class LeaseLoader:
         that takes.
         """
         ready = [(index, self._ready[index]) for index in range(len(self._ready))]  # another thread may append
-        waiting = {index: one for index, one in ready if isinstance(one, Batch) and one.event is not None}
+        waiting = {index: one for index, one in ready if isinstance(one, LoadedBatch) and one.event is not None}
         moved = self.transfer.take_back([(one.data, one.event) for one in waiting.values()]) if waiting else []
         for (index, batch), data in zip(waiting.items(), moved, strict=True):
             self._ready[index] = replace(batch, data=data, event=None)
@@ -384,7 +384,7 @@ class LeaseLoader:
             if self._timeline is not None and event is not None:
                 self._timeline.add(COPY, started_s, time.perf_counter(), size_bytes)
             sizes = (wanted.size, data, wanted.own_size, size_bytes)
-            self._ready.append(Batch(wanted.epoch, *sizes, event, wanted.lease, wanted.offset))
+            self._ready.append(LoadedBatch(wanted.epoch, *sizes, event, wanted.lease, wanted.offset))
         self._wake()
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -403,7 +403,7 @@ class LeaseLoader:
         self._wanted.append(wanted)
         return wanted.indices if wanted else []
 
-    def _cut(self, lease: Lease) -> Iterator[BatchRequest]:
+    def _cut(self, lease: LeasedPart) -> Iterator[BatchRequest]:
         """The batches of a lease."""
         block = BLOCK_BATCHES * self._batch_size
         for start in range(0, lease.size, block):

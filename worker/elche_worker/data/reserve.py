@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 
 
 class ReservedLeases:
@@ -16,10 +16,10 @@ class ReservedLeases:
     are samples since the incarnation began.
     """
 
-    def __init__(self, batch_size: int, hand: Callable[[Lease], None]) -> None:
+    def __init__(self, batch_size: int, hand: Callable[[LeasedPart], None]) -> None:
         self._batch_size = batch_size
         self._hand = hand
-        self._leases: deque[Lease] = deque()
+        self._leases: deque[LeasedPart] = deque()
         """Not handed over."""
         self._last_lease = 0
         self._num_parts = 0
@@ -31,7 +31,7 @@ class ReservedLeases:
         """True if no lease is left in the reserve."""
         return not self._leases
 
-    def add(self, lease: Lease, *, is_reserve: bool) -> None:
+    def add(self, lease: LeasedPart, *, is_reserve: bool) -> None:
         """Appends a lease; unless it `is_reserve`, it and all before it may be begun. Ignores one that was added
         before.
         """

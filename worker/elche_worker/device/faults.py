@@ -26,7 +26,7 @@ from enum import Enum, auto
 import torch
 
 
-class Fault(Enum):
+class Cause(Enum):
     """The cause of an exception."""
 
     USER = auto()
@@ -40,10 +40,10 @@ class Fault(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Known:
     """An error whose message has `words`, on one line after one of `said_by` if there are any."""
 
-    fault: Fault
+    fault: Cause
     words: str
     source: str
     """The source file, or constant, of the words."""
@@ -65,150 +65,150 @@ ALL = tuple(RUNTIME)
 NCCL = ("NCCL error",)
 """Pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp, of RCCL as well."""
 
-U, M, D, P = Fault.USER, Fault.MEMORY, Fault.DEVICE, Fault.PEER
+U, M, D, P = Cause.USER, Cause.MEMORY, Cause.DEVICE, Cause.PEER
 ROWS = (
     # Memory: the allocators of PyTorch
-    Row(M, "out of memory. Tried to allocate", "pytorch c10/cuda/CUDACachingAllocator.cpp"),
-    Row(M, "NVML_SUCCESS == r INTERNAL ASSERT FAILED", "the same: it fails while it writes the message above"),
-    Row(M, "DefaultCPUAllocator: can't allocate memory", "pytorch c10/core/impl/alloc_cpu.cpp"),
-    Row(M, "DefaultCPUAllocator: not enough memory", "pytorch c10/core/impl/alloc_cpu.cpp, on Windows"),
-    Row(M, "std::bad_alloc", "C++, as pytorch torch/csrc/Exceptions.h passes it on"),
+    Known(M, "out of memory. Tried to allocate", "pytorch c10/cuda/CUDACachingAllocator.cpp"),
+    Known(M, "NVML_SUCCESS == r INTERNAL ASSERT FAILED", "the same: it fails while it writes the message above"),
+    Known(M, "DefaultCPUAllocator: can't allocate memory", "pytorch c10/core/impl/alloc_cpu.cpp"),
+    Known(M, "DefaultCPUAllocator: not enough memory", "pytorch c10/core/impl/alloc_cpu.cpp, on Windows"),
+    Known(M, "std::bad_alloc", "C++, as pytorch torch/csrc/Exceptions.h passes it on"),
     # The CUDA runtime's errors by number, in CUDA's driver_types.h; HIP's words in clr hipamd/src/hip_error.cpp
-    Row(M, "out of memory", "2 cudaErrorMemoryAllocation, hipErrorOutOfMemory", ALL),
-    Row(U, "invalid argument", "1 cudaErrorInvalidValue", ALL),
-    Row(U, "initialization error", "3 cudaErrorInitializationError: in a process that was forked", ALL),
-    Row(D, "driver shutting down", "4 cudaErrorCudartUnloading", ALL),
-    Row(U, "invalid configuration argument", "9 cudaErrorInvalidConfiguration", ALL),
-    Row(U, "invalid pitch argument", "12 cudaErrorInvalidPitchValue", ALL),
-    Row(U, "invalid device symbol", "13 cudaErrorInvalidSymbol", ALL),
-    Row(U, "invalid device pointer", "17 cudaErrorInvalidDevicePointer", ALL),
-    Row(U, "invalid copy direction for memcpy", "21 cudaErrorInvalidMemcpyDirection", ALL),
-    Row(U, "driver version is insufficient for", "35 cudaErrorInsufficientDriver", ALL),
-    Row(D, "device(s) is/are busy or unavailable", "46 cudaErrorDevicesUnavailable", ALL),
-    Row(D, "devices are busy or unavailable", "46, before CUDA 12", ALL),
-    Row(U, "invalid device function", "98 cudaErrorInvalidDeviceFunction", ALL),
-    Row(D, "-capable device is detected", "100 cudaErrorNoDevice, hipErrorNoDevice", ALL),
-    Row(U, "invalid device ordinal", "101 cudaErrorInvalidDevice", ALL),
-    Row(U, "device kernel image is invalid", "200 cudaErrorInvalidKernelImage", ALL),
-    Row(D, "invalid device context", "201 cudaErrorDeviceUninitialized", ALL),
-    Row(U, "no kernel image is available for execution on the device", "209 cudaErrorNoKernelImageForDevice", ALL),
-    Row(D, "uncorrectable ECC error encountered", "214 cudaErrorECCUncorrectable, hipErrorECCNotCorrectable", ALL),
-    Row(U, "limit is not supported on this architecture", "215 cudaErrorUnsupportedLimit", ALL),
-    Row(D, "device already in use by a different thread", "216 cudaErrorDeviceAlreadyInUse", ALL),
-    Row(U, "peer access is not supported between these two devices", "217 cudaErrorPeerAccessUnsupported", ALL),
-    Row(U, "a PTX JIT compilation failed", "218 cudaErrorInvalidPtx", ALL),
-    Row(D, "uncorrectable NVLink error", "220 cudaErrorNvlinkUncorrectable", ALL),
-    Row(U, "PTX was compiled with an unsupported toolchain", "222 cudaErrorUnsupportedPtxVersion", ALL),
-    Row(D, "OS call failed or operation not supported on this OS", "304 cudaErrorOperatingSystem", ALL),
-    Row(U, "invalid resource handle", "400 cudaErrorInvalidResourceHandle, hipErrorInvalidHandle", ALL),
-    Row(U, "the operation cannot be performed in the present state", "401 cudaErrorIllegalState", ALL),
-    Row(U, "named symbol not found", "500 cudaErrorSymbolNotFound", ALL),
-    Row(D, "an illegal memory access was encountered", "700 cudaErrorIllegalAddress", ALL),
-    Row(U, "too many resources requested for launch", "701 cudaErrorLaunchOutOfResources", ALL),
-    Row(D, "the launch timed out and was terminated", "702 cudaErrorLaunchTimeout", ALL),
-    Row(D, "context is destroyed", "709 cudaErrorContextIsDestroyed", ALL),
-    Row(U, "device-side assert triggered", "710 cudaErrorAssert", ALL),
-    Row(D, "hardware stack error", "714 cudaErrorHardwareStackError", ALL),
-    Row(D, "an illegal instruction was encountered", "715 cudaErrorIllegalInstruction", ALL),
-    Row(D, "misaligned address", "716 cudaErrorMisalignedAddress", ALL),
-    Row(D, "operation not supported on global/shared address space", "717 cudaErrorInvalidAddressSpace", ALL),
-    Row(D, "invalid program counter", "718 cudaErrorInvalidPc", ALL),
-    Row(D, "unspecified launch failure", "719 cudaErrorLaunchFailure", ALL),
-    Row(U, "too many blocks in cooperative launch", "720 cudaErrorCooperativeLaunchTooLarge", ALL),
-    Row(U, "captur", "900 to 908, cudaErrorStreamCapture...: each has the word capture or capturing", ALL),
-    Row(U, "operation not permitted", "800 cudaErrorNotPermitted", ALL),
-    Row(U, "operation not supported", "801 cudaErrorNotSupported", ALL),
-    Row(D, "system not yet initialized", "802 cudaErrorSystemNotReady", ALL),
-    Row(U, "unsupported display driver / cuda driver combination", "803 cudaErrorSystemDriverMismatch", ALL),
-    Row(U, "forward compatibility was attempted on non supported HW", "804", ALL),
-    Row(U, "due to cluster misconfiguration", "912 cudaErrorInvalidClusterSize", ALL),
-    Row(D, "unknown error", "999 cudaErrorUnknown", ALL),
+    Known(M, "out of memory", "2 cudaErrorMemoryAllocation, hipErrorOutOfMemory", ALL),
+    Known(U, "invalid argument", "1 cudaErrorInvalidValue", ALL),
+    Known(U, "initialization error", "3 cudaErrorInitializationError: in a process that was forked", ALL),
+    Known(D, "driver shutting down", "4 cudaErrorCudartUnloading", ALL),
+    Known(U, "invalid configuration argument", "9 cudaErrorInvalidConfiguration", ALL),
+    Known(U, "invalid pitch argument", "12 cudaErrorInvalidPitchValue", ALL),
+    Known(U, "invalid device symbol", "13 cudaErrorInvalidSymbol", ALL),
+    Known(U, "invalid device pointer", "17 cudaErrorInvalidDevicePointer", ALL),
+    Known(U, "invalid copy direction for memcpy", "21 cudaErrorInvalidMemcpyDirection", ALL),
+    Known(U, "driver version is insufficient for", "35 cudaErrorInsufficientDriver", ALL),
+    Known(D, "device(s) is/are busy or unavailable", "46 cudaErrorDevicesUnavailable", ALL),
+    Known(D, "devices are busy or unavailable", "46, before CUDA 12", ALL),
+    Known(U, "invalid device function", "98 cudaErrorInvalidDeviceFunction", ALL),
+    Known(D, "-capable device is detected", "100 cudaErrorNoDevice, hipErrorNoDevice", ALL),
+    Known(U, "invalid device ordinal", "101 cudaErrorInvalidDevice", ALL),
+    Known(U, "device kernel image is invalid", "200 cudaErrorInvalidKernelImage", ALL),
+    Known(D, "invalid device context", "201 cudaErrorDeviceUninitialized", ALL),
+    Known(U, "no kernel image is available for execution on the device", "209 cudaErrorNoKernelImageForDevice", ALL),
+    Known(D, "uncorrectable ECC error encountered", "214 cudaErrorECCUncorrectable, hipErrorECCNotCorrectable", ALL),
+    Known(U, "limit is not supported on this architecture", "215 cudaErrorUnsupportedLimit", ALL),
+    Known(D, "device already in use by a different thread", "216 cudaErrorDeviceAlreadyInUse", ALL),
+    Known(U, "peer access is not supported between these two devices", "217 cudaErrorPeerAccessUnsupported", ALL),
+    Known(U, "a PTX JIT compilation failed", "218 cudaErrorInvalidPtx", ALL),
+    Known(D, "uncorrectable NVLink error", "220 cudaErrorNvlinkUncorrectable", ALL),
+    Known(U, "PTX was compiled with an unsupported toolchain", "222 cudaErrorUnsupportedPtxVersion", ALL),
+    Known(D, "OS call failed or operation not supported on this OS", "304 cudaErrorOperatingSystem", ALL),
+    Known(U, "invalid resource handle", "400 cudaErrorInvalidResourceHandle, hipErrorInvalidHandle", ALL),
+    Known(U, "the operation cannot be performed in the present state", "401 cudaErrorIllegalState", ALL),
+    Known(U, "named symbol not found", "500 cudaErrorSymbolNotFound", ALL),
+    Known(D, "an illegal memory access was encountered", "700 cudaErrorIllegalAddress", ALL),
+    Known(U, "too many resources requested for launch", "701 cudaErrorLaunchOutOfResources", ALL),
+    Known(D, "the launch timed out and was terminated", "702 cudaErrorLaunchTimeout", ALL),
+    Known(D, "context is destroyed", "709 cudaErrorContextIsDestroyed", ALL),
+    Known(U, "device-side assert triggered", "710 cudaErrorAssert", ALL),
+    Known(D, "hardware stack error", "714 cudaErrorHardwareStackError", ALL),
+    Known(D, "an illegal instruction was encountered", "715 cudaErrorIllegalInstruction", ALL),
+    Known(D, "misaligned address", "716 cudaErrorMisalignedAddress", ALL),
+    Known(D, "operation not supported on global/shared address space", "717 cudaErrorInvalidAddressSpace", ALL),
+    Known(D, "invalid program counter", "718 cudaErrorInvalidPc", ALL),
+    Known(D, "unspecified launch failure", "719 cudaErrorLaunchFailure", ALL),
+    Known(U, "too many blocks in cooperative launch", "720 cudaErrorCooperativeLaunchTooLarge", ALL),
+    Known(U, "captur", "900 to 908, cudaErrorStreamCapture...: each has the word capture or capturing", ALL),
+    Known(U, "operation not permitted", "800 cudaErrorNotPermitted", ALL),
+    Known(U, "operation not supported", "801 cudaErrorNotSupported", ALL),
+    Known(D, "system not yet initialized", "802 cudaErrorSystemNotReady", ALL),
+    Known(U, "unsupported display driver / cuda driver combination", "803 cudaErrorSystemDriverMismatch", ALL),
+    Known(U, "forward compatibility was attempted on non supported HW", "804", ALL),
+    Known(U, "due to cluster misconfiguration", "912 cudaErrorInvalidClusterSize", ALL),
+    Known(D, "unknown error", "999 cudaErrorUnknown", ALL),
     # cuBLAS, in pytorch aten/src/ATen/cuda/Exceptions.cpp (_cublasGetErrorEnum)
-    Row(M, "CUBLAS_STATUS_ALLOC_FAILED", "cublas_api.h: resources could not be allocated"),
-    Row(D, "CUBLAS_STATUS_NOT_INITIALIZED", "cublas_api.h: the runtime, or how the hardware is set up, has failed"),
-    Row(U, "CUBLAS_STATUS_INVALID_VALUE", "cublas_api.h"),
-    Row(U, "CUBLAS_STATUS_ARCH_MISMATCH", "cublas_api.h: the device lacks what the function needs"),
-    Row(D, "CUBLAS_STATUS_MAPPING_ERROR", "cublas_api.h: an access to device memory has failed"),
-    Row(D, "CUBLAS_STATUS_EXECUTION_FAILED", "cublas_api.h: a kernel could not be launched"),
-    Row(D, "CUBLAS_STATUS_INTERNAL_ERROR", "cublas_api.h: a copy on the device has failed"),
-    Row(U, "CUBLAS_STATUS_NOT_SUPPORTED", "cublas_api.h"),
-    Row(U, "CUBLAS_STATUS_LICENSE_ERROR", "cublas_api.h"),
+    Known(M, "CUBLAS_STATUS_ALLOC_FAILED", "cublas_api.h: resources could not be allocated"),
+    Known(D, "CUBLAS_STATUS_NOT_INITIALIZED", "cublas_api.h: the runtime, or how the hardware is set up, has failed"),
+    Known(U, "CUBLAS_STATUS_INVALID_VALUE", "cublas_api.h"),
+    Known(U, "CUBLAS_STATUS_ARCH_MISMATCH", "cublas_api.h: the device lacks what the function needs"),
+    Known(D, "CUBLAS_STATUS_MAPPING_ERROR", "cublas_api.h: an access to device memory has failed"),
+    Known(D, "CUBLAS_STATUS_EXECUTION_FAILED", "cublas_api.h: a kernel could not be launched"),
+    Known(D, "CUBLAS_STATUS_INTERNAL_ERROR", "cublas_api.h: a copy on the device has failed"),
+    Known(U, "CUBLAS_STATUS_NOT_SUPPORTED", "cublas_api.h"),
+    Known(U, "CUBLAS_STATUS_LICENSE_ERROR", "cublas_api.h"),
     # hipBLAS, in the same file (_hipblasGetErrorEnum)
-    Row(M, "HIPBLAS_STATUS_ALLOC_FAILED", "hipblas.h"),
-    Row(D, "HIPBLAS_STATUS_NOT_INITIALIZED", "hipblas.h"),
-    Row(U, "HIPBLAS_STATUS_INVALID_VALUE", "hipblas.h"),
-    Row(U, "HIPBLAS_STATUS_INVALID_ENUM", "hipblas.h"),
-    Row(U, "HIPBLAS_STATUS_HANDLE_IS_NULLPTR", "hipblas.h"),
-    Row(U, "HIPBLAS_STATUS_ARCH_MISMATCH", "hipblas.h"),
-    Row(D, "HIPBLAS_STATUS_MAPPING_ERROR", "hipblas.h"),
-    Row(D, "HIPBLAS_STATUS_EXECUTION_FAILED", "hipblas.h"),
-    Row(D, "HIPBLAS_STATUS_INTERNAL_ERROR", "hipblas.h"),
-    Row(U, "HIPBLAS_STATUS_NOT_SUPPORTED", "hipblas.h"),
-    Row(D, "HIPBLAS_STATUS_UNKNOWN", "hipblas.h"),
+    Known(M, "HIPBLAS_STATUS_ALLOC_FAILED", "hipblas.h"),
+    Known(D, "HIPBLAS_STATUS_NOT_INITIALIZED", "hipblas.h"),
+    Known(U, "HIPBLAS_STATUS_INVALID_VALUE", "hipblas.h"),
+    Known(U, "HIPBLAS_STATUS_INVALID_ENUM", "hipblas.h"),
+    Known(U, "HIPBLAS_STATUS_HANDLE_IS_NULLPTR", "hipblas.h"),
+    Known(U, "HIPBLAS_STATUS_ARCH_MISMATCH", "hipblas.h"),
+    Known(D, "HIPBLAS_STATUS_MAPPING_ERROR", "hipblas.h"),
+    Known(D, "HIPBLAS_STATUS_EXECUTION_FAILED", "hipblas.h"),
+    Known(D, "HIPBLAS_STATUS_INTERNAL_ERROR", "hipblas.h"),
+    Known(U, "HIPBLAS_STATUS_NOT_SUPPORTED", "hipblas.h"),
+    Known(D, "HIPBLAS_STATUS_UNKNOWN", "hipblas.h"),
     # cuDNN, after "cuDNN error: " in pytorch aten/src/ATen/cuda/Exceptions.h; longer names begin with shorter ones
-    Row(M, "CUDNN_STATUS_ALLOC_FAILED", "cudnn.h, before cuDNN 9"),
-    Row(M, "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "cudnn_graph.h"),
-    Row(M, "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cudnn_graph.h"),
-    Row(M, "valid cuDNN algorithm to run convolution", "pytorch ATen/native/cudnn/Conv_v7.cpp: it tries all that fit"),
-    Row(M, "was unable to find an engine to execute", "pytorch ATen/native/cudnn/Conv_v8.cpp: it tries all that fit"),
-    Row(U, "CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED", "cudnn_graph.h"),
-    Row(U, "CUDNN_STATUS_BAD_PARAM", "cudnn_graph.h"),
-    Row(U, "CUDNN_STATUS_INVALID_VALUE", "cudnn.h, before cuDNN 9"),
-    Row(U, "CUDNN_STATUS_ARCH_MISMATCH", "cudnn.h, before cuDNN 9"),
-    Row(U, "CUDNN_STATUS_NOT_SUPPORTED", "cudnn_graph.h, with what was not supported"),
-    Row(U, "CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "cudnn_graph.h"),
-    Row(U, "cuDNN Frontend error: ", "pytorch aten/src/ATen/cuda/Exceptions.h: no plan for these shapes"),
-    Row(D, "CUDNN_STATUS_NOT_INITIALIZED", "cudnn_graph.h: no device, or the runtime has failed"),
-    Row(D, "CUDNN_STATUS_MAPPING_ERROR", "cudnn.h, before cuDNN 9"),
-    Row(D, "CUDNN_STATUS_EXECUTION_FAILED", "cudnn_graph.h, with the library that has failed"),
-    Row(D, "CUDNN_STATUS_INTERNAL_ERROR", "cudnn_graph.h"),
+    Known(M, "CUDNN_STATUS_ALLOC_FAILED", "cudnn.h, before cuDNN 9"),
+    Known(M, "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "cudnn_graph.h"),
+    Known(M, "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cudnn_graph.h"),
+    Known(M, "valid cuDNN algorithm to run convolution", "pytorch ATen/native/cudnn/Conv_v7.cpp: tries all that fit"),
+    Known(M, "was unable to find an engine to execute", "pytorch ATen/native/cudnn/Conv_v8.cpp: tries all that fit"),
+    Known(U, "CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED", "cudnn_graph.h"),
+    Known(U, "CUDNN_STATUS_BAD_PARAM", "cudnn_graph.h"),
+    Known(U, "CUDNN_STATUS_INVALID_VALUE", "cudnn.h, before cuDNN 9"),
+    Known(U, "CUDNN_STATUS_ARCH_MISMATCH", "cudnn.h, before cuDNN 9"),
+    Known(U, "CUDNN_STATUS_NOT_SUPPORTED", "cudnn_graph.h, with what was not supported"),
+    Known(U, "CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", "cudnn_graph.h"),
+    Known(U, "cuDNN Frontend error: ", "pytorch aten/src/ATen/cuda/Exceptions.h: no plan for these shapes"),
+    Known(D, "CUDNN_STATUS_NOT_INITIALIZED", "cudnn_graph.h: no device, or the runtime has failed"),
+    Known(D, "CUDNN_STATUS_MAPPING_ERROR", "cudnn.h, before cuDNN 9"),
+    Known(D, "CUDNN_STATUS_EXECUTION_FAILED", "cudnn_graph.h, with the library that has failed"),
+    Known(D, "CUDNN_STATUS_INTERNAL_ERROR", "cudnn_graph.h"),
     # MIOpen, in miopen.h; pytorch ATen/miopen/Exceptions.h writes the name alone
-    Row(M, "miopenStatusAllocFailed", "miopen.h"),
-    Row(U, "miopenStatusInvalidValue", "miopen.h"),
-    Row(U, "miopenStatusBadParm", "miopen.h"),
-    Row(U, "miopenStatusNotImplemented", "miopen.h"),
-    Row(U, "miopenStatusUnsupportedOp", "miopen.h"),
-    Row(U, "miopenStatusVersionMismatch", "miopen.h"),
-    Row(D, "miopenStatusNotInitialized", "miopen.h"),
-    Row(D, "miopenStatusInternalError", "miopen.h"),
-    Row(D, "miopenStatusUnknownError", "miopen.h"),
+    Known(M, "miopenStatusAllocFailed", "miopen.h"),
+    Known(U, "miopenStatusInvalidValue", "miopen.h"),
+    Known(U, "miopenStatusBadParm", "miopen.h"),
+    Known(U, "miopenStatusNotImplemented", "miopen.h"),
+    Known(U, "miopenStatusUnsupportedOp", "miopen.h"),
+    Known(U, "miopenStatusVersionMismatch", "miopen.h"),
+    Known(D, "miopenStatusNotInitialized", "miopen.h"),
+    Known(D, "miopenStatusInternalError", "miopen.h"),
+    Known(D, "miopenStatusUnknownError", "miopen.h"),
     # cuSOLVER and hipSOLVER, in pytorch aten/src/ATen/cuda/Exceptions.h
-    Row(M, "SOLVER_STATUS_ALLOC_FAILED", "cusolver_common.h, hipsolver-types.h"),
-    Row(D, "SOLVER_STATUS_EXECUTION_FAILED", "cusolver_common.h, hipsolver-types.h"),
-    Row(D, "SOLVER_STATUS_INTERNAL_ERROR", "cusolver_common.h, hipsolver-types.h"),
+    Known(M, "SOLVER_STATUS_ALLOC_FAILED", "cusolver_common.h, hipsolver-types.h"),
+    Known(D, "SOLVER_STATUS_EXECUTION_FAILED", "cusolver_common.h, hipsolver-types.h"),
+    Known(D, "SOLVER_STATUS_INTERNAL_ERROR", "cusolver_common.h, hipsolver-types.h"),
     # cuSPARSE and hipSPARSE have words of their own after "CUDA error: "
-    Row(U, "when calling `cusparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
-    Row(U, "when calling `hipsparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
+    Known(U, "when calling `cusparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
+    Known(U, "when calling `hipsparse", "pytorch aten/src/ATen/cuda/Exceptions.h"),
     # NCCL and RCCL, ncclGetErrorString in src/init.cc; a failure of CUDA within has been told above
-    Row(P, "remote process exited or there was a network error", "ncclRemoteError", NCCL),
-    Row(P, "unhandled system error", "ncclSystemError: a socket, or a peer that is gone", NCCL),
-    Row(D, "unhandled cuda error", "ncclUnhandledCudaError", NCCL),
-    Row(U, "invalid usage", "ncclInvalidUsage: such as one device for two ranks", NCCL),
-    Row(U, "invalid argument", "ncclInvalidArgument", NCCL),
-    Row(P, "internal error", "ncclInternalError", NCCL),
-    Row(P, "NCCL communicator was aborted on rank", "pytorch torch/csrc/distributed/c10d/NCCLUtils.cpp"),
-    Row(P, "Watchdog caught collective operation timeout", "pytorch torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"),
-    Row(P, "NCCL timeout in", "pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp"),
-    Row(P, "gloo/transport/", "gloo's files, which it names: gloo/common/logging.h"),
-    Row(P, "Application timeout caused pair closure", "gloo gloo/transport/tcp/unbound_buffer.cc"),
+    Known(P, "remote process exited or there was a network error", "ncclRemoteError", NCCL),
+    Known(P, "unhandled system error", "ncclSystemError: a socket, or a peer that is gone", NCCL),
+    Known(D, "unhandled cuda error", "ncclUnhandledCudaError", NCCL),
+    Known(U, "invalid usage", "ncclInvalidUsage: such as one device for two ranks", NCCL),
+    Known(U, "invalid argument", "ncclInvalidArgument", NCCL),
+    Known(P, "internal error", "ncclInternalError", NCCL),
+    Known(P, "NCCL communicator was aborted on rank", "pytorch torch/csrc/distributed/c10d/NCCLUtils.cpp"),
+    Known(P, "Watchdog caught collective operation timeout", "pytorch csrc/distributed/c10d/ProcessGroupNCCL.cpp"),
+    Known(P, "NCCL timeout in", "pytorch torch/csrc/distributed/c10d/NCCLUtils.hpp"),
+    Known(P, "gloo/transport/", "gloo's files, which it names: gloo/common/logging.h"),
+    Known(P, "Application timeout caused pair closure", "gloo gloo/transport/tcp/unbound_buffer.cc"),
     # What none of the rows above has
-    Row(P, "", "an error of NCCL that is not listed", NCCL),
-    Row(D, "", "an error of the runtime that is not listed", ALL),
+    Known(P, "", "an error of NCCL that is not listed", NCCL),
+    Known(D, "", "an error of the runtime that is not listed", ALL),
 )
 """The first match counts."""
 
 
-def fault_of(error: BaseException) -> Fault:
+def fault_of(error: BaseException) -> Cause:
     """Classifies an exception. PyTorch raises the errors of devices and libraries as `RuntimeError`."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Fault.MEMORY
+        return Cause.MEMORY
     if not isinstance(error, RuntimeError):
-        return Fault.USER
+        return Cause.USER
     lines = str(error).splitlines()
-    return next((row.fault for row in ROWS if any(_has(row, line) for line in lines)), Fault.USER)
+    return next((row.fault for row in ROWS if any(_has(row, line) for line in lines)), Cause.USER)
 
 
-def _has(row: Row, line: str) -> bool:
+def _has(row: Known, line: str) -> bool:
     if not row.said_by:
         return row.words in line
     return any(row.words in line.partition(said_by)[2] for said_by in row.said_by if said_by in line)
@@ -216,9 +216,9 @@ def _has(row: Row, line: str) -> bool:
 
 def is_device_fault(error: BaseException) -> bool:
     """True if the process cannot use its device any more, and the program is not known to be at fault."""
-    return fault_of(error) is Fault.DEVICE
+    return fault_of(error) is Cause.DEVICE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if memory ran out, on a device or on the host."""
-    return fault_of(error) is Fault.MEMORY
+    return fault_of(error) is Cause.MEMORY

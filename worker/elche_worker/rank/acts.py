@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from elche_worker.collectives.header import Row
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 
 
 @dataclass(frozen=True, slots=True)
 class TakeLease:
     """Fetch a slice of an epoch's permutation, after those before it."""
 
-    lease: Lease
+    lease: LeasedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def decode(raw: bytes) -> Act:
     kind, values = json.loads(raw)
     match kind:
         case "TakeLease":
-            return TakeLease(Lease(**values["lease"]))
+            return TakeLease(LeasedPart(**values["lease"]))
         case "EnterRound":
             return EnterRound(**values | {"row": Row(**values["row"])})
     act: Act = KINDS[kind](**values)

@@ -11,8 +11,8 @@ import torch
 from elche.extent import Extent
 from elche.header import header_digest
 from elche_worker.collectives.header import AveragingOptions, Row
-from elche_worker.collectives.reduction import Average
-from elche_worker.data.lease_loader import Batch
+from elche_worker.collectives.reduction import AverageResult
+from elche_worker.data.lease_loader import LoadedBatch
 from elche_worker.rank.acts import JoinGeneration, UseResult
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import AuditLog
@@ -72,7 +72,7 @@ class Audited:
         self.log = log
         self._options = options
 
-    def batch(self, batch: Batch, *, step: int, is_skipped: bool) -> None:
+    def batch(self, batch: LoadedBatch, *, step: int, is_skipped: bool) -> None:
         """Adds a batch, the rank's number `step`."""
         if self.log is not None:
             where = {"lease": batch.lease, "epoch": batch.epoch, "offset": batch.offset, "size": batch.size}
@@ -91,7 +91,7 @@ class Audited:
                 weight=row.weight,
             )
 
-    def received(self, averaged: Average, *, round_id: int, digest: int | None) -> None:
+    def received(self, averaged: AverageResult, *, round_id: int, digest: int | None) -> None:
         """Adds a round's result."""
         if self.log is None:
             return

@@ -14,7 +14,7 @@ from elche.v1 import rank_pb2
 from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, divided
 from elche_worker.model.tensors import Piece
 from elche_worker.rank.checkpoint_capture import CheckpointCapture
-from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timeline import SpanRecorder
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -33,7 +33,7 @@ class CheckpointWriter:
         target: CheckpointTarget,
         about: About,
         tell: Callable[[rank_pb2.ConverseRequest], None],
-        timeline: Timeline | None = None,
+        timeline: SpanRecorder | None = None,
         pieces: "Pieces | None" = None,
     ) -> None:
         """`pieces` writes a model that is divided among a replica group, whose processes all write together."""

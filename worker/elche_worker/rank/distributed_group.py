@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elche_worker.collectives.operations import CollectiveFailed
-from elche_worker.collectives.reduction import Average
+from elche_worker.collectives.reduction import AverageResult
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World
-from elche_worker.data.lease_loader import Batch
+from elche_worker.data.lease_loader import LoadedBatch
 from elche_worker.model.layout import Layout
 from elche_worker.model.norms import of_parts
 from elche_worker.rank.acts import Act, decode, encode
@@ -119,7 +119,7 @@ class DistributedGroup:
         dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._results)
         return bool(answer)
 
-    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
+    def train(self, run: Callable[..., T], data: Any, batch: LoadedBatch) -> T:
         # `fully_shard` takes the mean over the K processes. Therefore a loss over n of the batch's N samples is
         # weighted by K n / N: the mean is then the whole batch's gradient.
         weight = self.size * batch.own_size / batch.size
@@ -148,8 +148,8 @@ class DistributedGroup:
                 entry.tensor.copy_(raw.view(entry.dtype).view(entry.shape))
 
     def combine(
-        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
-    ) -> tuple[Average, int | None]:
+        self, averaged: AverageResult, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[AverageResult, int | None]:
         """Returns only when all processes have the round's result."""
         part = [] if self.is_leader else work.part()
         told = self.exchange([averaged.distance, digest, part, averaged.sent_bytes, norm])

@@ -16,7 +16,7 @@ from elche.extent import Extent
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.collectives.relay import Relay
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.data.reserve import ReservedLeases
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.evaluation import Evaluated, make_metrics
@@ -226,7 +226,7 @@ class RankLoop:
             self._tell_built(build)
 
     def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
-        lease = Lease(
+        lease = LeasedPart(
             id=message.lease,
             epoch=message.epoch,
             offset=message.partition_offset,
@@ -235,7 +235,7 @@ class RankLoop:
         )
         self._reserve.add(lease, is_reserve=message.is_reserve)
 
-    def _begin_lease(self, lease: Lease) -> None:
+    def _begin_lease(self, lease: LeasedPart) -> None:
         """Begins a lease, or a part of one, that may be trained now."""
         self._group.send(TakeLease(lease))
         self._replica.take_lease(lease)

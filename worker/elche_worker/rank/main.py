@@ -58,7 +58,7 @@ from elche_worker.session.links import Links
 from elche_worker.session.session import Session, sendable
 from elche_worker.session.stopped import StoppedRank, in_base64
 from elche_worker.sharding.jobs import sharding_of
-from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.user.device import Device
 from elche_worker.user.events import send_events_to
 from elche_worker.user.job import JobDefinition
@@ -255,7 +255,7 @@ def _prepare(
 ) -> tuple[RankLoop, list[object]]:
     """Builds the rank's parts and reports that it is ready. Also returns objects to keep alive as long as the loop."""
     group = _new_group(launch, job, channel)
-    timeline = Timeline(session.send, lambda: control.clock) if job.timeline else None
+    timeline = SpanRecorder(session.send, lambda: control.clock) if job.timeline else None
     parts, accumulators = build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.say_last_words
@@ -307,7 +307,7 @@ def build(
     group: ReplicaGroup,
     *,
     wake: Callable[[], None],
-    timeline: Timeline | None,
+    timeline: SpanRecorder | None,
     streams: DeviceStreams,
 ) -> tuple[Parts, list[object]]:
     """Builds model, optimizers and data of this process. Also returns objects to keep alive as long as its loop."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elche.extent import Extent
-from elche_worker.collectives.reduction import Average
+from elche_worker.collectives.reduction import AverageResult
 from elche_worker.data.lease_loader import LeaseLoader
 from elche_worker.data.sample_figures import Looked
 from elche_worker.model.checkpoint import Loaded
@@ -13,7 +13,7 @@ from elche_worker.model.own_state import OwnState
 from elche_worker.model.step import Built
 from elche_worker.rank.replica_group import ReplicaGroup
 from elche_worker.telemetry.meter import RoundWork
-from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timeline import SpanRecorder
 
 if TYPE_CHECKING:
     from elche_worker.rank.pieces import Pieces
@@ -49,7 +49,7 @@ class ResultExtent:
 class AppliedResult:
     """A round's result after it was brought into the model."""
 
-    averaged: Average
+    averaged: AverageResult
     digest: int | None
     """Digest of the values that must be equal on all ranks; None after rounds for which none is due."""
 
@@ -76,5 +76,5 @@ class Parts:
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None
     """The checkpoint to resume from."""
-    timeline: Timeline | None = None
+    timeline: SpanRecorder | None = None
     """Records spans of the rank's work."""

@@ -21,8 +21,8 @@ from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck, RoundAborted
-from elche_worker.data.lease_loader import Lease
-from elche_worker.device.faults import Fault, fault_of
+from elche_worker.data.lease_loader import LeasedPart
+from elche_worker.device.faults import Cause, fault_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import About, CheckpointTarget, Loaded, weights_of
@@ -222,7 +222,7 @@ class Replica:
         """True if batches were trained since the round was entered."""
         return self.local_step != self.entered.local_step
 
-    def take_lease(self, lease: Lease) -> None:
+    def take_lease(self, lease: LeasedPart) -> None:
         """Fetches the samples of one more slice of an epoch."""
         self.loader.plan()
         self.loader.add(lease)
@@ -605,7 +605,7 @@ def _peers_told_apart() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if fault_of(error) is Fault.PEER:
+        if fault_of(error) is Cause.PEER:
             raise CollectiveFailed(f"a collective of the job's own has failed: {error}") from error
         raise
 

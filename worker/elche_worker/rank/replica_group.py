@@ -7,8 +7,8 @@ the former, `DistributedGroup` (in `distributed_group`) the latter.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from elche_worker.collectives.reduction import Average
-from elche_worker.data.lease_loader import Batch
+from elche_worker.collectives.reduction import AverageResult
+from elche_worker.data.lease_loader import LoadedBatch
 from elche_worker.model.layout import Layout
 from elche_worker.rank.acts import Act
 from elche_worker.telemetry.meter import RoundWork
@@ -56,7 +56,7 @@ class ReplicaGroup(Protocol):
         """
         ...
 
-    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
+    def train(self, run: Callable[..., T], data: Any, batch: LoadedBatch) -> T:
         """Runs a method of `TrainStep` with this process's part of a batch; returns what it returns."""
         ...
 
@@ -69,8 +69,8 @@ class ReplicaGroup(Protocol):
         ...
 
     def combine(
-        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
-    ) -> tuple[Average, int | None]:
+        self, averaged: AverageResult, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[AverageResult, int | None]:
         """Combines distance, bytes and digest over the group's processes, and adds all losses to the leader's `work`.
         `norm`: the parameter norm of this process's part.
         """
@@ -102,7 +102,7 @@ class SingleProcess:
     def agree(self, holds: bool) -> bool:
         return holds
 
-    def train(self, run: Callable[..., T], data: Any, batch: Batch) -> T:
+    def train(self, run: Callable[..., T], data: Any, batch: LoadedBatch) -> T:
         return run(data, batch.size)
 
     def share_learning_rates(self, rates: LearningRates) -> None:
@@ -112,8 +112,8 @@ class SingleProcess:
         return
 
     def combine(
-        self, averaged: Average, digest: int | None, work: RoundWork, norm: float | None
-    ) -> tuple[Average, int | None]:
+        self, averaged: AverageResult, digest: int | None, work: RoundWork, norm: float | None
+    ) -> tuple[AverageResult, int | None]:
         return averaged, digest
 
     def parameter_norm(self, own: float | None) -> float | None:

@@ -261,7 +261,7 @@ def _take_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-class _Log(io.FileIO):
+class _LossyLog(io.FileIO):
     """A log that drops what cannot be written, as when the disk is full, so that training goes on."""
 
     times: TimesWriter | None = None
@@ -277,7 +277,7 @@ class _Log(io.FileIO):
 
 def open_log(descriptor: int, times: TimesWriter | None = None) -> io.TextIOWrapper:
     """A rank's output or error stream. Writes go to the log at once; `times` records when."""
-    raw: Any = _Log(descriptor, "w", closefd=False)
+    raw: Any = _LossyLog(descriptor, "w", closefd=False)
     raw.times = times
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 

@@ -11,7 +11,7 @@ from elche_worker.collectives.operations import CollectiveFailed, Collectives, S
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.model.layout import CPU
 from elche_worker.rank.acts import JoinGeneration
-from elche_worker.replaying.recording import RecordedRound, RoundKey
+from elche_worker.replaying.recording import RecordedAveraging, RoundKey
 
 LOOPBACK = "127.0.0.1:1"
 """A peer to which the route is the loopback interface."""
@@ -71,7 +71,7 @@ class Added:
         return
 
 
-class Meeting:
+class ReplayedMeeting:
     """Where the ranks of one generation meet."""
 
     def __init__(self, size: int) -> None:
@@ -104,14 +104,14 @@ class Repeated:
     """
 
     def __init__(
-        self, name: str, act: JoinGeneration, inner: Collectives | None, rounds: Mapping[RoundKey, RecordedRound]
+        self, name: str, act: JoinGeneration, inner: Collectives | None, rounds: Mapping[RoundKey, RecordedAveraging]
     ) -> None:
         """`inner` is None for a generation that never met, as one of its ranks was lost before."""
         self.position, self.size = act.position, act.world_size
         self.attempt, self.generation = act.attempt, act.generation
         self.device = CPU if inner is None else inner.device
         self._name, self._inner, self._rounds = name, inner, rounds
-        self._round: RecordedRound | None = None
+        self._round: RecordedAveraging | None = None
         self._num_gathered = 0
 
     @property

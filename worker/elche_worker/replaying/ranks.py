@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 
 from elche.errors import InvalidJob
-from elche_audit.rank_file import Entered, Evaluated, RankFile, Received, TrainedBatch
+from elche_audit.rank_file import Entered, EvaluatedPart, RankFile, Received, TrainedBatch
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
-from elche_worker.data.lease_loader import Lease
+from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import capture_rng_state, restore_rng_state, seed_all
 from elche_worker.device.streams import new_streams
@@ -31,7 +31,7 @@ MODULE = "elche_job"
 """Under which the job's file is imported."""
 
 
-class Parted(Exception):
+class ReplayDiffers(Exception):
     """The replay does not do what the run did. The text says where."""
 
 
@@ -131,20 +131,22 @@ class ReplayedRank:
         """Trains a recorded batch."""
         replica = self.replica
         self._num_leased += 1
-        lease = Lease(id=self._num_leased, epoch=batch.epoch, offset=batch.offset, size=batch.size, granted=batch.lease)
+        lease = LeasedPart(
+            id=self._num_leased, epoch=batch.epoch, offset=batch.offset, size=batch.size, granted=batch.lease
+        )
         replica.take_lease(lease)
         num_skipped = replica.meter.num_skipped
         replica.train(TrainBatch(replica.progress.samples, replica.rates.factor))
         if (replica.local_step, replica.meter.num_skipped - num_skipped) != (batch.step, batch.is_skipped):
             what = "was skipped" if batch.is_skipped else "was not skipped"
-            raise Parted(f"batch {batch.step} of {self.who} {what} in the run, and here it is otherwise")
+            raise ReplayDiffers(f"batch {batch.step} of {self.who} {what} in the run, and here it is otherwise")
 
     def enter(self, entry: Entered) -> None:
         """Enters a recorded round."""
         row = self.replica.row(entry.round, entry.generation)
         here = (row.attempt, row.version, row.cut, row.local_step, row.weight)
         if here != (entry.attempt, entry.version, entry.cut, entry.step, entry.weight):
-            raise Parted(f"{self.who} enters round {entry.round} with other work than in the run")
+            raise ReplayDiffers(f"{self.who} enters round {entry.round} with other work than in the run")
         results = self._rounds[entry.generation, entry.round].results.values()
         level = max((one.level for one in results), default=0)
         self.replica.enter_round(EnterRound(replace(row, level=level), keeps_result=True))
@@ -160,7 +162,7 @@ class ReplayedRank:
         """Compares a result with the recorded one; returns True if digests were compared, and what differs, or ""."""
         if (applied is None) != (told is None):
             has = "a result" if told is not None else "no result"
-            raise Parted(f"{self.who} has {has} of {words} in the run, and here it is otherwise")
+            raise ReplayDiffers(f"{self.who} has {has} of {words} in the run, and here it is otherwise")
         if applied is None or told is None:
             return False, ""
         averaged, has_digest = applied.averaged, "the digest of the parameters" in told.content
@@ -171,7 +173,7 @@ class ReplayedRank:
             return True, f"{words} on {self.who}: the parameters"
         return has_digest and applied.digest is not None, ""
 
-    def evaluate(self, act: Evaluated) -> None:
+    def evaluate(self, act: EvaluatedPart) -> None:
         """Evaluates the newest result, as the rank did: the job's functions may draw random numbers."""
         self.replica.use_result(self._use(act.round, act.epoch, act.offset, act.size, evaluates=True))
 

@@ -17,7 +17,7 @@ RoundKey = tuple[int, int]
 
 
 @dataclass(slots=True)
-class RecordedRound:
+class RecordedAveraging:
     """One averaging, by the files of the processes that entered it."""
 
     generation: int
@@ -58,8 +58,8 @@ class Recording:
     """By name, in order of rank and incarnation: the processes that were in any round."""
     generations: Mapping[int, Mapping[str, Joined]]
     """By number: its members' places, by file."""
-    rounds: Mapping[RoundKey, RecordedRound]
-    last: RecordedRound
+    rounds: Mapping[RoundKey, RecordedAveraging]
+    last: RecordedAveraging
     """The round whose result is the replay's."""
     is_whole: bool
     """True if that is the attempt's last one."""
@@ -125,8 +125,6 @@ def _files(place: Path) -> dict[str, RankFile]:
             raise InvalidJob(f"{place}: {error}") from None
     for file in files:
         start = file.start
-        if file.format < 2:
-            raise InvalidJob(f"{place}: {file.name} has format {file.format}, which lacks what replays need")
         if file.problems:
             raise InvalidJob(f"{place}: {file.problems[0]}")
         if start.job != place.name:
@@ -138,12 +136,12 @@ def _files(place: Path) -> dict[str, RankFile]:
     return {file.name: file for file in sorted(files, key=lambda one: (one.start.rank, one.start.incarnation))}
 
 
-def _rounds(files: Mapping[str, RankFile]) -> dict[RoundKey, RecordedRound]:
-    rounds: dict[RoundKey, RecordedRound] = {}
+def _rounds(files: Mapping[str, RankFile]) -> dict[RoundKey, RecordedAveraging]:
+    rounds: dict[RoundKey, RecordedAveraging] = {}
     for name, file in files.items():
         for one in file.records:
             if isinstance(one, Entered | Received | Lost):
-                known = rounds.setdefault((one.generation, one.round), RecordedRound(one.generation, one.round))
+                known = rounds.setdefault((one.generation, one.round), RecordedAveraging(one.generation, one.round))
                 if isinstance(one, Entered):
                     known.entries[name] = one
                 elif isinstance(one, Received):
@@ -163,7 +161,7 @@ def _generations(files: Mapping[str, RankFile]) -> dict[int, dict[str, Joined]]:
 
 
 def _check_whole(
-    rounds: Mapping[RoundKey, RecordedRound], generations: Mapping[int, Mapping[str, Joined]], place: Path
+    rounds: Mapping[RoundKey, RecordedAveraging], generations: Mapping[int, Mapping[str, Joined]], place: Path
 ) -> None:
     """Raises `InvalidJob` if the file of a rank that was in a round is missing, or lacks the round."""
     for one in rounds.values():
@@ -181,7 +179,7 @@ def _check_whole(
             raise InvalidJob(f"{place}: {one.words} has two versions")
 
 
-def _find(rounds: Mapping[RoundKey, RecordedRound], number: int, newest: RecordedRound) -> RecordedRound:
+def _find(rounds: Mapping[RoundKey, RecordedAveraging], number: int, newest: RecordedAveraging) -> RecordedAveraging:
     of_number = [one for one in rounds.values() if one.number == number]
     if number > newest.number or number < 1:
         raise InvalidJob(f"there is no round {number}: the recording has rounds 1 to {newest.number}")
@@ -193,7 +191,7 @@ def _find(rounds: Mapping[RoundKey, RecordedRound], number: int, newest: Recorde
     return found[-1]
 
 
-def _check_end(folder: Path, newest: RecordedRound) -> None:
+def _check_end(folder: Path, newest: RecordedAveraging) -> None:
     """Raises `InvalidJob` if the run has trained more samples than the files tell of."""
     record = _json(folder / RECORD)
     committed = record.get("committed_samples")
@@ -232,7 +230,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def worth_repeating(file: RankFile, last: RecordedRound) -> list[Any]:
+def worth_repeating(file: RankFile, last: RecordedAveraging) -> list[Any]:
     """What the process did up to the last round: no batches that are in no round."""
     kept: list[Any] = []
     for one in file.records:
@@ -246,7 +244,7 @@ def worth_repeating(file: RankFile, last: RecordedRound) -> list[Any]:
     return kept
 
 
-def _is_after(one: Entered | Joined, last: RecordedRound) -> bool:
+def _is_after(one: Entered | Joined, last: RecordedAveraging) -> bool:
     if isinstance(one, Joined):
         return one.generation > last.generation
     return (one.generation, one.round) > (last.generation, last.number)

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
-from elche_audit.rank_file import Entered, Evaluated, Joined, Lost, RankFile, Received, TrainedBatch
+from elche_audit.rank_file import Entered, EvaluatedPart, Joined, Lost, RankFile, Received, TrainedBatch
 from elche_worker.collectives.operations import Collectives
 from elche_worker.rank.acts import JoinGeneration
-from elche_worker.replaying.collectives import Meeting, Repeated
-from elche_worker.replaying.ranks import Parted, ReplayedRank, device_for
-from elche_worker.replaying.recording import RecordedRound, Recording, read_recording, worth_repeating
+from elche_worker.replaying.collectives import Repeated, ReplayedMeeting
+from elche_worker.replaying.ranks import ReplayDiffers, ReplayedRank, device_for
+from elche_worker.replaying.recording import RecordedAveraging, Recording, read_recording, worth_repeating
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Replayer:
     entered: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     compared: set[tuple[int, int]] = field(default_factory=set)
     difference: str = ""
-    _meetings: dict[int, Meeting | None] = field(default_factory=dict)
+    _meetings: dict[int, ReplayedMeeting | None] = field(default_factory=dict)
 
     def run(self) -> None:
         """Repeats all processes up to the recording's last round."""
@@ -114,7 +114,7 @@ class _Replayer:
         elif isinstance(one, Entered):
             rank.enter(one)
             self.entered.setdefault((one.generation, one.round), set()).add(rank.name)
-        elif isinstance(one, Evaluated):
+        elif isinstance(one, EvaluatedPart):
             rank.evaluate(one)
         elif isinstance(one, Received | Lost):
             key = (one.generation, one.round)
@@ -130,7 +130,7 @@ class _Replayer:
         places = self.recording.generations[generation]
         size = next(iter(places.values())).world_size
         # A generation of which a rank was lost before it entered any round never has a result.
-        self._meetings[generation] = Meeting(size) if len(places) == size else None
+        self._meetings[generation] = ReplayedMeeting(size) if len(places) == size else None
         acts = {
             name: JoinGeneration(one.attempt, generation, one.position, size, "cpu" if one.is_relayed else "gloo")
             for name, one in places.items()
@@ -180,12 +180,12 @@ def replay(
         replayer = _Replayer(recording, device, folder)
         try:
             replayer.run()
-        except Parted as error:
+        except ReplayDiffers as error:
             raise InvalidJob(f"{recording.folder} cannot be repeated: {error}") from None
         return _result(replayer, recording.last, writes=out is not None)
 
 
-def _result(replayer: _Replayer, last: RecordedRound, *, writes: bool) -> Replayed:
+def _result(replayer: _Replayer, last: RecordedAveraging, *, writes: bool) -> Replayed:
     recording = replayer.recording
     ranks = [replayer.ranks[name] for name in recording.files if name in replayer.ranks]
     shown = next(rank for rank in ranks if rank.name in last.results)

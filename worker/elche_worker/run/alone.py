@@ -17,7 +17,7 @@ from elche.extent import Extent
 from elche.shards import shuffled_shards
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
-from elche_worker.data.lease_loader import Batch, Lease, LeaseLoader
+from elche_worker.data.lease_loader import LeasedPart, LeaseLoader, LoadedBatch
 from elche_worker.data.prefetch import new_transfer
 from elche_worker.data.sample_figures import look_at
 from elche_worker.device.discovery import own_device
@@ -108,7 +108,7 @@ def _train(
     leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
     watch, callbacks = _Watch(job), Callbacks()
     mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
-    rank = _Rank(built, rates, callbacks, chosen.device, own_state)
+    rank = _OnlyRank(built, rates, callbacks, chosen.device, own_state)
     be_this_rank(rank)
     loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
     best: TrainedState | None = None
@@ -163,7 +163,7 @@ def _train(
         return best or TrainedState.of(built.model)
 
 
-class _Rank(RateSetters):
+class _OnlyRank(RateSetters):
     """The only rank, for callbacks: an `elche_worker.user.callbacks.Rank`."""
 
     def __init__(
@@ -220,14 +220,14 @@ class _Leases:
         self._seed = seed
         self._last = 0
 
-    def of(self, epoch: int) -> Iterator[Lease]:
+    def of(self, epoch: int) -> Iterator[LeasedPart]:
         end = self._extent.epoch_size(epoch)
         for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch):
             start = self._starts[shard]
             size = min(self._sizes[shard], end - start)
             if size > 0:
                 self._last += 1
-                yield Lease(id=self._last, epoch=epoch, offset=start, size=size)
+                yield LeasedPart(id=self._last, epoch=epoch, offset=start, size=size)
 
 
 def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
@@ -281,7 +281,7 @@ class _Watch:
         return self._job.patience is not None and self._num_since >= self._job.patience
 
 
-def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[Batch]:
+def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> Iterator[LoadedBatch]:
     """Yields batches as they become ready, up to `num_samples` samples."""
     while num_samples > 0:
         if not loader.is_in_step:

@@ -86,8 +86,6 @@ class Session:
             self._outbound.go_on(unsaid)
         self.store = store
         """Id of the coordinator's store; empty before its first welcome."""
-        self.takes_stopped = False
-        """True if the coordinator understands `Stopped`, as its last welcome says."""
         self._away_since_s = time.monotonic()
         self._closing = threading.Event()
         self._is_leaving = False
@@ -187,7 +185,7 @@ class Session:
             for command in call:
                 kind = command.WhichOneof("message")
                 if kind == "welcome":
-                    self.store, self.takes_stopped = command.welcome.store, command.welcome.takes_stopped
+                    self.store = command.welcome.store
                     self._outbound.open(outgoing, command.welcome.taken)
                     for message in list(self._newest.values()):
                         outgoing.put(message)

@@ -16,7 +16,7 @@ Span = tuple[int, float, float, int]
 """(kind, start, end, detail); times of `time.perf_counter` in seconds."""
 
 
-class Timeline:
+class SpanRecorder:
     """Collects spans. `clock` returns the wall times at which the coordinator's last clock was sent and received."""
 
     def __init__(

@@ -32,7 +32,7 @@ from elche_worker.session.launch import Launch
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.telemetry.meter import EpochSums
-from elche_worker.telemetry.timeline import Timeline
+from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.trainer.attachment import NextGroup, OperatorRequests
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.user.events import send_events_to
@@ -87,7 +87,7 @@ class CoordinatorAttachment:
         """True once the coordinator does not know this rank any more: nothing is reported, and training goes on."""
         self._is_leaving = False
         """True once the loop has ended: commands have no effect any more."""
-        self._timeline: Timeline | None = None
+        self._timeline: SpanRecorder | None = None
         self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
         send_events_to(self._session.tell_event)
         self._gauges = GaugeSampler(world.device)
@@ -107,7 +107,7 @@ class CoordinatorAttachment:
         self._data_wait_ms = 0.0
         self._reported_s = self._read_s = 0.0
         if timeline:
-            self._timeline = Timeline(self._session.send, lambda: self._clock)
+            self._timeline = SpanRecorder(self._session.send, lambda: self._clock)
             self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
 
     # Reports

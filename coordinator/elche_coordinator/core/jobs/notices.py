@@ -37,10 +37,8 @@ def too_few_notice(num_ranks: int, least: int, num_loading: int = 0) -> str:
     return f"waits for {more}: it has {num_ranks}, and trains with {least} or more{loading}"
 
 
-def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: bool, has_older: bool) -> str:
-    """The slots for which a queued job waits, and how many there are. `is_possible`: one host has enough for a loop.
-    `has_older`: other slots are of workers that start no loops.
-    """
+def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: bool) -> str:
+    """The slots for which a queued job waits, and how many there are. `is_possible`: one host has enough for a loop."""
     num, size = spec.least_ranks, spec.group_size
     wanted = f"{num} free slot{'s' if num > 1 else ''}"
     if spec.is_loop and num > 1:
@@ -50,9 +48,7 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: b
     that = f" with {', '.join(spec.conditions)}" if spec.conditions else ""
     there = f"{num_free} of {num_slots} slots{that} are free" if num_slots else f"no host offers any{that}"
     never = "" if num * size <= num_slots else "; start more workers"
-    if has_older and num > num_slots:
-        never = "; workers of an older version do not start a script with its own loop: upgrade them"
-    elif not is_possible and num > 1 and num_slots:
+    if not is_possible and num > 1 and num_slots:
         never = "; no host offers so many, and all ranks of a script with its own loop are on one: submit it with fewer"
     return f"waits for {wanted}: {there}{never}"
 

@@ -29,19 +29,19 @@ class _Offers:
 
     def num_free(self, spec: JobSpec) -> int:
         """Number of free slots that the job may have."""
-        if spec.needs not in self._num_free:
-            self._num_free[spec.needs] = len(self._fleet.free_for_one(spec.needs, self.kept))
-        return self._num_free[spec.needs]
+        if spec.conditions not in self._num_free:
+            self._num_free[spec.conditions] = len(self._fleet.free_for_one(spec.conditions, self.kept))
+        return self._num_free[spec.conditions]
 
     def num_slots(self, spec: JobSpec) -> int:
         """Number of slots that meet the job's conditions."""
-        if spec.needs not in self._num_slots:
-            self._num_slots[spec.needs] = self._fleet.num_slots(spec.needs)
-        return self._num_slots[spec.needs]
+        if spec.conditions not in self._num_slots:
+            self._num_slots[spec.conditions] = self._fleet.num_slots(spec.conditions)
+        return self._num_slots[spec.conditions]
 
     def overlap(self, one: JobSpec, other: JobSpec) -> bool:
         """True if there is a slot that both jobs could have."""
-        return one.needs == other.needs or not self._of(one).isdisjoint(self._of(other))
+        return one.conditions == other.conditions or not self._of(one).isdisjoint(self._of(other))
 
     def keep(self, spec: JobSpec) -> None:
         """Keeps the slots that a waiting job could have from jobs behind it."""
@@ -53,12 +53,12 @@ class _Offers:
         self._num_free.clear()
 
     def _of(self, spec: JobSpec) -> set[Place]:
-        if spec.needs not in self._offered:
-            self._offered[spec.needs] = set(self._fleet.offered(spec.needs))
-        return self._offered[spec.needs]
+        if spec.conditions not in self._offered:
+            self._offered[spec.conditions] = set(self._fleet.offered(spec.conditions))
+        return self._offered[spec.conditions]
 
 
-class _Wait(NamedTuple):
+class _Reason(NamedTuple):
     """Why a job waits."""
 
     reason: str
@@ -90,7 +90,7 @@ class Placing:
         """Jobs that have processes or are to have some."""
         self._now_s = 0.0
         """Time of the last `place`."""
-        self._waits: dict[Kind, tuple[JobId, _Wait, _Wait]] = {}
+        self._waits: dict[Kind, tuple[JobId, _Reason, _Reason]] = {}
         """For each kind of jobs that the last `place` has left without slots, the first of them, why it waits, and why
         those behind it do.
         """
@@ -125,10 +125,10 @@ class Placing:
         """The reason why a queued job waits."""
         return self._wait_of(job).reason
 
-    def _wait_of(self, job: PlacedJob) -> _Wait:
+    def _wait_of(self, job: PlacedJob) -> _Reason:
         found = None if self._is_too_early(job) else self._waits.get(self._lines.kind_of(job))
         if found is None:
-            return _Wait(job.reason)
+            return _Reason(job.reason)
         first, its_own, of_others = found
         return its_own if job.id == first else of_others
 
@@ -142,7 +142,7 @@ class Placing:
         self._place_missing(self._by_age(), fleet)
         shares = Shares(self._holders, fleet, quotas)
         waiting = self._place_queued(fleet, shares)
-        kept = {place for job in waiting for place in fleet.free_places(job.spec.needs)}
+        kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
         holders = self._by_age()
         self._place_more(holders, fleet, shares, kept)
         self.asked = []
@@ -183,7 +183,7 @@ class Placing:
                 # waits for its time, and holds no slots back meanwhile
                 pass
             elif shares.room(job) < spec.least_ranks:
-                self._waits[kind] = job.id, _Wait(job.reason), _Wait(job.reason)
+                self._waits[kind] = job.id, _Reason(job.reason), _Reason(job.reason)
                 over_quota.append(job)
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
@@ -199,21 +199,20 @@ class Placing:
                     offers.num_free(spec),
                     offers.num_slots(spec),
                     is_possible=not spec.is_loop or can_wait,
-                    has_older=spec.is_loop and fleet.num_slots(spec.conditions) > offers.num_slots(spec),
                 )
-                wait = _Wait(reason)
+                wait = _Reason(reason)
                 self._waits[kind] = job.id, wait, wait
                 if can_wait:
                     self._waits[kind] = job.id, wait, self._behind(job)
                     waiting.append(job)
                     offers.keep(spec)
         for job in over_quota:  # last: others of its project may have got slots after its turn
-            wait = _Wait(quota_notice(job.spec, shares.held(job), shares.quota(job)))
+            wait = _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job)))
             self._waits[self._lines.kind_of(job)] = job.id, wait, wait
         return waiting
 
-    def _behind(self, ahead: PlacedJob) -> _Wait:
-        return _Wait(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)
+    def _behind(self, ahead: PlacedJob) -> _Reason:
+        return _Reason(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)
 
     def _place_more(self, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares, kept: set[Place]) -> None:
         """Gives slots for which no job waits to jobs that want more ranks, one rank at a time, in turn."""

@@ -31,9 +31,9 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
 
     A job is asked only if the waiting one can use all of its slots, since any of them may come free.
     """
-    jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.needs)], waiting.spec.least_ranks
+    jobs, least = [job for job in jobs if _has_only(job, fleet, waiting.spec.conditions)], waiting.spec.least_ranks
     # Slots of ranks that are leaving count as free: they were asked before, and must not be asked for again and again.
-    lack = least - len(fleet.free_for_one(waiting.spec.needs)) - sum(map(_num_leaving, jobs))
+    lack = least - len(fleet.free_for_one(waiting.spec.conditions)) - sum(map(_num_leaving, jobs))
     lower = [job for job in jobs if job.spec.priority < waiting.spec.priority and _can_give(job)]
     richer = {
         job.spec.account: shares.held(job) - shares.held(waiting) - least

@@ -3,11 +3,11 @@
 A coordinator of another version can only resume jobs from checkpoints (protocol P22.2).
 """
 
-from elche_coordinator.core.jobs.training_job import TrainingJob
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.records.machine import JobPhase
 
 
-def is_unsaved(job: TrainingJob) -> bool:
+def is_unsaved(job: ManagedJob) -> bool:
     """True if the job can write a checkpoint now that is newer than its newest one."""
     training = job.run.training
     if job.phase is not JobPhase.TRAINING or training is None or training.replay is not None or training.is_paused:
@@ -15,7 +15,7 @@ def is_unsaved(job: TrainingJob) -> bool:
     return training.version > training.checkpoints.newest_version
 
 
-def is_being_saved(job: TrainingJob) -> bool:
+def is_being_saved(job: ManagedJob) -> bool:
     """True if the job writes its final state or a checkpoint, or is about to."""
     training = job.run.training
     if job.phase is JobPhase.FINISHING:

@@ -362,8 +362,6 @@ class AgentJoined:
     """Id of its work folder, which another agent may have used before; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
     """Jobs whose logs or model it can deliver."""
-    starts_loops: bool = True
-    """False for an older worker, which knows no scripts with their own loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,10 +116,6 @@ class Peer:
     """HOST:PORT."""
 
 
-STARTS_LOOPS = "starts loops"
-"""A condition that no user can write: the host's worker knows scripts with their own loop."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A client's submission."""
@@ -165,11 +161,6 @@ class JobSpec:
     """Names of environment variables whose values the hosts have."""
     artifacts: str = ""
     """Its artifact store; empty: the coordinator's."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The conditions that its devices and their hosts must meet; for a loop, `STARTS_LOOPS` is one of them."""
-        return (*self.conditions, STARTS_LOOPS) if self.is_loop else self.conditions
 
     @property
     def account(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from elche.selector import parse
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
-from elche_coordinator.core.messages.spec import STARTS_LOOPS, JobSpec, Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 
 MAX_REMEMBERED = 1_000_000
 """Most hosts and slots in the cache of all sets of conditions together; the least recently used set is dropped
@@ -38,14 +38,10 @@ class AgentRecord:
     """Id of its work folder; empty: unknown."""
     jobs: tuple[JobId, ...] = ()
     """Jobs that ended before it joined, and whose folders it has."""
-    starts_loops: bool = True
-    """False for an older worker, which knows no scripts with their own loop."""
 
     def meeting(self, conditions: Collection[str]) -> frozenset[int]:
         """The slots that meet all conditions."""
-        parsed = [parse(text) for text in conditions if text != STARTS_LOOPS]
-        if STARTS_LOOPS in conditions and not self.starts_loops:
-            return frozenset()
+        parsed = [parse(text) for text in conditions]
         found = set()
         for index, slot in enumerate(self.slots):
             facts = {**self.labels, "device": slot.device, "model": slot.model, "host": self.host}
@@ -171,7 +167,7 @@ class Fleet:
         """Number of ranks of the job for which hosts that are not drained have slots, free or not; for a loop, only
         slots of the host that has most.
         """
-        return len(self._groups(self._once(self.offered(spec.needs), set()), spec))
+        return len(self._groups(self._once(self.offered(spec.conditions), set()), spec))
 
     def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none if there are too few.
@@ -198,7 +194,7 @@ class Fleet:
     def _free_groups(self, job_id: JobId, spec: JobSpec, without: Collection[Place]) -> list[tuple[Place, ...]]:
         """Free slots for the job, in groups on one host each; for a loop, all on the host that has most."""
         its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
-        free = [place for place in self.free_places(spec.needs) if place not in without]
+        free = [place for place in self.free_places(spec.conditions) if place not in without]
         return self._groups(self._once(free, its_own), spec)
 
     def _device(self, place: Place) -> tuple[AgentId, str]:

@@ -38,7 +38,7 @@ from elche_coordinator.core.results.round_report import round_report
 from elche_coordinator.core.results.tally import Mark, bound_samples_per_s, mark_of, samples_per_s
 from elche_coordinator.core.work.ledger import Ledger
 from elche_coordinator.core.work.replay import Replay
-from elche_coordinator.core.work.shards import Shards
+from elche_coordinator.core.work.shards import ShardOrder
 
 OVERLAP_DECAY = 0.8
 """Factor per round on the longest recent averaging. Work is leased for that time, so that it must decay slowly."""
@@ -74,7 +74,7 @@ class Training:
         self.ledger = Ledger(
             settings.extent,
             {rank: record.batch_size for rank, record in members.items()},
-            Shards(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
+            ShardOrder(settings.shard_sizes, settings.seed) if settings.shard_sizes else None,
         )
         self.policy: Policy = new_policy(settings, list(members))
         self.evaluations = Evaluations(settings)
@@ -571,11 +571,11 @@ class Training:
         self.global_step = whole_number(state["global_step"], "global_step")
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()
-        self._devices_then = state.get("devices", [])
+        self._devices_then = state["devices"]
         like = likenesses(self._devices_then, self._devices) if self._devices_then else None
         self.policy.restore(state["policy"], like)
-        self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
+        self._guard.restore(state["divergences"])
         self.evaluations.restore(state["evaluations"])
-        self.checkpoints.restore_best(state.get("best_checkpoint"))
+        self.checkpoints.restore_best(state["best_checkpoint"])
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
-        self.epochs.restore(state["tallies"], state.get("untold", ()))  # older checkpoints have none
+        self.epochs.restore(state["tallies"], state["untold"])

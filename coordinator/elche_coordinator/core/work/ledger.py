@@ -9,7 +9,7 @@ from elche.extent import Extent
 from elche_coordinator.core.messages.ids import Epoch, LeaseId, Rank
 from elche_coordinator.core.messages.spec import Lease, whole_number
 from elche_coordinator.core.work.intervals import Interval, IntervalSet
-from elche_coordinator.core.work.shards import Shards
+from elche_coordinator.core.work.shards import ShardOrder
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Ledger:
     """
 
     def __init__(
-        self, extent: Extent, batch_sizes: Mapping[Rank, int] | None = None, shards: Shards | None = None
+        self, extent: Extent, batch_sizes: Mapping[Rank, int] | None = None, shards: ShardOrder | None = None
     ) -> None:
         self.extent = extent
         self.num_epochs = extent.num_epochs

@@ -7,7 +7,7 @@ from elche.shards import shuffled_shards
 from elche_coordinator.core.work.intervals import Interval, IntervalSet
 
 
-class Shards:
+class ShardOrder:
     """Positions of an epoch, shard after shard. A rank that needs more begins the next untouched shard, in an order
     shuffled by seed and epoch; when all are begun, it takes from the one with the most left.
     """

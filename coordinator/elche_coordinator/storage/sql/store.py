@@ -1,4 +1,4 @@
-"""The store in a SQL database: queries and statements."""
+"""The coordinator's store in a SQL database: queries and statements."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 import sqlalchemy as sa
 
-from elche_coordinator.roles import Role, Token
+from elche.token import Role
+from elche_coordinator.roles import TokenRecord
 from elche_coordinator.storage.sql.database import Database, failing
 from elche_coordinator.storage.sql.database import artifacts as _artifacts
 from elche_coordinator.storage.sql.database import bundles as _bundles
@@ -35,16 +36,22 @@ JOB_ROW = sa.select(_jobs.c.id, _jobs.c.record, _jobs.c.spec, _jobs.c.source)
 
 
 class SqlStore(Database):
-    """Implements `Store`. `write` keeps its connection open; other calls open one each."""
+    """The tape of events, and a saved state; of each job its spec and its newest row; users' files, bundles and tokens.
+
+    Calls raise `StoreFailed`; those that write also `Replaced`. `write` is called on one thread at a time, and keeps
+    its connection open; the others may run beside it and each other, and open one each.
+    """
 
     def __init__(self, url: sa.URL) -> None:
         super().__init__(url)
         self._writer: sa.Connection | None = None
 
     def candidacy(self) -> Election:
+        """This coordinator's candidacy; only for a shared store."""
         return Election(self)
 
     def identity(self) -> Identity:
+        """The store's identity, created at the first call."""
         with self.writing() as connection:
             row = connection.execute(sa.select(_store.c.id, _store.c.secret)).first()
             if row is None:
@@ -65,7 +72,10 @@ class SqlStore(Database):
         forgotten: Collection[str] = (),
         sources: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Writes in one transaction. After a failure the next one opens a new connection."""
+        """Writes, in one transaction, rows of jobs, each with its spec if new, files by hash, and a piece of the tape
+        up to event `last`. A saved state replaces the tape up to it. Removes `forgotten` jobs, and files without a job.
+        After a failure the next write opens a new connection.
+        """
         try:
             with self.writing(self._connected()) as connection:
                 if sources:
@@ -116,6 +126,7 @@ class SqlStore(Database):
         return self._writer
 
     def load_state(self) -> LoadedState:
+        """The newest saved state, and the tape since, in pieces."""
         with self.reading() as connection:
             row = connection.execute(sa.select(_states).order_by(_states.c.last.desc())).first()
             parts = connection.execute(sa.select(_parts)).all()
@@ -126,15 +137,18 @@ class SqlStore(Database):
         return LoadedState(saved, [piece.entries for piece in pieces], max(0.0, now - max(times, default=now)))
 
     def drop_tape(self) -> None:
+        """Removes the saved state and the tape, which this version cannot use."""
         with self.writing() as connection:
             for table in (_states, _parts, _tape):
                 connection.execute(table.delete())
 
     def load_rows(self) -> list[JobRow]:
+        """The rows of all jobs, by id."""
         with self.reading() as connection:
             return [JobRow(*row) for row in connection.execute(JOB_ROW.order_by(_jobs.c.id))]
 
     def load_row(self, job_id: str) -> JobRow:
+        """A job's row. Raises `KeyError` for an unknown job."""
         with self.reading() as connection:
             row = connection.execute(JOB_ROW.where(_jobs.c.id == job_id)).first()
         if row is None:
@@ -142,6 +156,7 @@ class SqlStore(Database):
         return JobRow(*row)
 
     def load_source(self, name: str) -> str:
+        """The text of the file with this hash. Raises `KeyError` when it is not there."""
         with self.reading() as connection:
             text = connection.execute(sa.select(_sources.c.text).where(_sources.c.hash == name)).scalar()
         if text is None:
@@ -149,24 +164,27 @@ class SqlStore(Database):
         return str(text)
 
     def load_artifacts(self) -> dict[str, str]:
+        """By job that has ended, what the artifact store has of it, as JSON."""
         with self.reading() as connection:
             return {row.job: row.record for row in connection.execute(sa.select(_artifacts))}
 
     def save_artifacts(self, job_id: str, record: str) -> None:
+        """Keeps that of one job; of a job that is forgotten, nothing."""
         with self.writing() as connection:
             connection.execute(PUT_ARTIFACTS, {"job": job_id, "record": record})
 
     # Tokens and bundles
 
-    def load_tokens(self) -> list[Token]:
+    def load_tokens(self) -> list[TokenRecord]:
+        """All tokens, oldest first. Raises `DamagedStore` for one with a role that is none."""
         with self.reading() as connection:
             rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
         try:
-            return [Token(**{**row, "role": Role(row["role"])}) for row in rows]
+            return [TokenRecord(**{**row, "role": Role(row["role"])}) for row in rows]
         except ValueError as error:
             raise DamagedStore(self.name, f"a token has a role that is none: {error}") from None
 
-    def add_token(self, token: Token) -> None:
+    def add_token(self, token: TokenRecord) -> None:
         with self.writing() as connection:
             connection.execute(_tokens.insert().values(**{**asdict(token), "role": str(token.role)}))
 
@@ -179,6 +197,7 @@ class SqlStore(Database):
             return list(connection.execute(sa.select(_bundles.c.name).distinct()).scalars())
 
     def load_bundle(self, name: str) -> Iterator[bytes]:
+        """The bundle's bytes, in parts."""
         query = sa.select(_bundles.c.part).where(_bundles.c.name == name).order_by(_bundles.c.part)
         with self.reading() as connection:
             for number in connection.execute(query).scalars().all():

@@ -60,7 +60,7 @@ MAX_FRUITLESS = 3
 """Attempts in a row without a checkpoint after which the job fails."""
 
 
-class TrainingJob(PlacedJob):
+class ManagedJob(PlacedJob):
     """Starts, groups and trains its ranks. In each attempt `training` and `membership` are None until all ranks are
     ready and agree.
 
