@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 
 from elche.errors import ElcheError
 from elche.tls import AUTHORITY, CERTIFICATE, KEY, BadCertificate, Folder
+from elche.token import Role
 from elche.v1 import agent_pb2, job_pb2
 from elche_client.certificates import Authority, read_certificate
 from elche_coordinator.access.encryption import caller_of
-from elche_coordinator.access.tokens import Tokens
+from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import JobSubmitted
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
-from elche_coordinator.roles import Caller, Role
+from elche_coordinator.roles import Caller
 from elche_coordinator.services.sessions import attend
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
@@ -57,7 +58,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def work() -> None:
         store = SqlStore.in_file(path)
-        Tokens(store).make("anna", Role.USER, expires_s=0.0, made_by="")
+        IssuedTokens(store).make("anna", Role.USER, expires_s=0.0, made_by="")
         driver = Driver(Coordinator(), store)
         attend(driver, agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")], identity="one"))
         for name in ("starts", "waits"):
@@ -81,7 +82,7 @@ def begin(path: Path) -> None:
         store.identity()
         tape.read(store)
         History(store)
-        Tokens(store)
+        IssuedTokens(store)
         store.load_artifacts()
     finally:
         store.close()
