@@ -68,6 +68,7 @@ IMPORTS = {
 SERVER_OF = {
     "elche_coordinator": PLAIN,
     "elche_coordinator.for_run": PLAIN,
+    "elche_coordinator.planning": PLAIN,
     "elche_client": PLAIN,
     "elche_worker.agent": PLAIN,
     "elche_worker.agent.for_run": PLAIN,
@@ -75,6 +76,7 @@ SERVER_OF = {
     "elche_worker.device.discovery": TORCH,
     "elche_worker.rank": TORCH,
     "elche_worker.rank.check": TORCH,
+    "elche_worker.replaying": TORCH,
     "elche_worker.trainer": TORCH,
     "support.dying_coordinator": PLAIN,
     "torch.distributed.run": TORCH,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from time import perf_counter
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from support.late_streams import Latch, Late, again
 
@@ -262,11 +262,11 @@ class Device:
         self._local.waits = False
         result = self._run(func, args, kwargs)
         if self._local.waits and self.late.wait(self.clock(self.thread)) and not isinstance(result, torch.Tensor):
-            return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))  # a number, of values that are there now
+            return func(*_map(_plain, args), **_map(_plain, kwargs))  # a number, of values that are there now
         return result
 
     def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not any(isinstance(one, OnDevice) for one in tree_flatten((args, kwargs))[0]):
+        if not any(isinstance(one, OnDevice) for one in _tensors(args, kwargs)):
             return func(*args, **kwargs)
         assert self.run_collective is not None, func
         return self.run_collective(func, args, kwargs)
@@ -283,50 +283,43 @@ class Device:
             return before, event
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        schema = _schema_of(func)
         with self._lock:
-            given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+            given = _tensors(args, kwargs)
             target = kwargs.get("device")
             is_device = any(isinstance(one, OnDevice) for one in given)
             to_device = is_device if target is None else torch.device(target).type == "cuda"
             self._check_together(func, given)
             plain = dict(kwargs)
-            is_pinned = bool(plain.pop("pin_memory", False)) or func._schema.name == "aten::_pin_memory"
-            plain = tree_map(_plain, plain)
-            written = [
-                one
-                for argument, value in zip(func._schema.arguments, args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-                for one in tree_flatten(value)[0]
-                if isinstance(one, torch.Tensor)
-            ]
+            is_pinned = bool(plain.pop("pin_memory", False)) or schema.name == "aten::_pin_memory"
+            plain = _map(_plain, plain)
+            written = _tensors(*(args[place] for place in schema.written if place < len(args)))
             on_device = is_device or to_device
             before = self.late.before(self.moment(self.stream.name)) if on_device else []
             if before and written:
                 values: Any = written[0]
             else:
-                values = args[0].clone() if is_pinned and given else func(*tree_map(_plain, args), **plain)
-            is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
-            if is_view:
+                values = args[0].clone() if is_pinned and given else func(*_map(_plain, args), **plain)
+            if not written and schema.is_view:
                 return (
-                    tree_map(lambda one: OnDevice.of(one, given[0].buffer) if _is_bare(one) else one, values)
-                    if (is_device)
+                    _map(lambda one: OnDevice.of(one, given[0].buffer) if _is_bare(one) else one, values)
+                    if is_device
                     else values
                 )
-            new = [one for one in tree_flatten(values)[0] if _is_bare(one)] if not written else []
+            new = [one for one in _tensors(values) if _is_bare(one)] if not written else []
             made = {id(one): self._new(one, to_device, is_pinned) for one in new}
             buffers = [self._buffer(one) for one in written] + list(made.values())
-            is_form = any(word in func._schema.name for word in ("empty", "_like"))  # reads no value
             reads = [self._buffer(one) for one in given if one.numel() and not any(one is other for other in written)]
-            reads = [] if is_form else reads
+            reads = [] if schema.is_form else reads
             waits = self._waits(func, args, kwargs, values, on_device)
             self._note(func, reads, buffers, on_device, waits)
             self._local.waits = waits
-            if before and not is_form:
-                run = again(func, tree_map(_plain, args), plain, None if written else values)
+            if before and not schema.is_form:
+                run = again(func, _map(_plain, args), plain, None if written else values)
                 self.late.defer(self.stream.name, self.clock(self.stream.name)[self.stream.name], before, run)
             if written:
-                return args[0] if len(func._schema.returns) == 1 else None
-            return tree_map(lambda one: OnDevice.of(one, made[id(one)]) if to_device and _is_bare(one) else one, values)
+                return args[0] if schema.num_returns == 1 else None
+            return _map(lambda one: OnDevice.of(one, made[id(one)]) if to_device and _is_bare(one) else one, values)
 
     def _check_together(self, func: Any, given: list[torch.Tensor]) -> None:
         mixed = {isinstance(one, OnDevice) for one in given if one.dim()}
@@ -337,9 +330,9 @@ class Device:
         """Whether the host waits for the operation."""
         if not is_device:
             return False
-        if not any(isinstance(one, torch.Tensor) for one in tree_flatten(values)[0]):
+        if not _tensors(values):
             return bool(func._schema.returns) and values is not None
-        tensors = [one for one in tree_flatten(args)[0] if isinstance(one, torch.Tensor)]
+        tensors = _tensors(args)
         hosts = [one for one in tensors if not isinstance(one, OnDevice) and one.dim()]
         is_copy = func._schema.name in ("aten::copy_", "aten::_to_copy")
         if is_copy and func._schema.name == "aten::copy_" and len(args) > 2:
@@ -533,6 +526,53 @@ def device() -> Device:
 def _unbound(method: Any) -> Any:
     """As a method of another class."""
     return lambda *args, **more: method(*args, **more)  # noqa: PLW0108  # a bound method would get no `self`
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What torch's dispatcher says of an operation."""
+
+    name: str
+    written: tuple[int, ...]
+    """Places of the arguments that it writes to."""
+    is_view: bool
+    """Whether its results share memory with what it is given."""
+    is_form: bool
+    """Whether it reads no value, but only a shape."""
+    num_returns: int
+
+
+@cache
+def _schema_of(func: Any) -> Schema:
+    schema = func._schema
+    written = [
+        place for place, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+    ]
+    is_view = any(one.alias_info is not None for one in schema.returns)
+    is_form = any(word in schema.name for word in ("empty", "_like"))
+    return Schema(schema.name, tuple(written), is_view, is_form, len(schema.returns))
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """Those in arguments or results of an operation: tensors, and lists, tuples and dicts of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(*value)
+        elif isinstance(value, dict):
+            found += _tensors(*value.values())
+    return found
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists, tuples and dicts, of changed values."""
+    if isinstance(value, list | tuple):
+        return type(value)([_map(change, one) for one in value])
+    if isinstance(value, dict):
+        return {name: _map(change, one) for name, one in value.items()}
+    return change(value)
 
 
 def _plain(value: Any) -> Any:

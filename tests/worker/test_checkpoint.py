@@ -15,6 +15,7 @@ from torch import nn
 from elche.errors import InvalidJob
 from elche.manifest import EMA, checkpoints_in, finish, newest
 from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget, load, other_buffers, weights_of
+from support import checkpoint_writer
 
 ABOUT = About(job="job", file_name="train.py", source="job = 1\n", tensors=("weight float32 (3, 4) averaged",))
 TRAINING = {"attempt": 1, "version": 7}
@@ -24,35 +25,10 @@ def kept(size: int = 4) -> CheckpointData:
     return CheckpointData({"weight": torch.arange(3.0 * size).reshape(3, size)}, {"buffers": {}, "rank": 0})
 
 
-WRITES = """
-import resource, signal, sys
-import torch
-from elche_worker.model.checkpoint import About, CheckpointData, CheckpointTarget
-ABOUT = About(job="job", file_name="train.py", source="job = 1")
-kept = CheckpointData({"weight": torch.arange(60_000.0).reshape(3, -1)}, {"buffers": {}, "rank": 0})
-target = CheckpointTarget(sys.argv[1])
-"""
-FOR_EVER = """
-number = 0
-while True:
-    number += 1
-    target.write(f"1-{number:08d}", kept, ABOUT, {"attempt": 1, "version": number})
-    target.keep_only([f"1-{one:08d}" for one in (number - 1, number)])
-"""
-WITHOUT_SPACE = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-try:
-    target.write("1-00000002", kept, ABOUT, {"attempt": 1, "version": 2})
-except OSError as error:
-    print(error)
-"""
-
-
 def test_a_writer_that_is_killed_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
     for attempt in range(4):
         place = tmp_path / str(attempt)
-        process = subprocess.Popen([sys.executable, "-c", WRITES + FOR_EVER, str(place)])
+        process = subprocess.Popen([sys.executable, checkpoint_writer.__file__, str(place)])
         while not place.exists() or not any(place.glob("[0-9]*")):
             assert process.poll() is None
             time.sleep(0.001)
@@ -92,9 +68,8 @@ def test_a_draft_of_what_is_to_stay_is_left_to_the_rank_that_writes_it(tmp_path:
 
 def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) -> None:
     CheckpointTarget(str(tmp_path)).write("1-00000001", kept(), ABOUT, TRAINING)
-    said = subprocess.check_output(
-        [sys.executable, "-c", WRITES + WITHOUT_SPACE, str(tmp_path)], text=True, timeout=100
-    )
+    command = [sys.executable, checkpoint_writer.__file__, str(tmp_path), "full"]
+    said = subprocess.check_output(command, text=True, timeout=100)
     assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["1-00000001"]
     assert load(str(tmp_path)).weights["weight"].shape == (3, 4)

@@ -35,9 +35,11 @@ ADAMW = {"model": large, "optimizer": lambda model: torch.optim.AdamW(model.para
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device on which nothing may have gone wrong at the test's end, and that has no room to fetch batches ahead."""
+    gc.freeze()  # what is there already is not looked through at each `live_bytes`
     with Device().in_order(monkeypatch) as device:
         device.memory.free = 0
         yield device
+    gc.unfreeze()
 
 
 def live_bytes(device: Device) -> int:
