@@ -235,9 +235,10 @@ class Evaluations:
         self.metrics = figures(state["metrics"])
         self._best = None if best is None else float(best)
         self.best_version = None if best_version is None else Version(whole_number(best_version, "best version"))
-        self.best_epoch = state["best_epoch"]
-        self.metrics_epoch = state["metrics_epoch"]
-        finite = state["last_finite"]
+        # checkpoints of older versions have none of the following three
+        self.best_epoch = state.get("best_epoch")
+        self.metrics_epoch = state.get("metrics_epoch")
+        finite = state.get("last_finite", {})
         self._last_finite = {name: whole_number(epoch, "last finite metric") for name, epoch in finite.items()}
         self.num_since_best = whole_number(state["num_since_best"], "evaluations since the best")
         self._by_version = {Version(int(version)): figures(metrics) for version, metrics in state["by_version"].items()}

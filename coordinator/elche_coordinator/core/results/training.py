@@ -571,11 +571,11 @@ class Training:
         self.global_step = whole_number(state["global_step"], "global_step")
         self.ledger.restore(state["ledger"])
         self.restored_samples = self.ledger.total_committed()
-        self._devices_then = state["devices"]
+        self._devices_then = state.get("devices", [])
         like = likenesses(self._devices_then, self._devices) if self._devices_then else None
         self.policy.restore(state["policy"], like)
-        self._guard.restore(state["divergences"])
+        self._guard.restore(state.get("divergences", ()))  # older checkpoints have none
         self.evaluations.restore(state["evaluations"])
-        self.checkpoints.restore_best(state["best_checkpoint"])
+        self.checkpoints.restore_best(state.get("best_checkpoint"))
         self._owed = [Epoch(epoch) for epoch in state["evaluations"]["owed_epochs"]]
-        self.epochs.restore(state["tallies"], state["untold"])
+        self.epochs.restore(state["tallies"], state.get("untold", ()))  # older checkpoints have none
