@@ -140,7 +140,7 @@ def test_a_host_that_comes_later_and_reaches_nobody_averages_through_the_coordin
     simulate, policy, averaging, unreached_s
 ):
     """The first ranks were on one host: nobody could know. They train on meanwhile, and nobody is lost."""
-    simulation = simulate(ranks(25.0, 30.0, 40.0), policy=policy, averaging=averaging, dataset_size=40_000)
+    simulation = simulate(ranks(25.0, 30.0, 40.0), policy=policy, averaging=averaging, dataset_size=20_000)
     simulation.part((0, 2), (1, 2))
     simulation.collective.unreached_s = unreached_s
     with_late_host(simulation, 3)

@@ -77,7 +77,7 @@ def crashes(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None
 
     def strike() -> None:
         if simulation.job.result is None:
-            simulation.crash(random.choice([0.0, 0.1, 1.0, 3.0]), saves_every=random.choice([2, 20, 200, 10_000]))
+            simulation.crash(random.choice([0.0, 0.1, 1.0, 3.0]), saves_every=random.choice([10, 40, 200, 10_000]))
             simulation.clock.after(3.0 + random.expovariate(1 / every_s), strike)
 
     simulation.clock.after(random.expovariate(1 / every_s), strike)

@@ -66,6 +66,10 @@ def state_of(job: Job) -> object:
     return continuation(job), job.phase, job.reason, ranks, open_rounds, snapshot
 
 
+SAVES_EVERY = 40
+"""Events between two saved states of a coordinator that may crash."""
+
+
 @dataclass(kw_only=True)
 class WatchedSimulation(Simulation):
     """A simulation over a watched core; `send_twice` gives the core every event a second time."""
@@ -79,7 +83,7 @@ class WatchedSimulation(Simulation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._saved_state, self._num_saved, self._saves_every = b"", 0, 20
+        self._saved_state, self._num_saved, self._saves_every = b"", 0, SAVES_EVERY
 
     def handle(self, event: Event) -> None:
         """Gives an event to the core and does what it says."""
@@ -90,7 +94,7 @@ class WatchedSimulation(Simulation):
         if self.crashes and len(self.core.steps) - self._num_saved >= self._saves_every:
             self._saved_state, self._num_saved = pickle.dumps(self.core), len(self.core.steps)
 
-    def crash(self, duration_s: float, *, saves_every: int = 20) -> None:
+    def crash(self, duration_s: float, *, saves_every: int = SAVES_EVERY) -> None:
         """Ends the coordinator for a while. It goes on from a saved state and the events since, up to `saves_every` of
         them; what ranks say meanwhile reaches it later, and what it had decided was durable (protocol P22). The steps
         before stay known.
