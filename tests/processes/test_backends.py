@@ -122,7 +122,7 @@ def test_a_rank_is_not_too_far_ahead_of_the_slowest(cluster: Cluster, job_file: 
     counts = [event.rank_batches for event in events if isinstance(event, RoundReport)]
     made = accumulate(fast + slow for fast, slow in counts)
     early = [both for both, num_batches in zip(counts, made, strict=True) if num_batches < 100]
-    assert sum(slow > 1 for _, slow in early) > 2, counts
+    assert any(slow > 1 for _, slow in early), counts
     assert all(fast - slow <= 2 for fast, slow in early), counts  # the last of 125 are left to who still has work
 
 
