@@ -1,7 +1,8 @@
-"""Runs a command and says what it cost: seconds on the wall, and seconds of processors of all that it has started.
+"""Runs a command and says what it cost: seconds on the wall, and seconds of processors, of all that it started and of the
+whole machine.
 
-Where it may make a control group, as root may, these are counted by that, also of processes that nobody has waited for.
-Elsewhere they come from /proc/stat, with all else that runs on the machine beside.
+The former are counted by a control group, where one may be made, as by root; also of processes that nobody has waited
+for, but not of containers, which have groups of their own. The latter come from /proc/stat, with all that runs beside.
 
     python tools/cost.py make test
 """
@@ -18,8 +19,8 @@ PLACES = (GROUPS / "cpuacct", GROUPS / "cpu,cpuacct", GROUPS)
 """Where control groups are made: of version 1, and of version 2."""
 
 
-def meter() -> tuple[Callable[[], float], str]:
-    """Tells the seconds of processors so far, of this process and what it starts from now on; and how it knows."""
+def started_s() -> Callable[[], float] | None:
+    """Tells the time of processors so far of this process and what it starts from now on; None where it cannot."""
     for place in PLACES:
         group = place / f"cost-{os.getpid()}"
         try:
@@ -28,10 +29,10 @@ def meter() -> tuple[Callable[[], float], str]:
         except OSError:
             continue
         if (usage := group / "cpuacct.usage").exists():
-            return lambda: int(usage.read_text()) / 1e9, "of all that it started"
+            return lambda: int(usage.read_text()) / 1e9
         if (stat := group / "cpu.stat").exists():
-            return lambda: int(stat.read_text().split()[1]) / 1e6, "of all that it started"
-    return busy_s, "of the whole machine"
+            return lambda: int(stat.read_text().split()[1]) / 1e6
+    return None
 
 
 def busy_s() -> float:
@@ -41,11 +42,12 @@ def busy_s() -> float:
 
 
 def main() -> None:
-    worked, of_what = meter()
-    began_s, before_s = time.monotonic(), worked()
+    started = started_s()
+    began_s, before_s = time.monotonic(), busy_s()
     code = subprocess.run(sys.argv[1:], check=False).returncode
-    wall_s, worked_s = time.monotonic() - began_s, worked() - before_s
-    print(f"{' '.join(sys.argv[1:])}: {wall_s:.0f} s, {worked_s:.0f} s of processors ({of_what}), exit code {code}")
+    wall_s, worked_s = time.monotonic() - began_s, busy_s() - before_s
+    own = f", {started():.0f} s of it by what this started" if started else ""
+    print(f"{' '.join(sys.argv[1:])}: {wall_s:.0f} s, {worked_s:.0f} s of processors{own}, exit code {code}")
     sys.exit(code)
 
 
