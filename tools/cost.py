@@ -1,5 +1,5 @@
-"""Runs a command and says what it cost: seconds on the wall, and seconds of processors, of all that it started and of the
-whole machine.
+"""Runs a command and says what it cost: seconds on the wall, and seconds of processors, of all that it started and of
+the whole machine.
 
 The former are counted by a control group, where one may be made, as by root; also of processes that nobody has waited
 for, but not of containers, which have groups of their own. The latter come from /proc/stat, with all that runs beside.
