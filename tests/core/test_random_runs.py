@@ -16,6 +16,7 @@ FOUND = {
     70635: "rounds granted to a rank after it was asked to give its grants back, and before it answered",
     200050: "a checkpoint of a round that its writer had long left behind, with a later model: it has samples twice",
     200386: "ranks that left before the first round after a checkpoint: who was left had not loaded it",
+    5000692: "a starting process, taken before the first round to go on alone with the initial model",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

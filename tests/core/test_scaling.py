@@ -7,7 +7,7 @@ from elche_coordinator.core.messages.commands import SendShutdown, StartRank
 from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobSubmitted, ScaleRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
-from elche_coordinator.core.records.machine import JobPhase
+from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.simulator.simulation import JOB
 from support.stories import in_mid_training
 from support.watched import WatchedSimulation, ranks
@@ -143,6 +143,21 @@ def test_ranks_leave_while_the_survivors_of_a_death_meet(simulate, policy, avera
     scale(simulation, 2)
     succeeds(simulation)
     assert len(simulation.generation.members) == 2
+
+
+@by_policy
+def test_all_with_the_initial_model_are_to_leave_while_the_one_that_stays_starts_again(simulate, policy, averaging):
+    """Before the first round each process has the model: the one that was starting was taken to go on with it alone."""
+    simulation = simulate(ranks(*FOUR), policy=policy, averaging=averaging, dataset_size=2000)
+    simulation.start()
+    simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
+    simulation.kill(0)
+    simulation.run_until(lambda: simulation.job.ranks[Rank(0)].phase is RankPhase.STARTING)
+    assert simulation.generation.abandoned is not None
+    assert not simulation.rounds
+    scale(simulation, 1)
+    succeeds(simulation)
+    assert list(simulation.generation.members) == [Rank(0)]
 
 
 def test_a_job_that_took_what_was_there_does_so_again_and_grows_to_what_it_had(simulate):

@@ -164,9 +164,10 @@ class Membership:
             self.form(stay | newcomers)
 
     def _staying(self, ranks: RankRecords) -> RankRecords:
-        """The present ranks without those that leave; all present ranks if none of the rest has the model."""
+        """The present ranks without those that leave; all present ranks if none of the rest can go on with the model."""
         stay = staying(ranks)
-        return stay if any(map(self._training.has_model, stay.values())) else present(ranks)
+        has_model = (self._training.has_model(one) and one.phase is not RankPhase.STARTING for one in stay.values())
+        return stay if any(has_model) else present(ranks)
 
     def on_leaving(self, now_s: float) -> Failure | None:
         """Called when ranks are to leave, or may stay after all."""
