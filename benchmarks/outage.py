@@ -238,7 +238,6 @@ def crash_of_all(site: Site) -> None:
         site.start_worker(host)
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 HOSTS = (0, 1)
 ACT_S = 20.0
 """How long the job would take without the act."""
@@ -282,6 +281,7 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
         settings = {"audit": True, "checkpoint_every_minutes": 0.1}
         handle = client.submit(__file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, **settings)
         while len(notes_of(notes)) < BEFORE_S * rate:
+            assert not client.get(handle.id).state.has_ended, client.get(handle.id).reason
             time.sleep(0.1)
         began_s = time.monotonic()
         act(site)
@@ -340,10 +340,11 @@ def measure_acts(times: int, only: str) -> str:
 
 def write(table: str) -> None:
     """Puts the table in the place of that of the page."""
-    page = PAGE.read_text()
+    path = Path(__file__).parents[1] / "docs" / "reliability.md"
+    page = path.read_text()
     new, found = re.subn(r"(?<=<!-- acts -->\n).*?(?=<!-- end -->)", lambda _: table, page, flags=re.DOTALL)
-    assert found == 1, f"{PAGE} has no table of acts"
-    PAGE.write_text(new)
+    assert found == 1, f"{path} has no table of acts"
+    path.write_text(new)
 
 
 def _both_since(notes: Path, began_s: float) -> float:
