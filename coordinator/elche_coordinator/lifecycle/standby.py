@@ -24,6 +24,8 @@ from elche_coordinator.storage.store import BadStore, DamagedStore, StoreFailed,
 log = logging.getLogger(__name__)
 
 DATABASE = "elche.sqlite"
+LOCK = "lock"
+"""File of the folder that the coordinator on it keeps locked."""
 COPY_EVERY_S = 5.0
 
 
@@ -110,7 +112,7 @@ def _check_free(address: str) -> None:
 
 def take_folder(data: Path) -> None:
     """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
-    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
