@@ -18,6 +18,7 @@ worst of several runs. A checkpoint is due every 6 s. With --write the table tak
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -308,8 +309,9 @@ def row(name: str, costs: Sequence[Cost]) -> str:
     said = [f"{num_proven} of {len(costs)}", *(cost.refuted for cost in costs if cost.refuted)]
 
     def figure(values: Sequence[float], digits: int) -> str:
-        worst = f" ({max(values):.{digits}f})" if len(values) > 1 else ""
-        return f"{statistics.median(values):.{digits}f}{worst}"
+        shown = [statistics.median(values), *([max(values)] if len(values) > 1 else [])]
+        first, *worst = ("never" if math.isinf(value) else f"{value:.{digits}f}" for value in shown)
+        return f"{first} ({worst[0]})" if worst else first
 
     figures = (
         figure([cost.samples_again for cost in costs], 0),
@@ -348,14 +350,15 @@ def write(table: str) -> None:
 
 
 def _both_since(notes: Path, began_s: float) -> float:
-    """When both ranks had made a batch after the longest pause that each had from then on."""
+    """When both ranks had made a batch after the longest pause that each had from then on; never, if one made none."""
     ends = []
     for path in notes.glob("rank-*"):
         times = [
             began_s,
             *(at for at in (float(line.split()[1]) for line in path.read_text().splitlines()) if at > began_s),
         ]
-        ends.append(max(pairwise(times), key=lambda pair: pair[1] - pair[0])[1])
+        longest = max(pairwise(times), key=lambda pair: pair[1] - pair[0], default=(began_s, math.inf))
+        ends.append(longest[1])
     return max(ends)
 
 
