@@ -79,7 +79,7 @@ def test_a_disk_that_cannot_be_asked_has_no_series(tmp_path: Path) -> None:
 def test_a_token_of_an_open_call_ends_by_the_clock_as_it_is_set_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was wrong for a while ended a worker, with its ranks, or kept it for hours after its token had expired."""
+    """A clock that was wrong ended a worker, with its ranks, or kept it for hours after its token had expired."""
     monkeypatch.setattr(interceptor, "LOOK_EVERY_S", 0.001)
     clock = Clock()
     tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"), now=clock)
