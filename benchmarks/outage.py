@@ -7,23 +7,28 @@ was committed exactly once.
 
     python benchmarks/outage.py                          # 3 s at defaults, 30 s with ride_out_s=35: 2 minutes
     python benchmarks/outage.py --away 3 --ride-out 10 --times 5
-    python benchmarks/outage.py --acts                   # the table of docs/reliability.md: 4 minutes
+    python benchmarks/outage.py --acts --times 3 --write # the table of docs/reliability.md: 20 minutes
 
 With --acts two workers with one rank each and a coordinator run as on three hosts, each with its own folder. For each
-act a line of the table: whether the auditor proves that every sample of every epoch is in the final model once; samples
-that were trained and are not in it, so that they were trained again; seconds in which no rank trained; and seconds from
-the act's begin until both ranks trained again. A checkpoint is due every 6 s.
+act a line of the table: in how many runs the auditor proves that every sample of every epoch is in the final model
+once, and what it says of the others; samples that were trained and are not in it, so that they were trained again;
+seconds in which no rank trained; and seconds from the act's begin until both ranks trained again: the median, and the
+worst of several runs. A checkpoint is due every 6 s. With --write the table takes the place of the page's.
 """
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -251,8 +256,19 @@ ACTS: dict[str, Callable[[Site], None]] = {
 }
 
 
-def measure_act(folder: Path, act: Callable[[Site], None]) -> str:
-    """One job with one act; the rest of its row of the table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one act has cost one job."""
+
+    refuted: str
+    """What the auditor says against it; empty when it proves that every sample counts once."""
+    samples_again: int
+    still_s: float
+    both_s: float
+
+
+def measure_act(folder: Path, act: Callable[[Site], None]) -> Cost:
+    """One job with one act."""
     notes = folder / "notes"
     notes.mkdir()
     rate = (1 + 1 / SLOW) / BATCH_S
@@ -266,6 +282,7 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> str:
         settings = {"audit": True, "checkpoint_every_minutes": 0.1}
         handle = client.submit(__file__, num_ranks=2, slow_factors={1: SLOW}, environment=environment, **settings)
         while len(notes_of(notes)) < BEFORE_S * rate:
+            assert not client.get(handle.id).state.has_ended, client.get(handle.id).reason
             time.sleep(0.1)
         began_s = time.monotonic()
         act(site)
@@ -274,24 +291,74 @@ def measure_act(folder: Path, act: Callable[[Site], None]) -> str:
         site.end()
     made = notes_of(notes)
     verdict = elche_audit.judge(*sorted(folder.glob(f"work-*/{handle.id}")))
-    proof = "yes" if elche_audit.exit_code(verdict) == 0 else "; ".join(elche_audit.lines(verdict))
+    refuted = "" if elche_audit.exit_code(verdict) == 0 else "; ".join(elche_audit.lines(verdict))
     if result.committed_samples != (num_batches * BATCH_SIZE,):
-        proof = f"{result.state}, {result.committed_samples}"
+        refuted = f"{result.state}, {result.committed_samples}"
     times = sorted(at_s for _, at_s in made)
-    still_s = max(later - earlier for earlier, later in pairwise(times) if later >= began_s)
-    again = (len(made) - num_batches) * BATCH_SIZE
-    return f"{proof} | {again} | {still_s:.1f} | {_both_since(notes, began_s) - began_s:.1f}"
+    return Cost(
+        refuted=refuted,
+        samples_again=(len(made) - num_batches) * BATCH_SIZE,
+        still_s=max(later - earlier for earlier, later in pairwise(times) if later >= began_s),
+        both_s=_both_since(notes, began_s) - began_s,
+    )
+
+
+def row(name: str, costs: Sequence[Cost]) -> str:
+    """The act's line of the table: each figure is the median, and the worst where there are several."""
+    num_proven = sum(not cost.refuted for cost in costs)
+    said = [f"{num_proven} of {len(costs)}", *(cost.refuted for cost in costs if cost.refuted)]
+
+    def figure(values: Sequence[float], digits: int) -> str:
+        shown = [statistics.median(values), *([max(values)] if len(values) > 1 else [])]
+        first, *worst = ("never" if math.isinf(value) else f"{value:.{digits}f}" for value in shown)
+        return f"{first} ({worst[0]})" if worst else first
+
+    figures = (
+        figure([cost.samples_again for cost in costs], 0),
+        figure([cost.still_s for cost in costs], 1),
+        figure([cost.both_s for cost in costs], 1),
+    )
+    return f"| {name} | {'; '.join(said)} | {' | '.join(figures)} |"
+
+
+def measure_acts(times: int, only: str) -> str:
+    """The table, of which each line is printed when it is there."""
+    rows = [
+        "| act | every sample once | trained again | nobody trains, s | both train again after, s |",
+        "|---|---|---|---|---|",
+    ]
+    print(*rows, sep="\n", flush=True)
+    for name, act in ACTS.items():
+        if only not in name:
+            continue
+        costs = []
+        for _ in range(times):
+            with tempfile.TemporaryDirectory() as folder:
+                costs.append(measure_act(Path(folder), act))
+        rows.append(row(name, costs))
+        print(rows[-1], flush=True)
+    return "\n".join(rows) + "\n"
+
+
+def write(table: str) -> None:
+    """Puts the table in the place of that of the page."""
+    path = Path(__file__).parents[1] / "docs" / "reliability.md"
+    page = path.read_text()
+    new, found = re.subn(r"(?<=<!-- acts -->\n).*?(?=<!-- end -->)", lambda _: table, page, flags=re.DOTALL)
+    assert found == 1, f"{path} has no table of acts"
+    path.write_text(new)
 
 
 def _both_since(notes: Path, began_s: float) -> float:
-    """When both ranks had made a batch after the longest pause that each had from then on."""
+    """When both ranks had made a batch after the longest pause that each had from then on; never, if one made none."""
     ends = []
     for path in notes.glob("rank-*"):
         times = [
             began_s,
             *(at for at in (float(line.split()[1]) for line in path.read_text().splitlines()) if at > began_s),
         ]
-        ends.append(max(pairwise(times), key=lambda pair: pair[1] - pair[0])[1])
+        longest = max(pairwise(times), key=lambda pair: pair[1] - pair[0], default=(began_s, math.inf))
+        ends.append(longest[1])
     return max(ends)
 
 
@@ -302,13 +369,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--policy", default="cadence")
     parser.add_argument("--acts", action="store_true", help="the table of everyday acts")
+    parser.add_argument("--only", default="", help="with --acts: those that have this in their name")
+    parser.add_argument("--write", action="store_true", help="with --acts: into docs/reliability.md")
     options = parser.parse_args(arguments)
+    if options.write and (options.only or not options.acts):
+        parser.error("--write takes the whole table of --acts")
     if options.acts:
-        print("| act | every sample once | trained again | nobody trains, s | both train again after, s |")
-        print("|---|---|---|---|---|", flush=True)
-        for name, act in ACTS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                print(f"| {name} | {measure_act(Path(folder), act)} |", flush=True)
+        table = measure_acts(options.times, options.only)
+        if options.write:
+            write(table)
         return
     cases = [(3.0, 10.0), (30.0, 35.0)] if options.away is None else [(options.away, options.ride_out)]
     for away_s, ride_out_s in cases * options.times:

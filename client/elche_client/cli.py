@@ -35,7 +35,7 @@ from elche_client.cli_jobs import (
     watch,
 )
 from elche_client.cli_options import (
-    CommandGroup,
+    Program,
     ScriptCommand,
     TrainingCommand,
     address_option,
@@ -108,7 +108,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     return f"there is no option {error.option_name}: {hint}"
 
 
-@click.group(cls=CommandGroup, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
+@click.group(cls=Program, invoke_without_command=True, context_settings=CONTEXT_SETTINGS)
 @click.version_option(package_name="elche", message="elche %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -143,7 +143,21 @@ class ScriptCommand(TrainingCommand):
 
 
 class CommandGroup(click.Group):
-    """A group whose help lists its commands by purpose, with the whole first sentence of each one's help."""
+    """A group whose help has the whole first sentence of each command's help."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_section(formatter, "Commands", self.list_commands(ctx))
+
+    def format_section(self, formatter: click.HelpFormatter, title: str, names: Iterable[str]) -> None:
+        width = max(len(name) for name in self.commands)
+        with formatter.section(title):
+            formatter.write_dl(
+                [(f"{name:<{width}}", self.commands[name].get_short_help_str(limit=1000)) for name in names]
+            )
+
+
+class Program(CommandGroup):
+    """The whole program, whose help lists its commands by purpose."""
 
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "resume", "replay", "init", "plan"),
@@ -157,11 +171,8 @@ class CommandGroup(click.Group):
     }
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {title: [self.commands[name] for name in names] for title, names in self.SECTIONS.items()}
-        width = max(len(name) for name in self.commands)
-        for title, commands in sections.items():
-            with formatter.section(title):
-                formatter.write_dl([(f"{one.name:<{width}}", one.get_short_help_str(limit=1000)) for one in commands])
+        for title, names in self.SECTIONS.items():
+            self.format_section(formatter, title, names)
 
 
 env_option = click.option(

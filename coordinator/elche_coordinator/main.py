@@ -215,7 +215,7 @@ def back_up_command(folder: Path, data: Path) -> None:
 def restore_command(folder: Path, data: Path) -> None:
     """Restores the backup in FOLDER to a folder without a coordinator, so that one can be started there.
 
-    Changes since the backup are lost: restart the workers, too, whose ranks the coordinator does not know.
+    Changes since the backup are lost; jobs that ran go on from their newest checkpoints.
     """
     from elche_coordinator.lifecycle.backup import restore
 

@@ -70,6 +70,15 @@ def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFix
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("group", ["context", "token", "certs"])
+def test_a_group_has_help_of_its_own(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a traceback: its commands were looked for in the whole program's sections."""
+    assert main([group, "--help"]) == 0
+    text = capsys.readouterr().out
+    for name, command in cli.commands[group].commands.items():  # type: ignore[attr-defined]
+        assert re.search(rf"^  {name} +{re.escape(command.get_short_help_str(1000)[:20])}", text, re.MULTILINE), text
+
+
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out

@@ -16,7 +16,9 @@ from alembic.script import ScriptDirectory
 import elche_coordinator.storage.sql.migrations
 from elche.token import Role
 from elche_coordinator.access.tokens import IssuedTokens
+from elche_coordinator.config import CannotStart
 from elche_coordinator.lifecycle.leadership import Leadership
+from elche_coordinator.lifecycle.standby import loading
 from elche_coordinator.storage.sql.database import REVISION, metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
@@ -200,3 +202,14 @@ def test_what_the_artifact_store_has_is_kept_as_long_as_its_job(tmp_path: Path) 
     assert store.load_artifacts() == {"job": "two"}
     store.write([], forgotten=["job"])
     assert store.load_artifacts() == {}
+
+
+def test_a_database_that_may_not_be_written_is_not_called_damaged(tmp_path: Path) -> None:
+    """The advice was to move it away and begin anew, without its jobs."""
+    store = SqlStore.in_file(tmp_path / "elche.sqlite")
+    store.prepare()
+    store.close()
+    store = SqlStore.in_file(tmp_path / "elche.sqlite")
+    sa.event.listen(store._engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only = ON"))
+    with pytest.raises(CannotStart, match="cannot be used: attempt to write a readonly database"), loading(store):
+        store.drop_tape()

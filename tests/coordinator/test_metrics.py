@@ -16,7 +16,8 @@ from elche_coordinator.telemetry.metrics import EXPIRE_S, MetricsSnapshot, Snaps
 from support.effort import lines_run
 from support.views import durations, job_view, rank_view
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "metrics.md"
 
 
 def exported(snapshot: MetricsSnapshot) -> str:
@@ -92,3 +93,10 @@ def test_a_thousand_ranks_in_ten_jobs_are_exported_in_half_a_second() -> None:
     assert exported(large).count("elche_rank_batches_total{") == 1000
     per_rank = lines_run(lambda: exported(small)) / 100
     assert lines_run(lambda: exported(large)) / 1000 < min(5000, 1.1 * per_rank)
+
+
+def test_each_alert_is_in_the_table_of_what_to_do() -> None:
+    rules = (ROOT / "docker" / "prometheus" / "rules" / "elche.yml").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`Elche[^|]+) \|", page, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(re.findall(r"alert: (\w+)", rules))

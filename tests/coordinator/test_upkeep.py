@@ -1,13 +1,17 @@
 """What is exported of certificates and tokens that end, and of the disk."""
 
+import asyncio
 from datetime import timedelta
 from pathlib import Path
+
+import pytest
 
 from elche.token import Role
 from elche_client.certificates import Authority
 from elche_coordinator.access.encryption import Encryption
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import FORGOTTEN_S, Upkeep
+from elche_coordinator.services import interceptor
 from elche_coordinator.storage.sql.store import SqlStore
 
 DAY_S = 24 * 3600.0
@@ -15,8 +19,10 @@ DAY_S = 24 * 3600.0
 
 class Clock:
     now_s = 1000.0
+    num_reads = 0
 
     def __call__(self) -> float:
+        self.num_reads += 1
         return self.now_s
 
 
@@ -68,3 +74,29 @@ def test_a_disk_that_cannot_be_asked_has_no_series(tmp_path: Path) -> None:
     assert found is not None
     assert 0 < found[0] <= found[1]
     assert Upkeep(tmp_path / "gone", tokens).disk() is None
+
+
+def test_a_token_of_an_open_call_ends_by_the_clock_as_it_is_set_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that was wrong ended a worker, with its ranks, or kept it for hours after its token had expired."""
+    monkeypatch.setattr(interceptor, "LOOK_EVERY_S", 0.001)
+    clock = Clock()
+    tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"), now=clock)
+    _, text = tokens.make("pool", Role.AGENT, expires_s=DAY_S, made_by="")
+    grant = tokens.find(text)
+    assert grant is not None
+
+    async def story() -> None:
+        clock.now_s += DAY_S - 0.001
+        ended = asyncio.create_task(interceptor.Credentials("own", tokens).ended(grant))
+        await asyncio.sleep(0)
+        clock.now_s -= DAY_S / 2  # it was too far ahead
+        before = clock.num_reads
+        while clock.num_reads < before + 5:
+            assert not ended.done()
+            await asyncio.sleep(0.001)
+        clock.now_s += DAY_S
+        await asyncio.wait_for(ended, 100)
+
+    asyncio.run(story())

@@ -89,15 +89,19 @@ def metric(one: Coordinator, name: str) -> float:
     return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
 
-@pytest.mark.parametrize("scheme", ["", "lab://"], ids=["folder", "url that the job names"])
+@pytest.mark.parametrize(
+    ("scheme", "by_job"),
+    [("", False), ("lab://", False), ("lab://", True)],
+    ids=["folder", "url", "url that the job names"],
+)
 def test_what_a_job_has_left_outlives_its_host_and_its_folder(
-    mark: Mark, tmp_path: Path, job_file: JobFile, scheme: str
+    mark: Mark, tmp_path: Path, job_file: JobFile, scheme: str, by_job: bool
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(LAB)
     known, place = {"PYTHONPATH": str(tmp_path)}, f"{scheme}{tmp_path / 'store'}"
     path = job_file("linear.py", IMPORTS, MONITORED, CHECKPOINTED)
     (tmp_path / "one").mkdir()
-    of_job = place if scheme else ""
+    of_job = place if by_job else ""
     with storing(mark, tmp_path, {**known, "ELCHE_ARTIFACTS": "" if of_job else place}) as (one, client, store):
         with agent(mark, tmp_path / "one", one.address, env=known):
             handle = client.submit(path, num_ranks=2, epochs=1, artifacts=of_job)

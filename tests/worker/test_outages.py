@@ -12,7 +12,9 @@ import pytest
 
 from elche.v1 import agent_pb2, agent_pb2_grpc, rank_pb2, rank_pb2_grpc
 from elche_worker.agent.agent import Agent
+from elche_worker.session import session as session_module
 from elche_worker.session.session import Session
+from support.real_processes import eventually
 
 KEEP_S = 0.5
 
@@ -96,9 +98,13 @@ class OfRanks(rank_pb2_grpc.RankServiceServicer):
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.breaks, self.may_open = threading.Event(), threading.Semaphore(1)
+        self.refuses = False
 
     def Converse(self, request_iterator: Any, context: Any) -> Iterator[rank_pb2.ConverseResponse]:  # noqa: N802
         assert self.may_open.acquire(timeout=100)
+        if self.refuses:
+            self.may_open.release()
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its store is older")
         yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="store"))
         reading = threading.Thread(target=self._read, args=[request_iterator], daemon=True)
         reading.start()
@@ -118,8 +124,9 @@ def report(session: Session, step: int) -> None:
     session.send(rank_pb2.ConverseRequest(batches_trained=rank_pb2.BatchesTrained(local_step=step)))
 
 
-def test_a_rank_says_on_its_next_stream_how_far_it_has_come_meanwhile() -> None:
-    """It trains no more until it is told to, and would be taken for one that hangs."""
+@pytest.fixture
+def conversing() -> Iterator[tuple[OfRanks, Session, threading.Event]]:
+    """A rank's session with a coordinator, and whether it has found it away."""
     servicer, server = OfRanks(), grpc.server(ThreadPoolExecutor(4))
     rank_pb2_grpc.add_RankServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -128,15 +135,45 @@ def test_a_rank_says_on_its_next_stream_how_far_it_has_come_meanwhile() -> None:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         session = Session(channel, "secret", on_command=lambda _: None, on_lost=lambda _: None, on_away=away.set)
         try:
-            report(session, 3)
-            assert servicer.steps.get(timeout=100) == 3
-            servicer.breaks.set()
-            assert away.wait(100)
-            report(session, 4)
-            report(session, 5)
-            servicer.may_open.release()
-            assert servicer.steps.get(timeout=100) == 5
+            yield servicer, session, away
         finally:
             session.close()
             servicer.breaks.set()
             server.stop(None)
+
+
+def test_a_rank_says_on_its_next_stream_how_far_it_has_come_meanwhile(conversing: Any) -> None:
+    """It trains no more until it is told to, and would be taken for one that hangs."""
+    servicer, session, away = conversing
+    report(session, 3)
+    assert servicer.steps.get(timeout=100) == 3
+    servicer.breaks.set()
+    assert away.wait(100)
+    report(session, 4)
+    report(session, 5)
+    servicer.may_open.release()
+    assert servicer.steps.get(timeout=100) == 5
+
+
+def test_a_rank_that_is_refused_says_so_though_it_has_just_said_that_the_coordinator_is_away(
+    conversing: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an older state was restored ranks waited, and their logs said for a minute that the coordinator is away."""
+    monkeypatch.setattr(session_module, "SAY_EVERY_S", 1e9)
+    servicer, _, away = conversing
+    servicer.breaks.set()
+    assert away.wait(100)
+    servicer.refuses = True
+    servicer.may_open.release()
+    said = ""
+
+    def refused() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "refuses" in said
+
+    eventually(refused, "it says that it is refused")
+    assert said.splitlines() == [
+        "elche: the coordinator is away (it breaks); this rank goes on, and tries again",
+        "elche: the coordinator refuses this rank (its store is older); this rank goes on, and tries again",
+    ]

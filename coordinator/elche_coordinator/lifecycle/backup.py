@@ -3,6 +3,7 @@
 A backup has the database as of one moment, and the jobs' folders; not charts, timelines, journals and the audit log.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from elche.folders import keep_out
 from elche_coordinator.config import CannotStart
-from elche_coordinator.lifecycle.standby import DATABASE, take_folder
+from elche_coordinator.lifecycle.standby import DATABASE, LOCK, take_folder
 from elche_coordinator.storage.bundles import WHOLE
 from elche_coordinator.storage.sql.database import REVISION
+from elche_coordinator.storage.tape import BACKED_UP
 
 ABOUT = "backup.json"
 """File in the copy with the time at which it was made, the revision of its tables, and its number of jobs."""
@@ -37,7 +39,10 @@ def back_up(data: Path, to: Path) -> str:
         to.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
         with closing(sqlite3.connect(data / DATABASE)) as source, closing(sqlite3.connect(draft / DATABASE)) as copy:
+            is_used = _is_used(data)
             source.backup(copy)  # in one step: page by page it would begin anew with each write
+            if is_used:
+                _end_states(copy)
         _copy_bundles(data / BUNDLES, draft / BUNDLES)
         num_jobs, tables = _contents(draft / DATABASE)
         about = {"made_at": datetime.now(UTC).isoformat(timespec="seconds"), "tables": tables, "jobs": num_jobs}
@@ -73,6 +78,26 @@ def restore(backup: Path, data: Path) -> str:
     except (OSError, sqlite3.Error) as error:
         raise CannotStart(f"{backup} cannot be restored into {data}: {error}") from error
     return f"{data} has {num_jobs} jobs: start a coordinator on it; those that ran go on from their newest checkpoints"
+
+
+def _is_used(data: Path) -> bool:
+    """True if a coordinator runs on the folder."""
+    try:
+        with (data / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _end_states(copy: sqlite3.Connection) -> None:
+    """Has a coordinator on the copy go back to checkpoints: ranks hear more from the one that runs, and would refuse to
+    go on from here.
+    """
+    copy.execute("UPDATE states SET code = ?", (BACKED_UP,))
+    copy.commit()
 
 
 def _copy_bundles(source: Path, target: Path) -> None:

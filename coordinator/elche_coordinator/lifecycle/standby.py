@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import socket
+import sqlite3
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,13 @@ from elche_coordinator.storage.store import BadStore, DamagedStore, StoreFailed,
 log = logging.getLogger(__name__)
 
 DATABASE = "elche.sqlite"
+LOCK = "lock"
+"""File of the folder that the coordinator on it keeps locked."""
 COPY_EVERY_S = 5.0
+OF_THE_DISK = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""SQLite's errors of a disk that is full, broken or may not be written, as after a restore by another user."""
+PRIMARY = 0xFF
+"""The bits of an error's number that say its kind."""
 
 
 def open_store(config: Config) -> SqlStore:
@@ -45,12 +52,13 @@ def open_store(config: Config) -> SqlStore:
 
 @contextmanager
 def loading(store: SqlStore) -> Iterator[None]:
-    """Converts errors of reading at startup to `CannotStart`, or `DamagedStore` for a file."""
+    """Converts errors of reading at startup to `CannotStart`, or `DamagedStore` for a file that is damaged."""
     try:
         yield
     except StoreFailed as error:
-        if store.is_shared:
-            raise CannotStart(f"the database {store.name} cannot be read: {error.reason}") from error
+        code = getattr(getattr(error.__cause__, "orig", None), "sqlite_errorcode", 0)
+        if store.is_shared or code & PRIMARY in OF_THE_DISK:
+            raise CannotStart(f"the database {store.name} cannot be used: {error.reason}") from error
         raise DamagedStore(store.name, error.reason) from error
 
 
@@ -110,7 +118,7 @@ def _check_free(address: str) -> None:
 
 def take_folder(data: Path) -> None:
     """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
-    lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

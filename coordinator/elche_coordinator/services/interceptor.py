@@ -56,6 +56,10 @@ FIELDS = ("job_id", "host", "id", "name")
 """Fields that name a request's object, in the order in which they are tried."""
 
 
+LOOK_EVERY_S = 10.0
+"""Seconds between two looks at whether the token of an open call has expired."""
+
+
 class Credentials:
     """Identifies callers by the coordinator's own token, one made with `elche token`, or a certificate.
 
@@ -83,11 +87,11 @@ class Credentials:
         return grant.token.caller, grant
 
     async def ended(self, grant: Grant) -> None:
-        """Returns once the token has expired or is revoked."""
-        left_s = self._tokens.left_s(grant)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(left_s if isfinite(left_s) else None):
-                await grant.revoked.wait()
+        """Returns once the token has expired or is revoked. Looks at the clock now and then, which may be set anew."""
+        while not grant.revoked.is_set() and (left_s := self._tokens.left_s(grant)) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_EVERY_S) if isfinite(left_s) else None):
+                    await grant.revoked.wait()
 
 
 class RankCaller(NamedTuple):

@@ -27,6 +27,8 @@ from elche_coordinator.streams import streams
 
 log = logging.getLogger(__name__)
 
+BACKED_UP = "backed up"
+"""Stands for the code that made a state in a backup of a coordinator that ran on."""
 FLUSH_S = 1.0
 """Seconds for which events without visible effects wait before they are written."""
 MAX_ENTRIES = 500
@@ -142,7 +144,9 @@ class Recorded(NamedTuple):
 def read(store: SqlStore) -> Recorded | None:
     """Reads the state of a previous coordinator; None if there is none, or none that this code can use."""
     saved, pieces, age_s = store.load_state()
-    why = "was another version" if saved and saved.code != code_version() else ""
+    why = ""
+    if saved and saved.code != code_version():
+        why = "ran on after this backup" if saved.code == BACKED_UP else "was another version"
     if saved is not None and not why:
         try:
             entries = list(_unpickled(pieces))

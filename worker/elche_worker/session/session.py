@@ -148,9 +148,9 @@ class Session:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        retry_s, said_s = RETRY_S, 0.0
+        retry_s, said, said_s = RETRY_S, "", 0.0
         while not self._closing.is_set():
-            began_s = time.monotonic()
+            what, began_s = "is away", time.monotonic()
             try:
                 reason = self._converse()
             except UnknownMessage as error:
@@ -160,6 +160,8 @@ class Session:
                 reason = error.details() or error.code().name
                 if error.code() in FOR_GOOD:
                     return self._on_lost(f"{LOST}{reason}")
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    what = "refuses this rank"
             finally:
                 if self.is_connected:
                     self._away_since_s = time.monotonic()
@@ -167,9 +169,9 @@ class Session:
             if self._closing.is_set():
                 break
             self._on_away()
-            if time.monotonic() - said_s >= SAY_EVERY_S and not self._is_leaving:
-                said_s = time.monotonic()
-                print(f"elche: the coordinator is away ({reason}); this rank goes on, and tries again", file=sys.stderr)
+            if (what != said or time.monotonic() - said_s >= SAY_EVERY_S) and not self._is_leaving:
+                said, said_s = what, time.monotonic()
+                print(f"elche: the coordinator {what} ({reason}); this rank goes on, and tries again", file=sys.stderr)
             # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
             self._closing.wait(soon(retry_s))
