@@ -141,7 +141,7 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
         printed = capsys.readouterr()
         assert printed.out == "j-1\n", "for scripts: the id alone"
         assert [re.sub(r"\w  .*", lambda found: found[0][0], line) for line in printed.err.splitlines()[-4:]] == [
-            "elche: what follows:",
+            "elche: next commands:",
             f"elche:   elche watch j-1 --coordinator {address}",
             f"elche:   elche logs j-1 -f --coordinator {address}",
             f"elche:   elche cancel j-1 --coordinator {address}",
@@ -399,12 +399,13 @@ def test_a_submitted_job_can_be_watched_at_once(
     assert "digits: training" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["resume", "checkpoints"])
+@pytest.mark.parametrize("command", ["resume", "checkpoints", "timeline"])
 def test_what_is_neither_a_folder_nor_a_job_is_said_to_be_neither(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(ScriptedJobs(VIEW)) as address:
-        assert main([command, "runs/nope", "--coordinator", address]) == 2
+        output = ["-o", "trace.json"] if command == "timeline" else []
+        assert main([command, "runs/nope", "--coordinator", address, *output]) == 2
     expected = f"elche: runs/nope is neither a folder here nor a job of the coordinator at {address}\n"
     assert capsys.readouterr().err == expected
 

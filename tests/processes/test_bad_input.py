@@ -98,7 +98,7 @@ def test_nobody_answers(elche: Callable[..., Command], job_file: JobFile, nobody
     of = {"submit": [str(job_file())], "jobs": [], "watch": ["a-job"], "cancel": ["a-job"]}[verb]
     done = elche(verb, *of, "--coordinator", nobody)
     assert done.code == 2
-    assert f"no coordinator answers at {nobody}" in done.complaint
+    assert f"no coordinator answers at {nobody}: nothing listens there; start" in done.complaint
 
 
 @pytest.mark.parametrize("address", ["here", "127.0.0.1:99999", "127.0.0.1:"])
