@@ -179,7 +179,7 @@ function new_plot(chart, lines, data, options, figure) {
       { ...axis, space: 90, size: 32, incrs: options.over === "time" ? SECONDS : undefined, values: (_, ticks) => ticks.map((one) => place_label(options.over, one)) },
       { ...axis, size: 62, incrs: chart.incrs, values: (_, ticks) => ticks.map((one) => (one === null ? "" : chart.format(one))) },
     ],
-    scales: { x: { time: options.over === "clock" }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
+    scales: { x: { time: options.over === "clock", range: (_, low, high) => (low === high && low !== null ? [low - 1, low + 1] : [low, high]) }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
   }, data, figure);
 }
 

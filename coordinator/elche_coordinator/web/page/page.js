@@ -384,7 +384,7 @@ function ending(job, about, answer) {
   if (job.ended) return answer("How long did it take?", span(about.ran_s ?? about.trained_s), about.ended_at ? `ended ${when(about.ended_at)}` : "");
   if (stalled.length) return answer("When will it end?", "not known", `stalled: ${stalled.length === 1 ? `rank ${stalled[0].rank} has` : `${stalled.length} ranks have`} stalled`, "bad");
   if (job.state === "paused") return answer("When will it end?", "paused", "");
-  if (job.eta_s === null) return answer("When will it end?", "–", job.pacing || job.reason);
+  if (job.eta_s === null) return answer("When will it end?", "–", job.epochs ? job.pacing || job.reason : "it has not begun");
   return answer("When will it end?", `in ${span(job.eta_s)}`, `at ${when(Date.now() / 1000 + job.eta_s)}; ${plain(job.samples_per_s)} samples/s so far`);
 }
 
@@ -498,13 +498,16 @@ async function show_log(path, rank) {
 // What happened.
 
 function take_events(news) {
-  events = [...events, ...news].slice(-500);
+  const all = [...events, ...news];
+  const newest = (is_kept) => all.filter(is_kept).slice(-500);
+  events = [...newest((one) => one.kind !== "pacing"), ...newest((one) => one.kind === "pacing")].sort((one, two) => one.at - two.at);
   list_happenings();
 }
 
+// Changes of the anchor come every second or two: they are listed when they are searched for.
 function list_happenings() {
   const sought = $("filter").value.trim().toLowerCase();
-  const found = events.filter((one) => !sought || clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought));
+  const found = events.filter((one) => sought ? clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought) : one.kind !== "pacing");
   $("events").replaceChildren(...found.slice(-200).reverse().map((one) =>
     h("li", { class: one.kind }, h("time", { datetime: new Date(one.at * 1000).toISOString(), title: new Date(one.at * 1000).toLocaleString() }, clock(one.at)), h("span", {}, is_today(one.at) ? one.text : `${one.text} (${day(one.at)})`))));
 }
