@@ -143,7 +143,9 @@ class ScriptCommand(TrainingCommand):
 
 
 class CommandGroup(click.Group):
-    """A group whose help lists its commands by purpose, with the whole first sentence of each one's help."""
+    """A group whose help lists its commands, with the whole first sentence of each one's help: those of `elche` by
+    purpose.
+    """
 
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("run", "resume", "replay", "init", "plan"),
@@ -157,7 +159,11 @@ class CommandGroup(click.Group):
     }
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {title: [self.commands[name] for name in names] for title, names in self.SECTIONS.items()}
+        of_purpose = {
+            title: [self.commands[name] for name in names if name in self.commands]
+            for title, names in self.SECTIONS.items()
+        }
+        sections = of_purpose if any(of_purpose.values()) else {"Commands": [*self.commands.values()]}
         width = max(len(name) for name in self.commands)
         for title, commands in sections.items():
             with formatter.section(title):

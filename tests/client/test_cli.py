@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import grpc
 import pytest
 
@@ -62,12 +63,30 @@ def test_help_comes_at_once() -> None:
     assert len(imported) < 250
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["jobs"], ["watch"], ["cancel"]])
+COMMANDS = [
+    [],
+    *([name] for name in cli.commands),
+    *([name, inner] for name, one in cli.commands.items() if isinstance(one, click.Group) for inner in one.commands),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of `elche token`, `context` and `certs` was a traceback."""
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^  +elche {' '.join(command)}", text, re.MULTILINE)
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("group", ["context", "token", "certs"])
+def test_a_group_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was printed as an error of one line."""
+    assert main([group]) == 0
+    alone = capsys.readouterr()
+    assert main([group, "--help"]) == 0
+    assert (alone.out, alone.err) == (capsys.readouterr().out, "")
+    assert re.search(r"^Commands:\n  \w+ +[A-Z]", alone.out, re.MULTILINE)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
