@@ -1,7 +1,8 @@
 """The table of errors and gRPC status codes, used in both directions."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -39,13 +40,27 @@ REASONS = {
 ERRORS = {code: error for error, code in CODES.items()}
 
 
-@asynccontextmanager
-async def answering(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
-    """Server side: an `ElcheError` in the body ends the call with its status code. Other exceptions pass through."""
-    try:
-        yield
-    except ElcheError as error:
-        await context.abort(CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error))
+class answering:  # noqa: N801 - used as a function
+    """Server side: an `ElcheError` in the body ends the call with its status code. Other exceptions pass through.
+
+    No generator of contextlib: on Python 3.12 its frame and the error keep each other, and with them the request of the
+    refused call, until the collector looks.
+    """
+
+    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, ElcheError):
+            return
+        code, text = CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error)
+        del error, trace
+        await self._context.abort(code, text)
 
 
 @contextmanager
