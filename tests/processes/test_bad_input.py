@@ -59,7 +59,7 @@ def test_files_without_a_job(
 
 
 def test_a_file_that_raises_shows_where(elche: Callable[..., Command], job_file: JobFile) -> None:
-    done = elche("run", str(job_file("wrong.py", text="import torch\nx = torch.ones(2) @ torch.ones(3)\n")))
+    done = elche("run", str(job_file("wrong.py", text="import torch\nx = torch.ones(2) @ torch.ones(3)\njob = x\n")))
     assert done.code == 2
     assert "x = torch.ones(2) @ torch.ones(3)" in done.err
     assert "wrong.py, line 2" in done.err.splitlines()[-1]

@@ -11,7 +11,7 @@ const RUNNING = [
   { title: "Batches between averagings", lines: [["moments", "anchor", "anchor"]], ranks: "batches", format: tick },
   { title: "Divergence: what the last round changed", ranks: "divergence", format: tick },
   { title: "Memory in use", ranks: "memory", format: bytes, incrs: Array.from({ length: 48 }, (_, power) => 2 ** power) },
-  { title: "Time that averaging took", lines: [["moments", "overhead", "of all time"]], format: (value) => percent(value) },
+  { title: "Time that averaging took", lines: [["moments", "overhead", "of the ranks' time"]], format: (value) => percent(value) },
 ];
 
 let mine = {}; // table -> {at, step, epoch, figures: {name: [..]}}
