@@ -1,7 +1,7 @@
 """Writes the tables and pictures of docs/convergence.md and defaults.md from kept runs; what is missing is run first.
 
     python benchmarks/convergence_report.py            # all; hours from nothing, seconds from the kept runs
-    python benchmarks/convergence_report.py --only means-text-2
+    python benchmarks/convergence_report.py --only means-text-2    # a table that no page has is printed
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. The runs are those of `virtual_convergence`.
 """
@@ -98,9 +98,9 @@ def with_table(page: str, name: str, lines: list[str]) -> str:
     return between.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], page)
 
 
-def page_of(pages: dict[Path, str], name: str) -> Path:
-    """The page that has the table; the first one if none has it."""
-    return next((path for path, page in pages.items() if f"<!-- table: {name} -->" in page), PAGES[0])
+def page_of(pages: dict[Path, str], name: str) -> Path | None:
+    """The page that has the table; None if none has it."""
+    return next((path for path, page in pages.items() if f"<!-- table: {name} -->" in page), None)
 
 
 def main() -> None:
@@ -111,8 +111,13 @@ def main() -> None:
     pages = {path: path.read_text() for path in PAGES}
     before = dict(pages)
     for name in [options.only] if options.only else TABLES:
-        runs = Runs(TABLES[name], BEFORE if name.startswith("means") else KEPT, may_run=not options.check)
         path = page_of(pages, name)
+        if path is None and not options.only:
+            continue
+        runs = Runs(TABLES[name], BEFORE if name.startswith("means") else KEPT, may_run=not options.check)
+        if path is None:
+            print("\n".join(runs.lines()))
+            continue
         pages[path] = with_table(pages[path], name, runs.lines())
         if name in DRAWN and not options.check:
             (PICTURES / f"{name}.svg").write_text(runs.drawing())

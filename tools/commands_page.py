@@ -18,8 +18,17 @@ HEAD = """# Commands
 
 Generated from the commands by `make generated`. Exit codes of `elche`: 0 success, 1 the job failed or was cancelled,
 2 something that was given is not valid, 130 Ctrl-C. Every [setting](settings.md) is an option of `run`, `submit`,
-`resume` and `replay`; they are not repeated here.
+`resume` and `replay`; they are not repeated here. Nor are these, whose names stand at the end of a command that has
+them:
+
+- `--coordinator HOST:PORT`: address of the coordinator; several that share a database are separated by commas. Unless
+  given: `ELCHE_COORDINATOR`, that of `elche context`, or `127.0.0.1:7717`.
+- `--json`: print one JSON object; progress goes to stderr.
+- `-h`, `--help`: show the command's help and exit.
 """
+SHARED = ("--coordinator HOST:PORT", "--json", "-h, --help", "--help")
+"""Options that are described once, at the beginning, if their help is that of `COMMON`."""
+COMMON = ("Address of the coordinator; several that", "Print one JSON object", "Show this message and exit")
 
 
 def pages() -> Iterator[tuple[str, click.Command]]:
@@ -40,7 +49,26 @@ def help_of(name: str, command: click.Command) -> str:
     text = command.get_help(context)
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
     examples = rest.partition("\n\n")[2]
-    return f"{head.rstrip()}\n\n{examples}".rstrip()
+    return without_shared(f"{head.rstrip()}\n\n{examples}".rstrip())
+
+
+def without_shared(text: str) -> str:
+    """The help without the descriptions of the options that most commands share; their names are in its last line."""
+    kept: list[str] = []
+    names: list[str] = []
+    is_shared = False
+    for line in text.splitlines():
+        is_option = line.startswith("  -")
+        if is_option or not line.startswith("   "):
+            is_shared = is_option and line.strip().startswith(SHARED) and any(words in line for words in COMMON)
+            names += [line.split()[0].rstrip(",")] if is_shared else []
+        if not is_shared:
+            kept.append(line)
+    if kept[-1] == "Options:":
+        kept.pop()
+    return "\n".join(
+        [*kept, *([f"Also: {', '.join('--help' if name == '-h' else name for name in names)}"] if names else [])]
+    )
 
 
 def page() -> str:

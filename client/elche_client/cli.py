@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except click.NoSuchOption as error:
         return _refuse(_unknown_option(error))
+    except click.exceptions.NoArgsIsHelpError as error:  # `elche token` alone, as `elche` alone
+        click.echo(error.format_message())
+        return 0
     except click.MissingParameter as error:
         how = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
         return _refuse(error.format_message().rstrip(".") + how)

@@ -78,7 +78,7 @@ def up(
 
     \b
     ssh     on each host of the file TARGET; options of elche-worker may stand behind a host
-    slurm   an array of jobs of one node each, which come back after their time and when a node is lost
+    slurm   an array of jobs of one node each, which come back after their time or a node's loss
     ray     detached actors of the cluster TARGET, or of RAY_ADDRESS
 
     Running agents stay as they are; surplus ones leave once their ranks' work is committed. Arguments after -- are

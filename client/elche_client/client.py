@@ -115,9 +115,8 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels its open calls."""
-        self._reconnect_s = (
-            0.0  # first: a watch on another thread would take the end of its call for a lost coordinator
-        )
+        # First: a watch on another thread would take the end of its call for a lost coordinator.
+        self._reconnect_s = 0.0
         self._channel.close()
 
     def submit(
@@ -144,26 +143,28 @@ class Client:
         key: str = "",
         **settings: object,
     ) -> "JobHandle":
-        """Submits the job that a Python file defines, or a script with its own loop, which takes no `settings`. These,
-        such as `epochs=3`, replace those of the file.
+        """Submits the job that a Python file defines, or a script with its own loop, and returns its handle.
 
-        The ranks get `folder` with it, by default the file's, except files in .gitignore and .elcheignore; it is
-        uploaded if the coordinator does not have it. With "none" they get the file alone. ELCHE_FOLDER in the
-        environment replaces the default.
+        - `path`: the file. Or `module`, such as "train.digits:job": the job of a module in `folder`, and no `path`.
+        - `folder`: what the ranks get as their working directory, by default the file's folder (with `module` the
+          current one), or that of ELCHE_FOLDER, except files in .gitignore and .elcheignore. It is uploaded if the
+          coordinator does not have it. "none": the file alone.
+        - `num_ranks`: 0 takes every free slot. With `min_ranks` the job begins with these, and others join later.
+        - `arguments`, `environment`: the file's `sys.argv` after its name, and variables beside the worker's;
+          `secrets`: names of variables whose values the hosts have.
+        - `conditions` that every device meets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu".
+        - `requirements`: packages to install beside those of the hosts, by default those of the file's metadata
+          (PEP 723).
+        - `priority`: jobs with a higher one get slots first, and may take them from others, which lose no work by it.
+          Among equals the next slots go to the `project` with the fewest, by default the submitter's own.
+        - `output_dir`: an absolute path on the ranks' host. `resume`: path or URL of a checkpoint that they can read.
+          `artifacts`: a folder that workers and coordinator share, or a URL, where what the job leaves is stored, by
+          default that of the coordinator.
+        - `slow_factors`: by rank, how many times slower it is made, at least 1. `verify_rounds`: compare the ranks'
+          parameters after every round; a difference fails the job.
+        - `key`: submitted again with it, the job is the one that you have submitted before.
+        - `settings`, such as `epochs=3`, replace those of the file; a script with its own loop takes none.
 
-        With `module`, such as "train.digits:job", the job is that of a module in `folder`, by default the current one,
-        and there is no `path`. `secrets` are names of environment variables whose values the hosts have.
-
-        The file gets `arguments` in `sys.argv`, after its own name, and `environment` in addition to the agent's.
-        `num_ranks` 0 takes every free slot; with `min_ranks` the job begins with these, and others join when there are
-        slots for them. Jobs with a higher `priority` get slots first, and may take them from those with a lower one,
-        which lose no work by it; among equals it is the turn of the `project` with the fewest slots, by default the
-        submitter's own. Every device that the job gets meets all `conditions`, such as "model=*H200*",
-        "memory>=20GiB" or "zone!=eu". Packages in `requirements`, or in the file's own metadata (PEP 723), are
-        installed beside those of the hosts. `slow_factors` maps a rank to the factor, at least 1, by which it is slowed
-        down. `output_dir` is an absolute path on the ranks' host, `resume` the path or URL of a checkpoint that they
-        can read. What the job leaves is stored in `artifacts`, a folder that workers and coordinator share or a URL, by
-        default that of the coordinator. With a `key` with which you have submitted a job before, it is that job.
         Raises `InvalidJob`, before any call, when the file or an option is not valid.
         """
         options = JobOptions(

@@ -17,7 +17,7 @@ from elche_client.check import NEEDED_BY_WORKER, check_file, missing_of
 from elche_client.client import Client, JobHandle
 from elche_client.events import JobState, JobView, LogLine
 from elche_client.formatting import printable
-from elche_client.naming import of_job
+from elche_client.naming import folder_or_job, of_job
 from elche_client.notices import print_notice
 from elche_client.notifications import (
     Interrupted,
@@ -77,14 +77,14 @@ def submit(
             return _watch(handle, as_json=as_json)
     click.echo(to_json({"job_id": handle.id}) if as_json else printable(handle.id))
     if not as_json:
-        _say_what_follows(handle)
+        _print_next_commands(handle)
     return 0
 
 
-def _say_what_follows(handle: JobHandle) -> None:
+def _print_next_commands(handle: JobHandle) -> None:
     """Prints next steps on stderr, so that stdout has only the id, for scripts."""
     name, where = shlex.quote(handle.id), _where(handle)
-    print_notice("what follows:")
+    print_notice("next commands:")
     for command, purpose in (
         ("watch {}", "shows it"),
         ("logs {} -f", "what its ranks print"),
@@ -259,7 +259,7 @@ def show_timeline(job: str, address: str, output: Path, *, as_page: bool) -> int
 def _timeline_lines(job: str, address: str) -> list[str]:
     """The timeline in a run's folder, or of a job at a coordinator. Raises `InvalidJob` when there is none."""
     if not Path(job).is_dir():
-        with Client(address) as client:
+        with folder_or_job(job, address), Client(address) as client:
             return of_job(client, job, client.timeline)[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "timelines").glob("*.jsonl"))
     if not files:

@@ -329,7 +329,7 @@ def _calls(address: str) -> Iterator[Finding]:
         yield Finding("clock", State.OK, f"within {max(0.01, abs(skew_s)):.2f} s of the coordinator's")
     slots = sum(len(host.slots) for host in hosts)
     if not slots:
-        yield Finding("hosts", State.WARNING, "none attends: jobs would wait", f"elche-worker --coordinator {address}")
+        yield Finding("hosts", State.WARNING, "none connected: jobs wait", f"elche-worker --coordinator {address}")
         return
     names = printable(", ".join(dict.fromkeys(host.host for host in hosts)))
     yield Finding("hosts", State.OK, f"{len(hosts)} with {slots} slots: {names[:200]}")

@@ -1,9 +1,10 @@
 """Finds a job by its id, the beginning of its id, or its name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from elche.errors import InvalidJob, UnknownJob
+from elche.errors import InvalidJob, UnknownJob, Unreachable
 from elche_client.client import Client
 from elche_client.events import JobView
 from elche_client.suggestions import similar
@@ -23,6 +24,19 @@ def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[st
             raise
         job_id = find(meant, client.jobs())
         return job_id, ask(job_id)
+
+
+@contextmanager
+def folder_or_job(meant: str, address: str) -> Iterator[None]:
+    """In the body a text that is no folder is taken for a job: an `UnknownJob` becomes an `InvalidJob`, and an
+    `Unreachable` is extended, to say that it is neither.
+    """
+    try:
+        yield
+    except UnknownJob:
+        raise InvalidJob(f"{meant} is neither a folder here nor a job of the coordinator at {address}") from None
+    except Unreachable as error:
+        raise Unreachable(f"{meant} is no folder here, and {error}") from error
 
 
 def find(meant: str, views: Sequence[JobView]) -> str:

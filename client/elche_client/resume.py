@@ -12,14 +12,14 @@ from typing import Any
 import click
 from google.protobuf.message import DecodeError
 
-from elche.errors import InvalidJob, UnknownJob, Unreachable
+from elche.errors import InvalidJob
 from elche.manifest import SOURCE, checkpoints_in, newest, read_manifest
 from elche.v1.job_pb2 import JobSpec
 from elche_client.client import Client
 from elche_client.commands import watch
 from elche_client.events import Checkpoint
 from elche_client.local_run import CADENCE, COMMAND, LocalRun, require_installed
-from elche_client.naming import find, of_job
+from elche_client.naming import find, folder_or_job, of_job
 from elche_client.notices import print_notice
 from elche_client.options import JobOptions
 from elche_client.record import to_json
@@ -40,13 +40,8 @@ def resume_job(job_id: str, options: JobOptions, address: str, *, as_json: bool)
         raise InvalidJob(
             f"job {job_id} is resumed with its own arguments and environment; submit it again to change them"
         )
-    try:
-        with Client(address) as client:
-            _, handle = of_job(client, job_id, lambda known: client.resume(known, **options.settings))
-    except UnknownJob:
-        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}") from None
-    except Unreachable as error:
-        raise Unreachable(f"{job_id} is no folder here, and {error}") from error
+    with folder_or_job(job_id, address), Client(address) as client:
+        _, handle = of_job(client, job_id, lambda known: client.resume(known, **options.settings))
     print_notice(f"resumed as job {handle.id}")
     return watch(handle.id, address, as_json=as_json)
 
@@ -269,10 +264,7 @@ def _described(path: Path, manifest: dict[str, Any], evaluations: dict[str, Any]
 
 
 def _of_job(job_id: str, address: str) -> list[Checkpoint]:
-    with Client(address) as client:
+    with folder_or_job(job_id, address), Client(address) as client:
         views = {view.job_id: view for view in client.jobs()}
-    try:
         known = job_id if job_id in views else find(job_id, list(views.values()))
-    except UnknownJob:
-        raise InvalidJob(f"{job_id} is neither a folder here nor a job of the coordinator at {address}") from None
     return list(views[known].checkpoints)

@@ -145,7 +145,7 @@ def main(
     allows_chaos: bool,
     exit_with_stdin: bool,
 ) -> None:
-    """Runs the coordinator, which decides what each rank trains and when ranks average.
+    """Run the coordinator, which decides what each rank trains and when ranks average.
 
     On SIGTERM or Ctrl-C, or when its terminal is closed, jobs that train make a checkpoint, and then it stops; a second
     signal stops it at once.

@@ -1,7 +1,8 @@
 """The table of errors and gRPC status codes, used in both directions."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -30,16 +31,36 @@ HINTS = {
     "if it asks for those of clients",
 }
 """Remedies by parts of gRPC's details for a connection that failed; the first match counts."""
+REASONS = {
+    "Connection refused": "nothing listens there; start `elche-coordinator`, or name another address",
+    "address lookup failed": "this host name cannot be resolved",
+    "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
+}
+"""What gRPC's details mean, by a part of them that needs no further detail."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 
-@asynccontextmanager
-async def answering(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
-    """Server side: an `ElcheError` in the body ends the call with its status code. Other exceptions pass through."""
-    try:
-        yield
-    except ElcheError as error:
-        await context.abort(CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error))
+class answering:  # noqa: N801 - used as a function
+    """Server side: an `ElcheError` in the body ends the call with its status code. Other exceptions pass through.
+
+    No generator of contextlib: on Python 3.12 its frame and the error keep each other, and with them the request of the
+    refused call, until the collector looks.
+    """
+
+    def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, ElcheError):
+            return
+        code, text = CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error)
+        del error, trace
+        await self._context.abort(code, text)
 
 
 @contextmanager
@@ -60,8 +81,9 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        what_to_do = hint(details) or "is `elche-coordinator` running there?"
-        return Unreachable(f"no coordinator answers at {address}; {what_to_do} ({details})")
+        known = explained(details)
+        why = known if known != details else f"is `elche-coordinator` running there? ({details})"
+        return Unreachable(f"no coordinator answers at {address}: {why}")
     if code is grpc.StatusCode.UNIMPLEMENTED and details == UNKNOWN_METHOD:
         details = f"the coordinator at {address} does not know this call: it is older than this program; upgrade it"
     raised = ElcheError.__new__(ERRORS.get(code, ElcheError))
@@ -74,8 +96,10 @@ def was_never_sent(error: grpc.RpcError) -> bool:
     return NOT_CONNECTED in (error.details() or "")
 
 
-def hint(details: str) -> str:
-    """The remedy for a failed connection with these gRPC details; empty if it is not due to TLS."""
-    if NOT_CONNECTED not in details:  # a connection that is lost later has such details, too
-        return ""
-    return next((text for sign, text in HINTS.items() if sign in details), "")
+def explained(details: str) -> str:
+    """Why a connection failed, in plain words where these gRPC details are known; else the details."""
+    if known := next((text for sign, text in REASONS.items() if sign in details), ""):
+        return known
+    if NOT_CONNECTED not in details:  # a connection that is lost later has the details of `HINTS`, too
+        return details
+    return next((f"{text} ({details})" for sign, text in HINTS.items() if sign in details), details)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import grpc
 import pytest
 
@@ -62,8 +63,16 @@ def test_help_comes_at_once() -> None:
     assert len(imported) < 250
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["submit"], ["jobs"], ["watch"], ["cancel"]])
+COMMANDS = [
+    [],
+    *([name] for name in cli.commands),
+    *([name, inner] for name, one in cli.commands.items() if isinstance(one, click.Group) for inner in one.commands),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of `elche token`, `context` and `certs` was a traceback."""
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert re.search(rf"^  +elche {' '.join(command)}", text, re.MULTILINE)
@@ -77,6 +86,16 @@ def test_a_group_has_help_of_its_own(group: str, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for name, command in cli.commands[group].commands.items():  # type: ignore[attr-defined]
         assert re.search(rf"^  {name} +{re.escape(command.get_short_help_str(1000)[:20])}", text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize("group", ["context", "token", "certs"])
+def test_a_group_alone_shows_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was printed as an error of one line."""
+    assert main([group]) == 0
+    alone = capsys.readouterr()
+    assert main([group, "--help"]) == 0
+    assert (alone.out, alone.err) == (capsys.readouterr().out, "")
+    assert re.search(r"^Commands:\n  \w+ +[A-Z]", alone.out, re.MULTILINE)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +169,7 @@ def test_submit_prints_the_jobs_id(job_file: Path, capsys: pytest.CaptureFixture
         printed = capsys.readouterr()
         assert printed.out == "j-1\n", "for scripts: the id alone"
         assert [re.sub(r"\w  .*", lambda found: found[0][0], line) for line in printed.err.splitlines()[-4:]] == [
-            "elche: what follows:",
+            "elche: next commands:",
             f"elche:   elche watch j-1 --coordinator {address}",
             f"elche:   elche logs j-1 -f --coordinator {address}",
             f"elche:   elche cancel j-1 --coordinator {address}",
@@ -408,12 +427,13 @@ def test_a_submitted_job_can_be_watched_at_once(
     assert "digits: training" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["resume", "checkpoints"])
+@pytest.mark.parametrize("command", ["resume", "checkpoints", "timeline"])
 def test_what_is_neither_a_folder_nor_a_job_is_said_to_be_neither(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(ScriptedJobs(VIEW)) as address:
-        assert main([command, "runs/nope", "--coordinator", address]) == 2
+        output = ["-o", "trace.json"] if command == "timeline" else []
+        assert main([command, "runs/nope", "--coordinator", address, *output]) == 2
     expected = f"elche: runs/nope is neither a folder here nor a job of the coordinator at {address}\n"
     assert capsys.readouterr().err == expected
 

@@ -140,12 +140,12 @@ def test_the_manual_has_every_command(command: str) -> None:
     assert re.search(rf"\belche {command}(?![\w-])", (DOCS / "manual.md").read_text(encoding="utf-8"))
 
 
-# The glossary: a paragraph for each term
+# The glossary: an entry for each term
 
 
 def terms() -> dict[str, str]:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^\*\*([^*]+)\*\*(.+?)(?=\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL))
+    return dict(re.findall(r"^- \*\*([^*]+)\*\*(.+?)(?=\n-|\Z)", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def test_every_term_says_what_it_means_and_where_it_is() -> None:

@@ -59,7 +59,7 @@ def test_files_without_a_job(
 
 
 def test_a_file_that_raises_shows_where(elche: Callable[..., Command], job_file: JobFile) -> None:
-    done = elche("run", str(job_file("wrong.py", text="import torch\nx = torch.ones(2) @ torch.ones(3)\n")))
+    done = elche("run", str(job_file("wrong.py", text="import torch\nx = torch.ones(2) @ torch.ones(3)\njob = x\n")))
     assert done.code == 2
     assert "x = torch.ones(2) @ torch.ones(3)" in done.err
     assert "wrong.py, line 2" in done.err.splitlines()[-1]
@@ -98,7 +98,7 @@ def test_nobody_answers(elche: Callable[..., Command], job_file: JobFile, nobody
     of = {"submit": [str(job_file())], "jobs": [], "watch": ["a-job"], "cancel": ["a-job"]}[verb]
     done = elche(verb, *of, "--coordinator", nobody)
     assert done.code == 2
-    assert f"no coordinator answers at {nobody}" in done.complaint
+    assert f"no coordinator answers at {nobody}: nothing listens there; start" in done.complaint
 
 
 @pytest.mark.parametrize("address", ["here", "127.0.0.1:99999", "127.0.0.1:"])

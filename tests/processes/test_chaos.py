@@ -61,7 +61,7 @@ def test_each_fault_hits_what_it_names_and_no_sample_is_lost(mark: Mark, held_ba
         eventually(lambda: "rank=1 incarnation=2 exited member=0 code=-9" in other.log.read_text(), "it is killed")
         hit(Fault.STOP)
         hit(Fault.NETWORK)
-        eventually(lambda: other.log.read_text().count(" attended as ") == 2, "its worker attends again")
+        eventually(lambda: other.log.read_text().count(" connected as ") == 2, "its worker attends again")
         assert "given" not in other.log.read_text(), "a rank was given up whose process lives"
         with pytest.raises(InvalidJob, match="has no rank 7"):
             client.inject(handle.id, Fault.RANK, rank=7)

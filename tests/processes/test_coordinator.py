@@ -128,7 +128,7 @@ def test_a_coordinator_that_is_stopping_lets_nobody_in(mark: Mark, tmp_path: Pat
         assert one.process.wait(100) == 0
         (tmp_path / "again").mkdir()
         two = stack.enter_context(coordinator(mark, tmp_path / "again", data=one.data, listen=one.address))
-        eventually(lambda: attending.log.read_text().count("attended as agent-1") == 2, "it is back under its name")
+        eventually(lambda: attending.log.read_text().count("connected as agent-1") == 2, "it is back under its name")
         assert mark.living("elche rank") == before, attending.log.read_text()
         may_end.touch()
         assert job.result().committed_samples == (NUM_SAMPLES,) * epochs

@@ -216,7 +216,7 @@ def test_an_agent_waits_for_its_coordinator(mark: Mark, tmp_path: Path) -> None:
             eventually(lambda: "does not answer yet" in text() or process.poll() is not None, "it says that it waits")
             assert process.poll() is None, text()
             with coordinator(mark, tmp_path, listen=address):
-                eventually(lambda: "attended as" in text(), "it attends")
+                eventually(lambda: "connected as" in text(), "it attends")
                 assert text().count("does not answer yet") == 1
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(100) == 0

@@ -233,7 +233,7 @@ def test_an_agent_whose_token_is_revoked_exits(lab: Lab, mark: Mark, tmp_path: P
         lab.admin.revoke(token.id)
         _, said = spot.communicate(timeout=100)
     assert spot.returncode == 2
-    assert "cannot be attended: the token has ended" in said
+    assert "refuses this worker: the token has ended" in said
     eventually(lambda: len(ops.hosts()) == before, "it is gone")
 
 

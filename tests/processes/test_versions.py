@@ -42,4 +42,4 @@ def test_who_is_of_another_version_gets_one_clear_line(
             env=mark.environment(None),
         )
         assert agent.returncode == 2
-        assert f"cannot be attended: {mend}" in agent.stderr.splitlines()[-1]
+        assert f"refuses this worker: {mend}" in agent.stderr.splitlines()[-1]

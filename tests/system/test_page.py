@@ -243,6 +243,18 @@ def test_what_happened_is_found_by_its_time(cluster: Cluster, job: JobHandle, op
     expect(page.locator("#events li")).to_have_count(0)
 
 
+def test_changes_of_the_anchor_are_listed_when_they_are_searched_for(
+    cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]
+) -> None:
+    """They came every second or two, and pushed everything else out of sight."""
+    page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
+    expect(page.locator("#events li")).not_to_have_count(0)
+    page.evaluate("take_events([{at: Date.now() / 1000, kind: 'pacing', text: 'anchor 1 → 2 batches'}])")
+    expect(page.locator("#events li.pacing")).to_have_count(0)
+    page.fill("#filter", "anchor 1 → 2")
+    expect(page.locator("#events li.pacing").last).to_have_text(re.compile("anchor 1 → 2 batches"))
+
+
 def test_it_is_worked_by_keyboard_alone(cluster: Cluster, job: JobHandle, open_page: Callable[..., Page]) -> None:
     page = open_page(f"{cluster.coordinator.page_url}/#job={job.id}")
     expect(page.locator("#ranks tbody tr")).to_have_count(2)

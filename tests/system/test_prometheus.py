@@ -40,7 +40,7 @@ def addresses(tmp_path: Path) -> Iterator[tuple[str, str]]:
     metrics = read_until(coordinator, r"metrics on (\S+)") + "/metrics"
     address = read_until(coordinator, r"listening on (\S+)")
     agent = start("elche_worker.agent", "--coordinator", address, "--devices", "cpu,cpu", "--work-dir", str(tmp_path))
-    read_until(agent, r"attended as (\S+)")
+    read_until(agent, r"connected as (\S+)")
     yield address, metrics
     for process in (agent, coordinator):
         process.terminate()

@@ -27,6 +27,17 @@ def test_a_script_for_torchrun_is_told_what_to_change_before_it_is_run() -> None
         load_job("from torch.distributed import init_process_group\ninit_process_group('gloo')", "train.py")
 
 
+def test_a_script_that_never_mentions_elche_is_refused_before_it_trains() -> None:
+    """It trained alone to its end, and only then was told that it defines no job."""
+    with pytest.raises(InvalidJob, match=r"^train.py: it was not run, .* `job`: .* elche_worker.Trainer"):
+        load_job("import torch\nraise AssertionError('it has begun')", "train.py")
+
+
+def test_a_missing_package_is_told_with_what_to_do() -> None:
+    with pytest.raises(UserCodeRaised, match=r"No module named 'einopps' \(train.py, line 1\); install it, .*--req"):
+        load_job("import einopps\njob = 1", "train.py")
+
+
 @pytest.mark.parametrize("job", ["job = 1", "from os import path as job", "from train_step import *"])
 def test_a_file_that_may_have_a_job_is_run_whatever_it_calls(job: str) -> None:
     with pytest.raises(UserCodeRaised, match="AssertionError: it is refused before it is run"):

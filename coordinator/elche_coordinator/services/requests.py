@@ -156,10 +156,8 @@ def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int
         raise InvalidJob("a job has at least 1 rank; pause it to have none train")
     before = catalogue.num_wanted(view.job_id)
     if before is None:
-        raise InvalidJob(
-            f"job {view.job_id} is {view.state}, or repeats a recording, or is a script with its own loop: "
-            "the number of its ranks cannot be changed"
-        )
+        why = f"is {view.state}" if view.state in DECIDED else "repeats a recording, or is a script with its own loop"
+        raise InvalidJob(f"the number of ranks of job {view.job_id} cannot be changed: it {why}")
     if (spec := driver.core.spec(JobId(view.job_id))) is not None:
         user = CALLER.get().name and spec.submitted_by
         driver.open_jobs.require_kind(user, spec.scaled(num_ranks))

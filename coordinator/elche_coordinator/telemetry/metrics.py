@@ -231,7 +231,7 @@ def _coordinator_metrics(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     persist.add_metric((), _buckets(snapshot.persist), snapshot.persist.sum)
     yield from (states, slots, streams, messages, persist)
     yield GaugeMetricFamily("elche_coordinator_leads", "Whether this coordinator leads; 0: it stands by.", 1)
-    yield GaugeMetricFamily("elche_agents", "Agents that attend.", snapshot.num_agents)
+    yield GaugeMetricFamily("elche_agents", "Connected agents.", snapshot.num_agents)
     yield GaugeMetricFamily(
         "elche_coordinator_loop_lag_seconds",
         "How late the event loop woke, at most, in the last 10 seconds.",

@@ -20,7 +20,7 @@ from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
 from elche.manifest import EMA, MANIFEST, WEIGHTS
 from elche.network import BadAddress
 from elche.protocol import call_metadata
-from elche.status import hint
+from elche.status import explained
 from elche.tls import BadCertificate
 from elche.torchrun import environment_of_rank, free_port
 from elche.v1 import agent_pb2, agent_pb2_grpc
@@ -149,13 +149,12 @@ class Agent:
                     self._processes.close()
                     raise
             except grpc.RpcError as error:
-                reason = error.details() or error.code().name
-                reason = f"{advice} ({reason})" if (advice := hint(reason)) else reason
+                reason = explained(error.details() or error.code().name)
                 refused = error.code() in REFUSALS
                 refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
                 if not self._stopped.is_set() and refused:
                     self._processes.close()
-                    raise Unreachable(f"the coordinator at {self._coordinator} cannot be attended: {reason}") from None
+                    raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
             if self._stopped.is_set():
                 break
             if self._is_welcome:  # the stream was open until now, even if nothing was said on it
@@ -264,7 +263,7 @@ class Agent:
         """Handles the coordinator's welcome. A coordinator that does not know this agent does not know its ranks
         either.
         """
-        log.info("coordinator=%s attended as %s", self._coordinator, welcome.agent_id)
+        log.info("coordinator=%s connected as %s", self._coordinator, welcome.agent_id)
         if welcome.is_new:
             if num_ranks := self._processes.num_running:
                 log.warning("the coordinator has given %d ranks up: they are ended", num_ranks)

@@ -24,7 +24,7 @@ import grpc
 
 from elche.channel import HEALTH, NOBODY, open_channel
 from elche.manifest import finish
-from elche.status import hint
+from elche.status import explained
 from elche.tls import BadCertificate
 from elche.v1 import rank_pb2
 from elche_worker.agent.job_folders import JobFolders
@@ -130,8 +130,7 @@ def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) 
                 return True
             if time.monotonic() - said_s >= SAY_EVERY_S:
                 said_s = time.monotonic()
-                reason = error.details() or error.code().name
-                reason = f"{advice} ({reason})" if (advice := hint(reason)) else reason
+                reason = explained(error.details() or error.code().name)
                 log.warning("coordinator=%s does not answer yet (%s); trying again", coordinator, reason)
         is_over.wait(MAX_RETRY_S)
     return False

@@ -156,13 +156,19 @@ def main(
     log_format: str,
     exit_with_stdin: bool,
 ) -> None:
-    """Offers this host's devices to a coordinator and starts ranks on them.
+    """Offer this host's devices to a coordinator, and start ranks on them when it has jobs.
 
     On SIGTERM or Ctrl-C, or when its terminal is closed, its ranks leave their jobs, once their work is committed; a
     second signal ends them at once. If no coordinator answers, the next worker with this work folder hands in what they
     leave.
 
     If the coordinator needs a token, set ELCHE_TOKEN, or ELCHE_TOKEN_FILE to a file that contains it.
+
+    \b
+    Examples:
+      elche-worker
+      elche-worker --coordinator gpu1:7717 --label zone=eu
+      elche-worker --devices cuda:0,cuda:1 --share 2
     """
     use_utf8()
     from elche_worker.agent.agent import Agent

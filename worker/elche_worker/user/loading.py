@@ -4,6 +4,7 @@ import ast
 import importlib
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     global _is_loading
     _is_loading = True
     try:
-        _refuse_torchrun(source, file_name)
+        _refuse_without_job(source, file_name)
         exec(compile(source, file_name, "exec"), module.__dict__)
     except InvalidJob as error:
         raise InvalidJob(f"{file_name}: {said(error)}") from None
@@ -101,6 +102,14 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
 
 JOB_FILE = "ELCHE_JOB_FILE"
 """Environment variable with the path of the file that defines the job."""
+
+
+MAY_DEFINE_JOB = re.compile(r"\bjob\b|\belche_worker\b|import \*")
+"""Text that every file has which defines a job, or is a loop that uses elche."""
+NO_JOB = (
+    "defines no `{0}`: write `{0} = TrainingJob(...)` at its top level (`elche init` writes an example), or keep its "
+    "own loop and call elche_worker.Trainer in it (docs/tutorials/loop.md)"
+)
 
 
 def _let_spawned_import(file_name: str) -> None:
@@ -127,9 +136,9 @@ def run_again(namespace: dict[str, Any]) -> None:
     exec(compile(source, path, "exec"), namespace)
 
 
-def _refuse_torchrun(source: str, file_name: str) -> None:
-    """Raises `InvalidJob` for a script that makes torch's process group and no job: here it would wait for other
-    processes, or train alone.
+def _refuse_without_job(source: str, file_name: str) -> None:
+    """Raises `InvalidJob` for a training script that defines no job: run here, it would train alone, for hours perhaps,
+    before that is noticed, or wait for other processes if it makes torch's process group.
     """
     nodes = list(ast.walk(ast.parse(source, file_name)))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -145,6 +154,8 @@ def _refuse_torchrun(source: str, file_name: str) -> None:
             "Trainer.setup(model, optimizer) instead of process group, DistributedDataParallel and sampler, or "
             "define job = TrainingJob(...); docs/moving.md shows both"
         )
+    if not MAY_DEFINE_JOB.search(source):
+        raise InvalidJob(f"it was not run, since it {NO_JOB.format('job')}")
 
 
 def _load_module(name: str, file_name: str) -> JobDefinition:
@@ -192,6 +203,8 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
     words = next(iter(said(error).splitlines()), "")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, ModuleNotFoundError):
+        notes += "; install it, put it beside the file, or name its package by --requirements"
     return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
 
 
@@ -212,7 +225,7 @@ def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinit
         )
     job = getattr(module, name, None)
     if job is None:
-        raise InvalidJob(f"{file_name} defines no `{name}`; write `{name} = TrainingJob(...)` at its top level")
+        raise InvalidJob(f"{file_name} {NO_JOB.format(name)}")
     if not isinstance(job, JobDefinition):
         raise InvalidJob(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
     return job

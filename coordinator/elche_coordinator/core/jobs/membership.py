@@ -166,8 +166,8 @@ class Membership:
     def _staying(self, ranks: RankRecords) -> RankRecords:
         """The present ranks without those that leave; all present ranks if none of the rest can go on with the model."""
         stay = staying(ranks)
-        has_model = (self._training.has_model(one) and one.phase is not RankPhase.STARTING for one in stay.values())
-        return stay if any(has_model) else present(ranks)
+        can_go_on = any(self._training.has_model(one) and one.phase is not RankPhase.STARTING for one in stay.values())
+        return stay if can_go_on else present(ranks)
 
     def on_leaving(self, now_s: float) -> Failure | None:
         """Called when ranks are to leave, or may stay after all."""

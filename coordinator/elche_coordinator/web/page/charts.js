@@ -11,7 +11,7 @@ const RUNNING = [
   { title: "Batches between averagings", lines: [["moments", "anchor", "anchor"]], ranks: "batches", format: tick },
   { title: "Divergence: what the last round changed", ranks: "divergence", format: tick },
   { title: "Memory in use", ranks: "memory", format: bytes, incrs: Array.from({ length: 48 }, (_, power) => 2 ** power) },
-  { title: "Time that averaging took", lines: [["moments", "overhead", "of all time"]], format: (value) => percent(value) },
+  { title: "Time that averaging took", lines: [["moments", "overhead", "of the ranks' time"]], format: (value) => percent(value) },
 ];
 
 let mine = {}; // table -> {at, step, epoch, figures: {name: [..]}}
@@ -179,7 +179,7 @@ function new_plot(chart, lines, data, options, figure) {
       { ...axis, space: 90, size: 32, incrs: options.over === "time" ? SECONDS : undefined, values: (_, ticks) => ticks.map((one) => place_label(options.over, one)) },
       { ...axis, size: 62, incrs: chart.incrs, values: (_, ticks) => ticks.map((one) => (one === null ? "" : chart.format(one))) },
     ],
-    scales: { x: { time: options.over === "clock" }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
+    scales: { x: { time: options.over === "clock", range: (_, low, high) => (low === high && low !== null ? [low - 1, low + 1] : [low, high]) }, y: { distr: options.is_log ? 3 : 1, log: 10, range: range_of(chart, options.is_log) } },
   }, data, figure);
 }
 

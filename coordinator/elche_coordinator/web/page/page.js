@@ -199,7 +199,7 @@ function show_jobs(list) {
         h("span", { class: "row soft" }, h("span", {}, progress_of(job)), h("span", {}, job.state === "training" && job.eta_s !== null && !job.num_stalled ? `${span(job.eta_s)} left` : !job.submitted_at ? "" : is_today(job.submitted_at) ? clock(job.submitted_at).slice(0, 5) : day(job.submitted_at))),
         h("span", { class: "bar", role: "progressbar", "aria-label": `progress of ${job.id}`, "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": Math.round(100 * job.progress) },
           h("i", { style: `width:${(100 * job.progress).toFixed(1)}%` })))));
-  keep_focus($("jobs"), items.length ? items : [h("li", { class: "soft" }, list.num_all ? "No job is like that." : "No job yet.")]);
+  keep_focus($("jobs"), items.length ? items : [h("li", { class: "soft" }, list.num_all ? "No job matches." : "No job yet.")]);
   $("num-jobs").textContent = list.num_all ? `${list.num === list.num_all ? "" : `${list.num} of `}${list.num_all}` : "";
   const options = Object.entries(STATES).map(([state, text]) => `${text} (${state ? list.counts[state] : Object.values(list.counts).reduce((sum, one) => sum + one, 0)})`);
   if ($("of-state").children.length !== options.length) $("of-state").replaceChildren(...Object.keys(STATES).map((state) => h("option", { value: state })));
@@ -250,7 +250,7 @@ function show_hosts(list) {
         h("button", { type: "button", "aria-label": `${host.drained ? "Use" : "Drain"} ${name}`, title: host.drained ? "Give it ranks again" : "Give it no more ranks", onclick: () => act(`/api/agents/${encodeURIComponent(host.id)}/${host.drained ? "undrain" : "drain"}`) }, host.drained ? "Use" : "Drain")),
       h("ul", { class: "slots" }, ...slots));
   });
-  const none = list.num_all ? "No host is like that." : "No host attends. Start one: elche-worker --coordinator HOST:PORT";
+  const none = list.num_all ? "No host matches." : "No worker is connected. Start one: elche-worker --coordinator HOST:PORT";
   keep_focus($("hosts"), items.length ? items : [h("li", { class: "soft" }, none)]);
   show_pager($("hosts-pager"), list, "Before", "Next", (page) => (wanted.host_page = page));
 }
@@ -384,7 +384,7 @@ function ending(job, about, answer) {
   if (job.ended) return answer("How long did it take?", span(about.ran_s ?? about.trained_s), about.ended_at ? `ended ${when(about.ended_at)}` : "");
   if (stalled.length) return answer("When will it end?", "not known", `stalled: ${stalled.length === 1 ? `rank ${stalled[0].rank} has` : `${stalled.length} ranks have`} stalled`, "bad");
   if (job.state === "paused") return answer("When will it end?", "paused", "");
-  if (job.eta_s === null) return answer("When will it end?", "–", job.pacing || job.reason);
+  if (job.eta_s === null) return answer("When will it end?", "–", job.epochs ? job.pacing || job.reason : "it has not begun");
   return answer("When will it end?", `in ${span(job.eta_s)}`, `at ${when(Date.now() / 1000 + job.eta_s)}; ${plain(job.samples_per_s)} samples/s so far`);
 }
 
@@ -498,13 +498,16 @@ async function show_log(path, rank) {
 // What happened.
 
 function take_events(news) {
-  events = [...events, ...news].slice(-500);
+  const all = [...events, ...news];
+  const newest = (is_kept) => all.filter(is_kept).slice(-500);
+  events = [...newest((one) => one.kind !== "pacing"), ...newest((one) => one.kind === "pacing")].sort((one, two) => one.at - two.at);
   list_happenings();
 }
 
+// Changes of the anchor come every second or two: they are listed when they are searched for.
 function list_happenings() {
   const sought = $("filter").value.trim().toLowerCase();
-  const found = events.filter((one) => !sought || clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought));
+  const found = events.filter((one) => sought ? clock(one.at).startsWith(sought) || one.text.toLowerCase().includes(sought) : one.kind !== "pacing");
   $("events").replaceChildren(...found.slice(-200).reverse().map((one) =>
     h("li", { class: one.kind }, h("time", { datetime: new Date(one.at * 1000).toISOString(), title: new Date(one.at * 1000).toLocaleString() }, clock(one.at)), h("span", {}, is_today(one.at) ? one.text : `${one.text} (${day(one.at)})`))));
 }
