@@ -164,7 +164,7 @@ class Membership:
             self.form(stay | newcomers)
 
     def _staying(self, ranks: RankRecords) -> RankRecords:
-        """The present ranks without those that leave; all present ranks if none of the rest can go on with the model."""
+        """The present ranks without those that leave; all of them if none of the rest can go on with the model."""
         stay = staying(ranks)
         can_go_on = any(self._training.has_model(one) and one.phase is not RankPhase.STARTING for one in stay.values())
         return stay if can_go_on else present(ranks)
