@@ -26,6 +26,7 @@ def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch_scalers() -> None:
     """Notes from now on which scalers scale losses. PyTorch has no hook for that."""
+    forget_scaled()
     if not hasattr(GradScaler.scale, "__wrapped__"):
         GradScaler.scale = _noting(GradScaler.scale)  # type: ignore[method-assign]
 
@@ -34,9 +35,9 @@ def check_unscaled(optimizer: Optimizer) -> None:
     """Raises `Misuse` if gradients of this step are scaled, and the optimizer is not Accelerate's, which unscales."""
     if _scaled and getattr(optimizer, "scaler", None) is None:
         raise Misuse(
-            "a GradScaler has scaled the loss of this step, and step() neither unscales gradients nor leaves out a "
-            "step whose gradients are not finite: call trainer.average_gradients(), scaler.step(optimizer), "
-            "scaler.update() and trainer.finish_step() instead of trainer.step()"
+            "a GradScaler has scaled the loss of this step, and trainer.step() neither unscales gradients nor leaves "
+            "out a step whose gradients are not finite: call trainer.average_gradients(), scaler.step(optimizer), "
+            "scaler.update() and trainer.finish_step() instead, in this order"
         )
 
 
