@@ -385,7 +385,8 @@ class Settings(SharedSettings):
     ] = "auto"
     """How a round merges its ranks' steps: "adascale" takes larger steps than their mean where they differ only by
     batch noise, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" takes the mean. "auto" is "mean"
-    for models that train against each other (several optimizers with `manual_optimization`), else "adascale".
+    for models that train against each other (several optimizers with `manual_optimization`) and for steps that need a
+    closure (LBFGS), else "adascale".
     Parameters that are kept in a convex set, such as at 0 or above, need "mean": only that stays in it.
     """
     buffers: Annotated[

@@ -163,18 +163,22 @@ def test_a_step_without_a_name_is_of_all(worlds: Worlds) -> None:
         torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-6)
 
 
-def step_by_habit() -> None:
+def step_by_habit(scales: bool) -> None:
     model, optimizers, trainer = begin(True)
-    model.loss_of_generator(torch.ones(2, 3)).backward()
+    scaler = torch.amp.GradScaler("cpu", enabled=scales)
+    scaler.scale(model.loss_of_generator(torch.ones(2, 3))).backward()
     trainer.average_gradients(optimizer="g")
     optimizers["d"].step()
 
 
-def test_an_optimizer_whose_gradients_are_not_averaged_is_not_stepped(worlds: Worlds) -> None:
-    for raised in worlds.run(2, step_by_habit, may_raise=True):
+@pytest.mark.parametrize(
+    ("scales", "words"), [(False, "gradients of this rank alone"), (True, "scaler.update() and trainer.finish_step()")]
+)
+def test_an_optimizer_whose_gradients_are_not_averaged_is_not_stepped(worlds: Worlds, scales: bool, words: str) -> None:
+    for raised in worlds.run(2, step_by_habit, scales, may_raise=True):
         assert isinstance(raised, Raised)
         assert raised.kind == "Misuse"
-        assert "gradients of this rank alone" in raised.message
+        assert words in raised.message
 
 
 class Wrapper(SGD):

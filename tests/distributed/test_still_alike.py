@@ -142,6 +142,49 @@ def test_models_that_are_alike_at_an_end_pass(worlds: Worlds, tmp_path: Path, en
     assert bool(worlds.run(2, part_late, end, False, str(tmp_path))[0]) == (end in ("checkpoint", "save"))
 
 
+def stop_early(end: str, then_steps: bool) -> None:
+    """Rank 0 alone loads its best weights once it has left its loop."""
+    model = new_model()
+    trainer = Trainer.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), TrainerConfig(overlap=False, max_anchor=0)
+    )
+    inputs, labels = samples(8)[:]
+
+    def step() -> None:
+        cross_entropy(model(inputs), labels).backward()
+        trainer.step()
+
+    if end == "shares":
+        for _ in trainer.shares(8):
+            step()
+            if trainer.num_steps == 3:
+                break
+    else:
+        trainer.set_data_loader(DataLoader(samples(6), batch_size=2), forward_input="inputs", names=NAMES)
+        for epoch in trainer.epochs(2):
+            for _ in trainer.epoch(epoch):
+                step()
+            if end == "within epochs" and not trainer.rank:
+                nn.init.ones_(next(model.parameters()))
+            break
+    if not trainer.rank:
+        nn.init.ones_(next(model.parameters()))
+    if then_steps:
+        step()
+    trainer.close()
+
+
+@pytest.mark.parametrize("end", ["shares", "epochs", "within epochs"])
+def test_weights_that_one_rank_loads_as_its_loop_is_left_part_nothing(worlds: Worlds, end: str) -> None:
+    """Early stopping after which rank 0 loaded and saved its best model ended with exit code 1."""
+    worlds.run(2, stop_early, end, False)
+
+
+def test_steps_after_weights_were_loaded_on_one_rank_are_found_out(worlds: Worlds) -> None:
+    ended = worlds.run(2, stop_early, "epochs", True, may_raise=True)
+    assert any(isinstance(one, Raised) and "the ranks' models have parted" in one.message for one in ended)
+
+
 class Pair:
     """What a world of two ranks is asked; `other` is told beside what this rank tells."""
 

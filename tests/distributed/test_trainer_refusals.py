@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 from elche.errors import Misuse
 from elche_worker.collectives import world
 from elche_worker.trainer import Trainer, TrainerConfig
-from support.loops import NAMES, Recurrent, TwoInputs, dicts, new_model, new_optimizer, samples
+from support.loops import NAMES, Recurrent, TwoInputs, dicts, flat, new_model, new_optimizer, samples
 from support.worlds import Raised, Worlds
 
 
@@ -475,6 +475,99 @@ def test_a_step_of_lbfgs_says_where_its_closure_goes() -> None:
     model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(Misuse, match=r"call average_gradients\(\), optimizer.step\(lambda: loss\) and finish_step\(\)"):
         trainer.step()
+
+
+@pytest.mark.parametrize("does", ["step", "unscale, step"])
+def test_a_step_of_scaled_gradients_is_refused(does: str) -> None:
+    """It stepped with gradients of 65536 times their size, and the model became NaN, with exit code 0."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer.setup(model, optimizer, TrainerConfig(device="cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, labels = samples(8)[:]
+    before = flat(model)
+    scaler.scale(cross_entropy(model(inputs), labels)).backward()
+    if does != "step":
+        scaler.unscale_(optimizer)
+    with pytest.raises(Misuse, match=r"call trainer.average_gradients\(\), scaler.step\(optimizer\), scaler.update"):
+        trainer.step()
+    assert torch.equal(before, flat(model))
+    scaler.step(optimizer)
+    trainer.finish_step()
+    assert not torch.equal(before, flat(model))
+    cross_entropy(model(inputs), labels).backward()
+    trainer.step()
+    torch.amp.GradScaler("cpu", enabled=False).scale(cross_entropy(model(inputs), labels)).backward()
+    trainer.step()
+    assert trainer.num_steps == 3
+    trainer.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_model_that_is_not_finite_at_the_end_is_named(is_lost: bool) -> None:
+    model = new_model()
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, new_optimizer(model)) as trainer:
+        for _ in range(2):
+            (model(torch.ones(2, 6)).sum() * (float("nan") if is_lost else 1.0)).backward()
+            trainer.step()
+        trainer._stepper.compare("ends epochs()")
+    said = "elche: 0.weight is not finite (NaN or infinite) after 2 steps: the model is of no use"
+    assert errors.getvalue().count(said) == is_lost
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("builds", "SGD was built of the model's parameters after Trainer.setup"),
+        ("builds and sets up", ""),
+        ("builds of another model", ""),
+        ("unfreezes", "parameter '0.weight' was unfrozen after Trainer.setup, and no optimizer of the Trainer has it"),
+        ("unfreezes and adds", ""),
+    ],
+)
+def test_an_optimizer_or_parameter_that_step_does_not_know_is_named_once(does: str, words: str) -> None:
+    """Its rates, or its layers, had no effect, without a word."""
+    model = new_model()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, torch.optim.AdamW(trained)) as trainer:
+        if does.startswith("builds"):
+            other = torch.optim.SGD((new_model() if does.endswith("model") else model).parameters(), lr=0.1)
+        if does == "builds and sets up":
+            Trainer.setup(model, other)
+        if does.startswith("unfreezes"):
+            model.requires_grad_(True)
+        if does == "unfreezes and adds":
+            trainer.optimizer.add_param_group({"params": list(model[0].parameters())})  # type: ignore[index]
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            trainer.step()
+    assert errors.getvalue().count(words or "after Trainer.setup") == bool(words)
+
+
+class WithHandle(Dataset[Any]):
+    """Opens a file where it is made, as data sets over HDF5 or SQLite do."""
+
+    def __init__(self) -> None:
+        self.handle = open(os.devnull)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"inputs": torch.full((6,), float(index))}
+
+
+def test_a_data_set_that_worker_processes_cannot_be_given_is_named() -> None:
+    model, dataset = new_model(), WithHandle()
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    with pytest.raises(Misuse, match=r"cannot pickle .* Open files and connections on first use in each process"):
+        trainer.set_data_loader(loader, forward_input="inputs")
+    trainer.close()
+    dataset.handle.close()
 
 
 def lose_a_peer() -> None:

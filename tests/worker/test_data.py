@@ -1,6 +1,9 @@
 """Data sets as jobs give them: shards that are read in order, draws by weight, and what is refused with a reason."""
 
+import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -367,3 +370,17 @@ def test_batches_that_are_fetched_ahead_take_a_bounded_part_of_the_memory() -> N
     assert not LeaseLoader._has_room(cast(LeaseLoader, loader), 57 << 20)
     loader._ready = []
     assert LeaseLoader._has_room(cast(LeaseLoader, loader), 1 << 40), "a batch that is larger than that comes alone"
+
+
+def test_a_connection_of_another_thread_is_told_with_what_to_do() -> None:
+    """Worker processes are forked by the thread that reads ahead."""
+    with closing(sqlite3.connect(":memory:")) as database:
+
+        class Table:
+            def __getitem__(self, index: int) -> Any:
+                return database.execute("select ?", (index,)).fetchone()
+
+        with ThreadPoolExecutor() as other:
+            told = other.submit(Fetch(Table(), None, "train.py").batch, Indices([3], 0)).result()
+    assert "at sample 3 of the data set" in told.message
+    assert "open it in __getitem__, on first use" in told.message

@@ -91,6 +91,17 @@ def test_rounds_of_a_game_make_the_mean_unless_the_job_says_otherwise(
     assert merge_of(job, built) == (chosen if said == "auto" else said)
 
 
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_rounds_of_steps_that_need_a_closure_make_the_mean(is_manual: bool) -> None:
+    """Of LBFGS: a sine, two ranks, three seeds each, had errors of up to 2e11 with the sum of steps, and 0.08 at most
+    with the mean.
+    """
+    job = replace(JOB, manual_optimization=is_manual)
+    model = job.model()
+    built = Built(model, torch.optim.LBFGS(model.parameters()))
+    assert merge_of(job, built) == ("mean" if is_manual else "adascale")
+
+
 def test_of_a_warm_up_nothing_stays_but_what_was_compiled() -> None:
     calls = []
 

@@ -60,19 +60,19 @@ def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) ->
     """Raises `Misuse` on every rank when parameters, or the learning rates of the optimizers' groups, differ between
     ranks. Averaged gradients do not correct that: each rank would train a model of its own, and only rank 0's is saved.
     """
-    if text := _comparable(model, rates):
+    if text := comparable(model, rates):
         _check_figures(model, dict(enumerate(world.gather_texts(text))))
 
 
-def check_alike_at_end(model: nn.Module, rates: Sequence[float], world: World) -> None:
-    """As `check_still_alike`, at a loop's end, with the ranks that have ended theirs: it waits for no others. So it may
-    raise on the last one alone.
+def check_alike_at_end(model: nn.Module, text: str, world: World) -> None:
+    """As `check_still_alike`, of a result of `comparable`, at a loop's end, with the ranks that have ended theirs: it
+    waits for no others. So it may raise on the last one alone.
     """
-    if text := _comparable(model, rates):
+    if text:
         _check_figures(model, {rank: one for rank, one in world.tell_end(text).items() if one})
 
 
-def _comparable(model: nn.Module, rates: Sequence[float]) -> str:
+def comparable(model: nn.Module, rates: Sequence[float]) -> str:
     """What is compared of this rank's model and learning rates; "" for a model that each rank has a part of."""
     compared = _compared(model)
     if any(is_divided(one) for one in compared.values()):
@@ -84,8 +84,15 @@ def _compared(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if is_plain(one) and one.numel()}
 
 
+@torch.no_grad()
+def not_finite(model: nn.Module) -> str:
+    """The name of the first trained parameter with a value that is NaN or infinite; "" if there is none."""
+    trained = {name: one for name, one in _compared(model).items() if one.requires_grad and not is_divided(one)}
+    return next((name for name, one in trained.items() if not torch.isfinite(one).all()), "")
+
+
 def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
-    """Raises `Misuse` when ranks differ from the first one; `texts` are results of `_comparable`, by rank."""
+    """Raises `Misuse` when ranks differ from the first one; `texts` are results of `comparable`, by rank."""
     named = _compared(model)
     told = {rank: json.loads(text) for rank, text in sorted(texts.items())}
     first = min(told)

@@ -12,6 +12,8 @@ from elche_worker.device.transfer import InParts, bounds_of
 from elche_worker.user.loading import UserCodeRaised, describe_raised
 
 Collate = Callable[[list[Any]], Any]
+OF_ONE_THREAD = "can only be used in that same thread"
+"""SQLite's words on a connection that another thread, or a process forked from it, uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,5 +147,10 @@ class Fetch:
     def _broken(self, error: Exception, where: str) -> FetchError:
         if where:
             error.add_note(where)
+        if OF_ONE_THREAD in str(error):
+            error.add_note(
+                "open it in __getitem__, on first use, since samples are read by other threads and processes than the "
+                "one that makes the data set; or give num_workers=0"
+            )
         raised = describe_raised(error, self._file_name)
         return FetchError(str(raised), raised.traceback, error)

@@ -34,11 +34,16 @@ def take_form(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous()
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer that evaluates the loss itself in a step, such as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def check_steps(optimizers: Iterable[Optimizer]) -> None:
     """Raises `InvalidJob` for an optimizer whose `step` needs a closure."""
     for one in optimizers:
-        closure = inspect.signature(one.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if needs_closure(one):
             kind = type(one).__name__
             raise InvalidJob(
                 f"{kind} needs a closure at every step: use manual_optimization=True, with which "

@@ -14,6 +14,7 @@ from elche_worker.collectives.gradients import Gradients
 from elche_worker.collectives.sparse import sparse_names
 from elche_worker.collectives.world import World
 from elche_worker.trainer.optimizers import Key, Optimizers
+from elche_worker.trainer.scalers import check_unscaled
 
 
 class GradientAverager:
@@ -107,6 +108,7 @@ class GradientAverager:
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
         if not any(self._optimizers.by_key[key] is optimizer for key in self.averaged):
+            check_unscaled(optimizer)
             raise Misuse(
                 "the optimizer is stepped with gradients of this rank alone: call trainer.step() instead, or "
                 "trainer.average_gradients() before it and trainer.finish_step() after it"

@@ -64,6 +64,7 @@ class LoopEpochs:
         self._in_progress = None
         stepper.end_epoch(epoch)
         stepper.compare("ends epoch()", least=LEAST_COMPARED)
+        stepper.leave()
         progress.end_epoch()
 
     def shares(self, world: World, batch_size: int, num_steps: int | None) -> Iterator[int]:
@@ -104,6 +105,9 @@ class LoopEpochs:
         with self._iterations.given():
             try:
                 yield
+            except GeneratorExit:
+                self._stepper.leave()
+                raise
             finally:
                 self._stepper.leave_batch()
 
@@ -123,7 +127,11 @@ class LoopEpochs:
                 self._say_if_again(epoch)
             resumption.begin_epoch(epoch)
             progress.begin_epoch(epoch, resumption.position)
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:
+                self._stepper.leave()
+                raise
             resumption.position = None
             if progress.epoch == epoch:
                 progress.end_epoch()

@@ -1,7 +1,8 @@
-"""Optimizers that a script steps beside its Trainers: on several ranks what they train parts."""
+"""Optimizers that a script steps beside its Trainers, where ranks part, or builds anew, which nobody steps."""
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +18,8 @@ _open: "WeakSet[OtherOptimizers]" = WeakSet()
 
 
 class OtherOptimizers:
-    """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has.
+    """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has; that one was built of the
+    model's parameters beside the Trainer's; or that an unfrozen parameter is in none.
 
     Not in a Trainer's step: there an optimizer may step another one that it wraps.
     """
@@ -38,6 +40,11 @@ class OtherOptimizers:
         self._world = world
         self._has_said = False
         self._hook = register_optimizer_step_post_hook(self._on_step)
+        self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+        """Parameters that were frozen when the Trainer was set up."""
+        self._built: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that were built since then."""
+        _watch_built()
         _open.add(self)
 
     def close(self) -> None:
@@ -45,10 +52,41 @@ class OtherOptimizers:
         self._hook.remove()
         _open.discard(self)
 
+    def note_built(self, optimizer: Optimizer) -> None:
+        """Called while an optimizer is built."""
+        self._built.add(optimizer)
+
+    def check_step(self) -> None:
+        """Called when a step of the Trainer was applied, and its gradients are still there."""
+        if self._has_said:
+            return
+        for built in self._built:
+            is_ours = not _parameters_of(built).isdisjoint(map(id, self._model.parameters()))
+            if is_ours and not any(one._has(built) for one in _open):
+                self._say(
+                    f"{type(built).__name__} was built of the model's parameters after Trainer.setup, whose step() "
+                    f"steps and whose checkpoints have the {type(self._optimizers.first).__name__} that it was given: "
+                    "change that one (optimizer.add_param_group(...), optimizer.param_groups[0]['lr'] = ...), or close "
+                    "this trainer and set up another"
+                )
+                return
+        stepped: set[int] = set()
+        if any(one.grad is not None for one in self._frozen.values()):
+            stepped = stepped.union(*(_parameters_of(one) for other in _open for one in other._optimizers))
+        for name, one in self._frozen.items():
+            if one.grad is not None and id(one) not in stepped:
+                self._say(
+                    f"parameter {name!r} was unfrozen after Trainer.setup, and no optimizer of the Trainer has it, so "
+                    "it is not trained: give it to one, as by optimizer.add_param_group({'params': [...]})"
+                )
+                return
+
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._world.size == 1:  # nothing is averaged, so each optimizer has the gradients that it should have
+            return
         if any(one._averager.averaged or one._has(optimizer) for one in _open):
             return
-        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        stepped = _parameters_of(optimizer)
         if any(id(one) in stepped for one in self._model.parameters()):
             self._note_stepped()
             self._say(
@@ -69,3 +107,24 @@ class OtherOptimizers:
         if not self._has_said and not self._world.rank:
             print(f"elche: {text}", file=sys.stderr, flush=True)
         self._has_said = True
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _noting(add_param_group: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(add_param_group)
+    def noted(self: Optimizer, group: dict[str, Any]) -> Any:
+        for one in _open:
+            one.note_built(self)
+        return add_param_group(self, group)
+
+    noted._notes_built = True  # type: ignore[attr-defined]
+    return noted
+
+
+def _watch_built() -> None:
+    """Notes from now on which optimizers are built: each adds its groups so. PyTorch has no hook for that."""
+    if not hasattr(Optimizer.add_param_group, "_notes_built"):
+        Optimizer.add_param_group = _noting(Optimizer.add_param_group)  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ without a seed, a list of files in another order, a vocabulary made of a set) wo
 
 import json
 from collections.abc import Sequence
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ Figures = list[list[float]] | None
 
 
 def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
-    """Batches of one of these samples each, with random numbers that are alike on every rank, or a `FetchError`.
+    """Batches of one of these samples each, with random numbers that are alike on every rank, or a `FetchError`. Raises
+    `Misuse` where worker processes cannot get the data set.
 
     They are fetched in a process of their own where the loader has such: a file that is opened with the first sample
     must not be shared with processes that are forked later, which would read at each other's positions.
@@ -44,7 +46,16 @@ def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator().manual_seed(0),
     )
-    return list(fetching)
+    try:
+        return list(fetching)
+    except (TypeError, AttributeError, PicklingError) as error:
+        if "pickle" not in str(error):
+            raise
+        raise Misuse(
+            f"worker processes get a pickled copy of the loader's data set, collate_fn and worker_init_fn: {error}. "
+            "Open files and connections on first use in each process, not in __init__, define functions at the top "
+            "level, or give DataLoader(multiprocessing_context='fork')"
+        ) from None
 
 
 def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:

@@ -13,7 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
-from elche_worker.collectives.consistency import broadcast, buffers_beside, check_alike_at_end, check_still_alike
+from elche_worker.collectives.consistency import (
+    broadcast,
+    buffers_beside,
+    check_alike_at_end,
+    check_still_alike,
+    comparable,
+    not_finite,
+)
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
@@ -26,8 +33,10 @@ from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
 from elche_worker.trainer.same_batches import SameBatches
+from elche_worker.trainer.scalers import check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
+from elche_worker.user.events import record_event
 
 LEAST_SHARE = 2
 """Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
@@ -108,7 +117,12 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
-        self._others: OtherOptimizers | None = None
+        self._has_said_not_finite = False
+        self._left = (-1, "")
+        """What is compared of the model, as the loop over batches was left, and `_num_averaged` then."""
+        parts = model, optimizers, world, self.averager
+        self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
+        watch_scalers()
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -138,8 +152,6 @@ class Stepper:
         if has_el_che:
             self.planner = CadencePlan(self._world.size, self._config)
         self.averager.begin(overlaps=self._config.overlap, num_requests=RequestConsensus.NUM_REQUESTS + NUM_MARKS)
-        parts = self._model, self._optimizers, self._world, self.averager
-        self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
 
     # Batches
 
@@ -321,25 +333,46 @@ class Stepper:
         of what is trained no later step would find it. Nothing is done before `least` steps since the latest call.
         Collective.
         """
-        if self._is_closed or self._world.size == 1 or self._num_averaged - self._num_compared < least:
+        if self._is_closed or self._num_averaged - self._num_compared < least:
             return
         self._num_compared = self._num_averaged
-        if not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
+        self._say_not_finite()
+        if self._world.size > 1 and not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
+
+    def leave(self) -> None:
+        """Called when the loop over batches is left: what the script then does to the model, such as to load its best
+        weights on one rank, parts nothing, unless it steps again.
+        """
+        if not self._is_closed and self._num_averaged not in (self._num_compared, self._left[0]):
+            self._left = self._num_averaged, comparable(self._model, self._optimizers.rates)
 
     def _note_changed(self) -> None:
         """The model was changed since it was compared, even if no gradients were averaged."""
-        self._num_compared = min(self._num_compared, self._num_averaged - 1)
+        self._num_compared, self._left = min(self._num_compared, self._num_averaged - 1), (-1, "")
+
+    def _say_not_finite(self) -> None:
+        """Says once, on rank 0, that a weight is NaN or infinite: what is trained from then on is lost."""
+        if self._world.rank or self._has_said_not_finite or not (name := not_finite(self._model)):
+            return
+        self._has_said_not_finite = True
+        text = f"{name} is not finite (NaN or infinite) after {self._progress.num_steps} steps: the model is of no use"
+        record_event(text)
+        print(f"elche: {text}", file=sys.stderr, flush=True)
 
     def compare_at_end(self) -> Misuse | None:
         """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
         for no other rank that has more to do, and may find it on the last one alone.
         """
         is_compared = self._num_averaged == self._num_compared
+        if not is_compared:
+            self._say_not_finite()
         if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
             return None
         try:
-            check_alike_at_end(self._model, self._optimizers.rates, self._world)
+            is_left = self._left[0] == self._num_averaged
+            text = self._left[1] if is_left else comparable(self._model, self._optimizers.rates)
+            check_alike_at_end(self._model, text, self._world)
         except Misuse as error:
             return error.with_traceback(None)  # no line of the script is at fault
         return None
@@ -348,8 +381,7 @@ class Stepper:
         """Nothing is compared any more; the averager's hooks are removed."""
         self._is_closed = True
         _steppers.discard(self)
-        if self._others is not None:
-            self._others.close()
+        self._others.close()
         self.averager.close()
 
     def _free_buffers(self) -> list[torch.Tensor]:
@@ -417,12 +449,15 @@ class Stepper:
             stepped = self._optimizers.parameters_of(self.averager.averaged)
             clip_norm(stepped, self._config.max_grad_norm)
         for key in self.averager.averaged:
+            check_unscaled(self._optimizers.by_key[key])
             make_step(self._optimizers.by_key[key])
 
     def finish(self) -> None:
         """Counts the step, clears its gradients, and begins the next one."""
         if self._adopted is not None:
             self._adopt()
+        forget_scaled()
+        self._others.check_step()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
             self.share.plan,

@@ -420,7 +420,7 @@ class Trainer:
     def average_gradients(self, samples: int | None = None, *, optimizer: Key | None = None) -> None:
         """The first part of `step`, for loops that unscale, clip or inspect the averaged gradients.
 
-        Then call `step`; or step the optimizer yourself, and call `finish_step`.
+        Then call `step`; or step the optimizer yourself, as by `scaler.step(optimizer)`, and call `finish_step`.
         """
         self._check_open()
         keys = self._optimizers.keys_of(optimizer)
