@@ -15,7 +15,6 @@ from elche.errors import UnknownMessage
 from elche.formatting import shortened
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
-from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
