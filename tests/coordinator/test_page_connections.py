@@ -125,7 +125,7 @@ def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: 
         await asyncio.wait(ended[: 2 * MOST], timeout=100)
         assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
         buffers = [len(vars(one)["_ssl_buffer"]) for one in gc.get_objects() if isinstance(one, SSLProtocol)]
-        assert MOST <= len(buffers)
+        assert len(buffers) >= MOST
         assert set(buffers) == {16 << 10}  # of failed handshakes, too, which the garbage collector finds late
         trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         told = [await ask(web.port, "/healthz", ssl=trust) for _ in range(MOST - 1)]

@@ -23,8 +23,8 @@ MAX_BUSY = 256
 MAX_CONNECTIONS = 128
 """With more connections, one is closed whose peer takes nothing, else the oldest idle or unauthenticated one."""
 TLS_BYTES = 16 << 10
-"""Buffer of a TLS connection. asyncio's own has 256 KiB, and outlives a handshake that fails until the garbage collector
-looks for it: strangers' handshakes took 580 MB.
+"""Buffer of a TLS connection. asyncio's own has 256 KiB, and outlives a handshake that fails until the garbage
+collector looks for it: strangers' handshakes took 580 MB.
 """
 TAKE_S = 120.0
 """Seconds for which a peer may take nothing of the pending data."""
