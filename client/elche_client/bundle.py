@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-from elche.bundle import MAX_ARCHIVE_BYTES, MAX_FILES, MAX_UNPACKED_BYTES, check_path
+from elche.bundle import MAX_ARCHIVE_BYTES, MAX_DEPTH, MAX_FILES, MAX_UNPACKED_BYTES, check_path
 from elche.errors import InvalidJob
 
 IGNORE_FILES = (".gitignore", ".elcheignore")
@@ -99,6 +99,8 @@ def _files(folder: Path, left_out: list[str]) -> Iterator[str]:
 
     for path, folders, files in os.walk(root, onerror=fail):
         prefix = "" if Path(path) == root else f"{Path(path).relative_to(root).as_posix()}/"
+        if prefix.count("/") > MAX_DEPTH:
+            raise InvalidJob(f"{prefix[:200]}... is deeper than {MAX_DEPTH} folders; {WHAT_TO_DO}")
         specs[prefix] = [_spec(Path(path) / name) for name in IGNORE_FILES if name in files]
         links = [name for name in folders if (Path(path) / name).is_symlink()]
         left_out += [f"{prefix}{name} -> {os.readlink(Path(path) / name)}" for name in sorted(links)]

@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -15,7 +15,6 @@ from elche.errors import UnknownMessage
 from elche.formatting import shortened
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
-from elche.settings import AgreedSettings
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
@@ -23,6 +22,8 @@ from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import EpochWork, JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.ranks import Address
+
+Agreed = TypeVar("Agreed", bound=Hashable)
 
 MAX_EVENT_CHARS = 200
 """Longest text of a user-defined event, in characters."""
@@ -89,13 +90,17 @@ def rank_event(address: Address, request: rank_pb2.ConverseRequest) -> events.Ev
 
 
 def _ready(message: rank_pb2.Ready) -> dict[str, Any]:
-    return {"settings": _one_of(settings_of(message)), "batch_size": message.rank_batch_size or None}
+    return {
+        "settings": _one_of(settings_of(message)),
+        "resumed": _one_of(message.resumed),
+        "batch_size": message.rank_batch_size or None,
+    }
 
 
-@lru_cache(maxsize=2)  # of jobs that start now: a data set may have a million shards
-def _one_of(settings: AgreedSettings) -> AgreedSettings:
-    """The same object for equal settings, which all ranks of a job have: records, journal and saved state keep them."""
-    return settings
+@lru_cache(maxsize=4)  # of jobs that start now: a data set may have a million shards, a checkpoint's state 4 MB
+def _one_of(agreed: Agreed) -> Agreed:
+    """The same object for equal ones, which all ranks of a job have: records, journal and saved state keep them."""
+    return agreed
 
 
 def _user_event(message: rank_pb2.EventRecorded) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.lifecycle.standby import lead, loading, open_store, start_over
+from elche_coordinator.lifecycle.standby import lead, loading, open_store, start_over, using
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
 from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
@@ -72,7 +72,8 @@ async def serve(config: Config) -> None:
     """Runs the daemon until SIGTERM, SIGINT or, with `exit_with_stdin`, the end of standard input."""
     stop = Stop(exit_with_stdin=config.exit_with_stdin)
     store = open_store(config)
-    shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
+    with using(config.data):
+        shared = SharedBundles(store, config.data / "bundles") if store.is_shared else None
     leadership = Leadership(store, f"{socket.gethostname()} {config.listen}", start_over)
     if shared is not None and not await lead(leadership, store, shared, config, stop.asked):
         return
@@ -102,7 +103,8 @@ async def _serve(
     driver.core.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver)
     journals = JournalFiles(config.data / "journals", driver)
-    bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
+    with using(config.data):
+        bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
     faults = Faults(driver, are_allowed=config.allows_chaos)
     job_servicer = JobServicer(driver, catalogue, transfers, artifacts, timelines, journals, bundles, faults)
     access_pb2_grpc.add_AccessServiceServicer_to_server(AccessServicer(credentials, tokens), server)

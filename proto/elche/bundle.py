@@ -5,6 +5,8 @@ import re
 from elche.errors import InvalidJob
 
 MAX_FILES = 20_000
+MAX_DEPTH = 100
+"""Most folders in the path of a file."""
 MAX_ARCHIVE_BYTES = 512 << 20
 MAX_UNPACKED_BYTES = 2 << 30
 CHUNK_BYTES = 1 << 18
@@ -23,4 +25,6 @@ def check_path(name: str) -> str:
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise InvalidJob(f"{name[:200]!a} is no path within a folder")
+    if len(parts) > MAX_DEPTH + 1:
+        raise InvalidJob(f"{name[:200]!a}... is in {len(parts) - 1} folders, and {MAX_DEPTH} is the limit")
     return name

@@ -27,10 +27,11 @@ SERVER_KEEPALIVE = (
 """Pings of the coordinator. A stopped process (SIGSTOP) does not answer, so that its stream ends without its death."""
 SERVER_CONNECTIONS = (
     ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.http2.settings_timeout", 5_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
-"""Limits of connections to the coordinator: those without a handshake, and idle ones, are closed. A channel reconnects
-with its next call."""
+"""Limits of connections to the coordinator: those without a handshake, that do not acknowledge its HTTP/2 settings, and
+idle ones are closed. gRPC bounds headers only once they are acknowledged. A channel reconnects with its next call."""
 FRESH_NAMES = ("grpc.dns_min_time_between_resolutions_ms", 1_000)
 """Resolves a coordinator's name again after 1 s instead of gRPC's 30 s, since its address may have changed."""
 

@@ -144,6 +144,18 @@ def test_a_folder_that_is_too_large_is_said_with_what_to_do(
         pass
 
 
+def test_a_folder_that_is_too_deep_is_said_with_what_to_do(tmp_path: Path) -> None:
+    """Ranks would not take it."""
+    put(tmp_path, **{"train.py": ""})
+    (tmp_path / ("d/" * 100)).mkdir(parents=True)
+    put(tmp_path / ("d/" * 100), **{"deep.py": ""})
+    with packed(tmp_path) as one:
+        assert one.num_files == 2
+    (tmp_path / ("d/" * 101)).mkdir()
+    with pytest.raises(InvalidJob, match=r"is deeper than 100 folders; .*\.elcheignore"), packed(tmp_path):
+        pass
+
+
 def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
     put(tmp_path, **{"train.py": ""})
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("")

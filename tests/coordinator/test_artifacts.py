@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from elche.artifacts import CHUNK_BYTES, MANIFEST, StoreFolder, problem_of, reason_of
 from elche.errors import InvalidJob
 from elche.v1 import agent_pb2, job_pb2
-from elche_coordinator.archive.artifacts import Artifacts
+from elche_coordinator.archive.artifacts import MAX_AT_ONCE, Artifacts, _check
 from elche_coordinator.config import CannotStart
 from elche_coordinator.services.submission import check_spec
 from elche_worker.agent.artifacts import ArtifactWriter
@@ -119,6 +120,75 @@ def artifacts(root: str, kept: dict[str, str]) -> Artifacts:
     rest: Any = nobody
     any_store: Any = store
     return Artifacts(root, any_store, rest, catalogue, rest)
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_file_that_goes_on_is_read_no_further_than_it_was_long(place: StoreFolder) -> None:
+    """Whoever submits a job names its store: one that sent a manifest without end filled the coordinator's memory."""
+    place.write(MANIFEST, [bytes(CHUNK_BYTES)] * 8)
+    read = []
+    with pytest.raises(InvalidJob, match=rf"it has {CHUNK_BYTES} bytes or more and had 2"):
+        read += list(place.read(MANIFEST, {"bytes": 2, "sha256": ""}))
+    assert read == []
+
+
+def test_a_manifest_that_a_store_sends_is_compared_and_not_held(tmp_path: Path) -> None:
+    place = StoreFolder(str(tmp_path), "job/host")
+    place.write(MANIFEST, [b"{}"])
+    _check(str(tmp_path), "job/host", "here", b"{}")
+    (tmp_path / "job/host" / MANIFEST).open("r+b").truncate(64 << 20)
+    before = bytes_read()
+    with pytest.raises(InvalidJob, match="is not what here has written"):
+        _check(str(tmp_path), "job/host", "here", b"{}")
+    assert bytes_read() - before < 4 << 20
+
+
+@pytest.mark.parametrize("url", ["dir:///srv", "reference:///srv", "generic://file:///srv"])
+def test_a_url_of_which_something_is_lacking_is_refused(url: str) -> None:
+    """fsspec raises a TypeError or an AttributeError."""
+    with pytest.raises(InvalidJob, match="cannot be reached"):
+        StoreFolder(url, "job/host")
+
+
+def test_jobs_own_stores_that_hang_keep_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 jobs of one user, whose stores never answered, kept what all others leave from the coordinator's store, and
+    the coordinator from ending.
+    """
+    owns = [f"own {number}" for number in range(2 * MAX_AT_ONCE)]
+    these = artifacts(str(tmp_path), {})
+    spec = {one: SimpleNamespace(artifacts=f"ftp://slow.example/{one}") for one in owns}
+    more = {"job_ids": lambda: [*owns, "common"], "spec": spec.get}
+    vars(these._catalogue).update(more)
+    nobody: Any = SimpleNamespace(
+        watchers=SimpleNamespace(on_ended=lambda told: None), agents=SimpleNamespace(hosts=list)
+    )
+    these._driver = nobody
+    hung = threading.Event()
+
+    async def hang(self: Artifacts, job_id: str, wait: Any) -> None:
+        await self._in_thread(self._store_of(job_id), str)
+        began.put_nowait(job_id)
+        if job_id != "common":
+            await self._in_thread(self._store_of(job_id), hung.wait)
+
+    monkeypatch.setattr(Artifacts, "_store_job", hang)
+    monkeypatch.setattr(Artifacts, "_lacking", lambda self, job_id: [job_id])
+
+    async def story() -> list[str]:
+        running = asyncio.create_task(these.run())
+        try:
+            found = [await asyncio.wait_for(began.get(), 20) for _ in range(MAX_AT_ONCE + 1)]
+            assert {one.daemon for one in threading.enumerate() if one.name.startswith("artifacts")} == {True}
+            return found
+        finally:
+            hung.set()
+            running.cancel()
+
+    began: asyncio.Queue[str] = asyncio.Queue()
+    assert set(asyncio.run(story())) == {*owns[:MAX_AT_ONCE], "common"}
 
 
 def test_the_end_of_a_stored_log(tmp_path: Path) -> None:

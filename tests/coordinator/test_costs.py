@@ -50,14 +50,17 @@ def test_a_report_that_nobody_watches_is_not_made_into_a_message(monkeypatch: py
     assert all(queue._items for queue in queues)
 
 
-def test_equal_settings_of_all_ranks_are_one_object() -> None:
-    """Record, journal and saved state of each rank had settings of their own."""
+def test_what_all_ranks_are_ready_with_is_one_object() -> None:
+    """Record, journal and saved state of each rank had settings and a checkpoint's state of their own: 32 ranks with
+    the state of 4 MB took 570 MB.
+    """
     settings = AgreedSettings(epochs=1, batch_size=64, dataset_size=10**9)
-    request = rank_pb2.ConverseRequest(ready=ready_message(settings, device="cpu"))
+    request = rank_pb2.ConverseRequest(ready=ready_message(settings, device="cpu", resumed='{"attempt": 1}'))
     one, other = codec.rank_event(ADDRESS, request), codec.rank_event({**ADDRESS, "rank": Rank(1)}, request)
     assert isinstance(one, RankReady)
     assert isinstance(other, RankReady)
     assert one.settings is other.settings
+    assert one.resumed is other.resumed
 
 
 def test_a_data_sets_many_shards_are_not_looked_at_one_by_one() -> None:

@@ -17,8 +17,9 @@ import elche_coordinator.storage.sql.migrations
 from elche.token import Role
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.config import CannotStart
+from elche_coordinator.config import Config as CoordinatorConfig
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.lifecycle.standby import loading
+from elche_coordinator.lifecycle.standby import loading, open_store
 from elche_coordinator.storage.sql.database import REVISION, metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
@@ -213,3 +214,14 @@ def test_a_database_that_may_not_be_written_is_not_called_damaged(tmp_path: Path
     sa.event.listen(store._engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only = ON"))
     with pytest.raises(CannotStart, match="cannot be used: attempt to write a readonly database"), loading(store):
         store.drop_tape()
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [(0o777, True), (0o770, False)])
+def test_a_folder_to_which_every_user_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_said: bool
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(mode)
+    open_store(CoordinatorConfig(listen="127.0.0.1:0", http=None, data=data, keep_jobs=1))
+    assert (f"every user may write to {data}, and replace the database" in caplog.text) == is_said

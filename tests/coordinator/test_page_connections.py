@@ -1,7 +1,9 @@
 """Who takes nothing, and who asks for more than their share, does not shut the page for others."""
 
 import asyncio
+import gc
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -122,6 +124,9 @@ def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: 
         ended = [asyncio.ensure_future(reader.read()) for reader, _ in silent]
         await asyncio.wait(ended[: 2 * MOST], timeout=100)
         assert [one.done() for one in ended] == [True] * 2 * MOST + [False] * MOST  # the oldest
+        buffers = [len(vars(one)["_ssl_buffer"]) for one in gc.get_objects() if isinstance(one, SSLProtocol)]
+        assert len(buffers) >= MOST
+        assert set(buffers) == {16 << 10}  # of failed handshakes, too, which the garbage collector finds late
         trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         told = [await ask(web.port, "/healthz", ssl=trust) for _ in range(MOST - 1)]
         silent += [await connected(web.port) for _ in range(MOST)]

@@ -180,9 +180,12 @@ def test_metrics_that_cannot_be_served(cluster: Cluster, mark: Mark, tmp_path: P
     assert f"the page and /metrics cannot be served on {cluster.address}" in line
 
 
-def test_data_that_is_no_folder(mark: Mark, tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("a file")
-    assert "the database in data cannot be opened" in refused(mark, tmp_path, "--listen", "127.0.0.1:0")
+@pytest.mark.parametrize("name", ["data", "data/bundles"])
+def test_data_that_is_no_folder(mark: Mark, tmp_path: Path, name: str) -> None:
+    """That of bundles ended in a traceback."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a file")
+    assert f"{name} cannot be used: it is no folder" in refused(mark, tmp_path, "--listen", "127.0.0.1:0")
 
 
 def test_data_that_is_no_database(mark: Mark, tmp_path: Path) -> None:

@@ -47,6 +47,20 @@ def test_no_path_leaves_the_folder(tmp_path: Path, name: str) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_file_in_too_many_folders_is_refused(tmp_path: Path) -> None:
+    """2,000 of them ended the job with the words of a RecursionError."""
+    with pytest.raises(InvalidJob, match="is in 2000 folders, and 100 is the limit"):
+        unpack(archive("d/" * 2000 + "x"), tmp_path)
+    unpack(archive("d/" * 100 + "x"), tmp_path)
+
+
+def test_a_header_with_words_for_numbers_is_refused(tmp_path: Path) -> None:
+    odd = tarfile.TarInfo("odd")
+    odd.pax_headers = {"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"}
+    with pytest.raises(InvalidJob, match="no archive that"):
+        unpack(archive(odd), tmp_path)
+
+
 @pytest.mark.parametrize(
     "member",
     [

@@ -9,12 +9,15 @@ import hashlib
 import json
 import logging
 import re
+import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, problem_of, rank_log, reason_of
@@ -79,12 +82,42 @@ class _Wait:
     due_s: float = 0.0
     retry_s: float = RETRY_S
     reason: str = ""
+    is_own: bool = False
+    """True if the job names a store of its own."""
     is_away: bool = False
     """True if the job waits only for hosts that are not connected."""
 
 
 class _Away(ElcheError):
     """The host is not connected."""
+
+
+class _Threads:
+    """At most `MAX_AT_ONCE` threads. This process ends without them, unlike with those of `concurrent.futures`: a store
+    may never answer.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._num = 0
+
+    async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """What the function returns, called on one of the threads."""
+        future: Future[Result] = Future()
+        self._work.put((future, partial(function, *arguments)))
+        if self._num < MAX_AT_ONCE:
+            self._num += 1
+            threading.Thread(target=self._run, name="artifacts", daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        while True:
+            future, function = self._work.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
 
 
 class Artifacts:
@@ -105,8 +138,8 @@ class Artifacts:
         self._waiting: dict[str, _Wait] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
-        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="artifacts")
-        """A store that hangs holds these, and no others."""
+        self._threads = {is_own: _Threads() for is_own in (False, True)}
+        """For jobs' own stores, and for others: a store that hangs holds its kind's threads, and no others."""
         self.num_failures = 0
         for job_id in self._kept:
             self._tell(job_id)
@@ -118,18 +151,21 @@ class Artifacts:
 
     async def run(self) -> None:
         """Has what jobs leave stored, until it is cancelled."""
-        self._waiting = {job_id: _Wait() for job_id in self._catalogue.job_ids() if self._lacking(job_id)}
+        self._waiting = {
+            job_id: self._new_wait(job_id) for job_id in self._catalogue.job_ids() if self._lacking(job_id)
+        }
         self._driver.watchers.on_ended(self._add)
         known: set[AgentId] = set()
         while True:
             connected = {host.agent_id for host in self._driver.agents.hosts()}
             is_new, known = not connected <= known, connected
             now_s = asyncio.get_running_loop().time()
+            num_busy = Counter(self._waiting[job_id].is_own for job_id in self._busy)
             for job_id, wait in self._waiting.items():
-                if len(self._busy) >= MAX_AT_ONCE:
-                    break
-                if (wait.due_s <= now_s or (is_new and wait.is_away)) and job_id not in self._busy:
+                has_turn = num_busy[wait.is_own] < MAX_AT_ONCE and job_id not in self._busy
+                if has_turn and (wait.due_s <= now_s or (is_new and wait.is_away)):
                     self._busy[job_id] = asyncio.create_task(self._store_job(job_id, wait))
+                    num_busy[wait.is_own] += 1
             for job_id in self._kept.keys() - self._catalogue.artifacts.keys() - self._busy.keys():
                 del self._kept[job_id]  # the job is forgotten
             self._wake.clear()
@@ -145,10 +181,13 @@ class Artifacts:
         spec = self._catalogue.spec(job_id)
         return spec.artifacts.rstrip("/") if spec is not None and spec.artifacts else self._root
 
+    def _new_wait(self, job_id: str) -> _Wait:
+        return _Wait(is_own=self._store_of(job_id) != self._root)
+
     def _add(self, job_id: JobId) -> None:
         if not self._store_of(job_id):
             return
-        self._waiting[job_id] = _Wait()
+        self._waiting[job_id] = self._new_wait(job_id)
         self._wake.set()
 
     async def _store_job(self, job_id: str, wait: _Wait) -> None:
@@ -231,7 +270,7 @@ class Artifacts:
             raise
         except ElcheError as error:
             raise InvalidJob(f"{part.host}: {error}") from None
-        await self._in_thread(_check, root, order.folder, part.host, answer)
+        await self._in_thread(root, _check, root, order.folder, part.host, answer)
         entry = {"root": root, "folder": order.folder, "files": files, "missing": missing}
         try:
             await asyncio.to_thread(
@@ -269,8 +308,9 @@ class Artifacts:
 
     # What is there
 
-    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+    async def _in_thread(self, root: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """What a function returns that uses the store at `root`."""
+        return await self._threads[root != self._root].run(function, *arguments)
 
     def has(self, job_id: str, name: str) -> bool:
         """True if the store has the file of a job."""
@@ -285,9 +325,9 @@ class Artifacts:
         if entry is None:
             raise InvalidJob(f"the artifact store has no {name} of job {job_id}")
         try:
-            place = await self._in_thread(StoreFolder, entry["root"], entry["folder"])
+            place = await self._in_thread(entry["root"], StoreFolder, entry["root"], entry["folder"])
             reading = place.read(name, entry["files"][name])
-            while (data := await self._in_thread(next, reading, None)) is not None:
+            while (data := await self._in_thread(entry["root"], next, reading, None)) is not None:
                 yield data
         except ElcheError:
             raise
@@ -417,11 +457,15 @@ def _manifest_of(path: str) -> str:
 def _check(root: str, folder: str, host: str, manifest: bytes) -> None:
     """Raises `InvalidJob` unless this process finds what the host says that it has stored."""
     place = StoreFolder(root, folder)
+    entry = {"bytes": len(manifest), "sha256": hashlib.sha256(manifest).hexdigest()}
     try:
-        found = b"".join(place.read(MANIFEST))
+        for _ in place.read(MANIFEST, entry):
+            pass
+    except InvalidJob:
+        raise InvalidJob(
+            f"{place.address}/{MANIFEST} is not what {host} has written: is the store the same on both?"
+        ) from None
     except Exception as error:  # packages of fsspec raise what they like
         raise InvalidJob(
             f"{place.address}/{MANIFEST}, which {host} has written, cannot be read here: {reason_of(error)}"
         ) from None
-    if found != manifest:
-        raise InvalidJob(f"{place.address}/{MANIFEST} is not what {host} has written: is the store the same on both?")

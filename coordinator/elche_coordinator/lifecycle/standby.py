@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sqlite3
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -37,17 +38,30 @@ PRIMARY = 0xFF
 def open_store(config: Config) -> SqlStore:
     """Opens the store, which is exclusive or shared. Raises `CannotStart` and `BadStore`."""
     data = config.data
-    try:
+    with using(data):
         data.mkdir(parents=True, exist_ok=True)
         keep_out(data)
         take_folder(data)
+        if data.stat().st_mode & stat.S_IWOTH:
+            log.warning("every user may write to %s, and replace the database, with its tokens", data)
+    try:
         if config.store:
             return SqlStore.at(config.store)
         return SqlStore.in_file(data / DATABASE)
-    except (BadStore, CannotStart):
+    except BadStore:
         raise
     except Exception as error:
         raise CannotStart(f"the database in {data} cannot be opened: {reason_of(error)}") from error
+
+
+@contextmanager
+def using(folder: Path) -> Iterator[None]:
+    """Converts errors of the folder to `CannotStart`."""
+    try:
+        yield
+    except OSError as error:
+        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise CannotStart(f"{error.filename or folder} cannot be used: {why}") from error
 
 
 @contextmanager

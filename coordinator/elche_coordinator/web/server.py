@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,10 @@ MAX_BUSY = 256
 """Requests and streams that are served at the same time; more are refused."""
 MAX_CONNECTIONS = 128
 """With more connections, one is closed whose peer takes nothing, else the oldest idle or unauthenticated one."""
+TLS_BYTES = 16 << 10
+"""Buffer of a TLS connection. asyncio's own has 256 KiB, and outlives a handshake that fails until the garbage
+collector looks for it: strangers' handshakes took 580 MB.
+"""
 TAKE_S = 120.0
 """Seconds for which a peer may take nothing of the pending data."""
 
@@ -102,6 +107,7 @@ class WebServer:
         which a new certificate can be loaded.
         """
         certificate, key = files or (None, None)
+        SSLProtocol.max_size = TLS_BYTES
         config = uvicorn.Config(
             app,
             ssl_certfile=certificate,

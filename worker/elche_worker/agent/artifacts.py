@@ -45,15 +45,19 @@ FORMAT = 1
 
 
 class ArtifactWriter:
-    """Stores jobs' artifacts, one job after the other. Removes nothing from this host."""
+    """Stores jobs' artifacts, one job after the other, and beside them those of one in a store of its own. Removes
+    nothing from this host.
+    """
 
     def __init__(self, folders: JobFolders, processes: Processes, *, is_confined: bool) -> None:
         """`is_confined`: False if jobs may write to any folder that the agent may write to."""
         self._is_confined = is_confined
         self._folders = folders
         self._processes = processes
-        self._turn = threading.Lock()
-        """Held while an order is carried out: several uploads at once would slow down training ranks."""
+        self._turns = {is_of_job: threading.Lock() for is_of_job in (False, True)}
+        """Held while an order is carried out: several uploads at once would slow down training ranks. A job's own store
+        may hang, and has others wait that are such.
+        """
         self._changed = threading.Condition()
         self._num_open = 0
         """Orders that are not answered yet. Guarded by `_changed`."""
@@ -96,7 +100,7 @@ class ArtifactWriter:
 
     def _run(self, order: agent_pb2.StoreArtifacts, answer: list[agent_pb2.DeliverRequest]) -> None:
         try:
-            with self._turn:
+            with self._turns[order.is_of_job]:
                 answer.append(agent_pb2.DeliverRequest(data=self._store(order)))
         except InvalidJob as error:
             answer.append(agent_pb2.DeliverRequest(error=str(error)))
