@@ -105,5 +105,5 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 assert source is not None
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
-    except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError) as error:
+    except (tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError) as error:
         raise InvalidJob(f"the folder of the job is no archive that `elche submit` makes: {error}") from error
