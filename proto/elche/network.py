@@ -27,7 +27,7 @@ SERVER_KEEPALIVE = (
 """Pings of the coordinator. A stopped process (SIGSTOP) does not answer, so that its stream ends without its death."""
 SERVER_CONNECTIONS = (
     ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.http2.settings_timeout", 5_000),
+    ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
 """Limits of connections to the coordinator: those without a handshake, that do not acknowledge its HTTP/2 settings, and
