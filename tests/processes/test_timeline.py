@@ -70,5 +70,6 @@ def test_who_asked_for_none_is_told_how(
     with pytest.raises(InvalidJob, match="--timeline true"):
         cluster.client.timeline(job.id)
     assert "--timeline true" in elche("timeline", ".").complaint
-    assert "no job has the id" in elche("timeline", "nobody", "--coordinator", cluster.address).complaint
+    nobody = elche("timeline", "nobody", "--coordinator", cluster.address)
+    assert "nobody is neither a folder here nor a job of" in nobody.complaint
     assert not (cluster.coordinator.data / "timelines" / f"{job.id}.jsonl").exists()

@@ -72,10 +72,12 @@ class Latch:
 
 
 class Late:
-    """By stream and time: what has not ended."""
+    """By stream and time: what has not ended. `lock` is the device's: the garbage collector, which may run while it is
+    held, takes that for buffers that nobody has any more, and with a lock of its own two threads waited for each other.
+    """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
         self._pending: dict[tuple[str, int], Latch] = {}
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
 

@@ -199,10 +199,10 @@ class Device:
         """Of storages on the device."""
         self.num_operations: dict[str, int] = {}
         """By stream."""
-        self.late = Late()
         self.run_collective: Callable[[Any, Any, dict[str, Any]], Any] | None = None
         """Runs a collective of torch's process groups on tensors of the device, if there is something that can."""
         self._lock = threading.RLock()
+        self.late = Late(self._lock)
         self._local = threading.local()
         self._numbers = count(1)
         self._host: dict[int, tuple[Buffer, Any]] = {}

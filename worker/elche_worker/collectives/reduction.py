@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Codec, Compression
-from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
+from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
@@ -400,7 +400,7 @@ class Reduction:
         moments = [self._restored(kind, one) for one in loaded["moments"]]
         kept = loaded.get("spread")
         if kept and len(kept[0]) == len(spread.of_steps):  # else of a job that merged otherwise
-            spread = Spread(*kept)
+            spread = Spread(*kept).each(lambda one: one.to(SQUARES))  # older checkpoints have float32
         return OuterState(trained.clone(), moments, loaded["num_steps"], spread, mean).to(trained.device)
 
     def memories(self) -> dict[str, Mapping[str, Any]]:
