@@ -225,6 +225,21 @@ def test_a_question_counts_from_when_it_has_left():
     assert watch.check(duties, 6.0)[1].keys() == {1}
 
 
+def test_who_answers_and_cannot_train_waits_for_the_one_that_does_not_answer():
+    """Its device waits for a collective with a stopped rank: it was left out itself, since its batches are shorter."""
+    watch, duties = HangWatch(), {Rank(0): Duty(is_busy=True, hang_s=1.0), Rank(1): Duty(is_busy=True, hang_s=3.0)}
+    left_out: dict[Rank, str] = {}
+    for tenths in range(100):
+        asked, left_out, _ = watch.check(duties, tenths / 10)
+        for rank in asked:
+            watch.on_asked(rank, tenths / 10)
+            if rank == 0:
+                watch.on_answered(rank, tenths / 10)
+        if left_out:
+            break
+    assert left_out == {1: "it has not answered for 1.5 s"}
+
+
 def test_one_slow_answer_is_forgotten():
     """A process that was stopped for two seconds is waited for four times as long next, and soon no longer."""
     watch, duties = HangWatch(), {Rank(0): Duty(), Rank(1): Duty()}

@@ -54,8 +54,8 @@ class HangWatch:
     """Finds hung ranks by their own histories, so that no timeout has to be chosen for fast or slow batches.
 
     A silent rank is pinged while others wait. It hangs if it does not answer in time, or answers and then trains no
-    batch for longer than its allowed silence. It is left out once the others together have waited longer than its loss
-    costs, or once it is silent for `UNAWAITED` times its allowed silence.
+    batch for longer than its allowed silence, while all others answer. It is left out once the others together have
+    waited longer than its loss costs, or once it is silent for `UNAWAITED` times its allowed silence.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,13 @@ class HangWatch:
         """
         # a rank that was never heard is silent from its first check on
         silent_s = {rank: now_s - self._heard_s.setdefault(rank, now_s) for rank in duties}
-        hung = {rank: why for rank, duty in duties.items() if (why := self._why(rank, duty, silent_s[rank], now_s))}
-        waiting_s = [silent_s[rank] for rank, duty in duties.items() if not duty.is_busy and rank not in hung]
+        mute = {rank: why for rank, duty in duties.items() if (why := self._mute(rank, duty, silent_s[rank], now_s))}
+        idle = {rank: why for rank, duty in duties.items() if (why := self._idle(rank, duty, silent_s[rank], now_s))}
+        # Who answers and trains no batch may wait for one that does not answer, by a collective on its device.
+        owe_answer = any(self._owes_answer(rank, duty, silent_s[rank], now_s) for rank, duty in duties.items())
+        hung = mute or ({} if owe_answer else idle)
+        waits = [rank for rank, duty in duties.items() if rank not in hung and (not duty.is_busy or rank in idle)]
+        waiting_s = [silent_s[rank] for rank in waits]
         waited_s = added(waiting_s)  # idle time of all ranks together, to compare with the work that would be lost
         to_ask, left_out = [], {}
         for rank, duty in duties.items():
@@ -125,14 +130,26 @@ class HangWatch:
         last_s = max(self._heard_s[rank], self._answered_s.get(rank, 0.0))
         return rank not in self._asked_s and now_s - last_s >= ASK_AFTER_S
 
-    def _why(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> str:
-        """The reason to leave the rank out; empty if there is none yet."""
+    def _owes_answer(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> bool:
+        """True if a rank that should answer is silent, and has not answered since its last message, or not of late."""
+        is_new = duty.is_busy and duty.hang_s is None
         asked_s = self._asked_s.get(rank)
-        if asked_s is not None and silent_s >= (duty.hang_s or 0.0):
-            least_s = UNKNOWN_S if duty.is_busy and duty.hang_s is None else ANSWER_S
-            mute_s = now_s - max(asked_s, self._heard_s[rank])
-            if mute_s >= max(least_s, ANSWERS * self._longest_s.get(rank, 0.0)):
-                return f"it has not answered for {mute_s:.1f} s"
+        is_late = asked_s is not None and now_s - asked_s >= ASK_AFTER_S
+        return not is_new and silent_s >= ASK_AFTER_S and (is_late or rank not in self._answered_s)
+
+    def _mute(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> str:
+        """The reason to leave out a rank that does not answer; empty if there is none yet."""
+        asked_s = self._asked_s.get(rank)
+        if asked_s is None or silent_s < (duty.hang_s or 0.0):
+            return ""
+        least_s = UNKNOWN_S if duty.is_busy and duty.hang_s is None else ANSWER_S
+        mute_s = now_s - max(asked_s, self._heard_s[rank])
+        if mute_s >= max(least_s, ANSWERS * self._longest_s.get(rank, 0.0)):
+            return f"it has not answered for {mute_s:.1f} s"
+        return ""
+
+    def _idle(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> str:
+        """The reason to leave out a rank that answers and trains no batch; empty if there is none yet."""
         answered_s = self._answered_s.get(rank)
         if duty.hang_s is not None and answered_s is not None and now_s - answered_s >= duty.hang_s + ANSWERING_S:
             return f"it has made no batch for {silent_s:.1f} s"
