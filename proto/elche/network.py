@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy must not be used for loopback
     ("grpc.initial_reconnect_backoff_ms", 100),  # to find a restarted coordinator within a second
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # in spite of its name, the least that an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     FRESH_NAMES,
 )

@@ -1,0 +1,61 @@
+"""A loop that becomes a job of a coordinator which is slow to take connections, or is not there."""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from elche.channel import open_channel
+from elche.errors import Unreachable
+from elche.v1 import rank_pb2, rank_pb2_grpc
+from elche_worker.trainer.attached import _ask
+from support.cutter import Cutter
+
+
+class Coordinator(rank_pb2_grpc.RankServiceServicer):
+    def Attach(self, request: rank_pb2.AttachRequest, context: Any) -> rank_pb2.AttachResponse:  # noqa: N802
+        return rank_pb2.AttachResponse(job_id=request.name, secrets=["secret"])
+
+
+class Busy(Cutter):
+    """Takes the first connection, says nothing until its peer has given up, and forwards all others."""
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
+        super()._accept()
+
+
+@contextmanager
+def busy() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    rank_pb2_grpc.add_RankServiceServicer_to_server(Coordinator(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    way = Busy(f"127.0.0.1:{port}", [])
+    try:
+        yield way.address
+    finally:
+        way.close()
+        server.stop(0)
+
+
+def test_a_coordinator_that_is_slow_to_take_a_connection_is_asked_again() -> None:
+    """A rank ended its script, since the first try to connect had a tenth of a second on a busy machine."""
+    with busy() as address, open_channel(address, "") as channel:
+        assert json.loads(_ask(address, channel, rank_pb2.AttachRequest(name="loop"))) == ["loop", ["secret"]]
+
+
+def test_nobody_waits_where_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    request = rank_pb2.AttachRequest(name="loop")
+    with open_channel(address, "") as channel, pytest.raises(Unreachable, match="nothing listens there"):
+        _ask(address, channel, request)
