@@ -84,7 +84,7 @@ def is_exact_so_far(job: JobHandle) -> None:
     *_, result = job.watch()
     assert isinstance(result, JobResult)
     *whole, late, last = result.committed_samples
-    assert set(whole) == {NUM_SAMPLES}, result.committed_samples
+    assert set(whole) == {NUM_SAMPLES}, str(result.committed_samples)
     assert max(late, last) <= NUM_SAMPLES
 
 
