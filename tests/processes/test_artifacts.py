@@ -91,8 +91,11 @@ def metric(one: Coordinator, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("scheme", "by_job"),
-    [("", False), ("lab://", False), ("lab://", True)],
-    ids=["folder", "url", "url that the job names"],
+    [
+        pytest.param("", False, id="folder"),
+        pytest.param("lab://", False, id="url", marks=pytest.mark.long(reason="beside one that the job names")),
+        pytest.param("lab://", True, id="url that the job names"),
+    ],
 )
 def test_what_a_job_has_left_outlives_its_host_and_its_folder(
     mark: Mark, tmp_path: Path, job_file: JobFile, scheme: str, by_job: bool

@@ -22,7 +22,12 @@ def elche(mark: Mark, folder: Path, words: str, **given: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+ONE_STREAM = pytest.mark.long(reason="beside the case in which all are closed")
+
+
+@pytest.mark.parametrize(
+    "closed", [pytest.param(">&-", marks=ONE_STREAM), pytest.param("2>&-", marks=ONE_STREAM), "<&- >&- 2>&-"]
+)
 def test_closed_streams_are_no_files_of_others(mark: Mark, tmp_path: Path, job_file: JobFile, closed: str) -> None:
     """As services and some schedulers start programs. The next file or socket got a stream's number."""
     path = job_file("linear.py")

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow(reason="ranks are killed and started again")
 Elche = Callable[..., Command]
 JobFile = Callable[..., Path]
 
+LONG = pytest.mark.long(reason="it goes the same way as the overlapped one, but for the sums")
+
 
 def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, lines: tuple[str, ...] = ()) -> None:
     """A run of jobs/replayed.py in the folder `out`; after it nobody dies or waits in a replay."""
@@ -30,14 +32,9 @@ def recorded(elche: Elche, job_file: JobFile, tmp_path: Path, *arguments: str, l
 @pytest.mark.parametrize(
     ("averaging", "more"),
     [
-        pytest.param("blocking", ("--merge", "mean"), id="blocking"),
+        pytest.param("blocking", ("--merge", "mean"), id="blocking", marks=LONG),
         pytest.param("overlapped", ("--compress", "auto"), id="overlapped"),
-        pytest.param(
-            "overlapped",
-            ("--backend", "cpu", "--compress", "int8"),
-            id="relayed",
-            marks=pytest.mark.long(reason="it goes the same way as the others, but for the sums"),
-        ),
+        pytest.param("overlapped", ("--backend", "cpu", "--compress", "int8"), id="relayed", marks=LONG),
     ],
 )
 def test_a_run_in_which_a_rank_is_killed_and_another_process_joins(

@@ -41,7 +41,9 @@ job = TrainingJob(
 """
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("spawn", marks=pytest.mark.long(reason="forkserver imports the file, too")), "forkserver"]
+)
 def test_a_pool_of_any_start_method_runs_functions_of_the_file(
     elche: Callable[..., Command], tmp_path: Path, how: str
 ) -> None:
