@@ -90,6 +90,8 @@ def way_of(name: str) -> Any:
                 fields["optimizer_state"] = "averaged" if kind == "moments" else kind
             case "first" | "second":
                 fields["moments"] = ("exp_avg",) if kind == "first" else ("exp_avg_sq",)
+            case "gain":
+                fields["gain_part"] = numbers[0]
             case "scale":
                 fields["lr_scale_ratio"] = numbers[0]
             case "samples" | "uniform":

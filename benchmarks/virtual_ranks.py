@@ -26,7 +26,7 @@ from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
-from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import OVERLAPPED_PART, BoundsWatch, Rows, Spread, bounds_of, most_gain
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import AsItIs, Shuffled
@@ -75,6 +75,8 @@ class Way:
     weighting: str = "auto"
     merge: str = "auto"
     """As elche chooses, or "adascale", or "mean", or directions and norms "apart", by rows or of the "whole"."""
+    gain_part: float | None = None
+    """Part of the gains above 1 that rounds take; None: as elche does."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the coordinator."""
     compress: str | None = None
@@ -87,6 +89,12 @@ class Way:
     """
     schedule: Schedule | None = None
     """The anchor by the course of the training; None: as the coordinator has it."""
+
+    @property
+    def part_of_gain(self) -> float:
+        if self.gain_part is not None:
+            return self.gain_part
+        return OVERLAPPED_PART if self.averaging == "overlapped" else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +317,8 @@ class World:
             for bounds, one in zip(self._bounds, steps, strict=True)
         ]
         if (most := most_gain(weights)) > 1.0:
-            rows.go_further(mean, self.last, self._spread.gains(most), bounds_of(torch.stack(said).sum(0)))
+            gains = self._spread.gains(most, self.way.part_of_gain)
+            rows.go_further(mean, self.last, gains, bounds_of(torch.stack(said).sum(0)))
 
     def schedule_rounds(self, divergence: float) -> None:
         """Sets the anchor of the rounds to come, once for each round."""

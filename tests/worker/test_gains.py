@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from worker.test_averaging import Ranks, row
 
-from elche_worker.collectives.gains import BoundsWatch, Rows, Spread, bounds_of, most_gain, whole_squares
+from elche_worker.collectives.gains import (
+    OVERLAPPED_PART,
+    BoundsWatch,
+    Rows,
+    Spread,
+    bounds_of,
+    most_gain,
+    whole_squares,
+)
+from support.replicas import Make
 
 CPU = torch.device("cpu")
 COLUMNS = 4000
@@ -41,10 +50,13 @@ def train(models: list[nn.Module], seed: int) -> None:
             model.weight[1] += torch.randn(COLUMNS, generator=noise)  # type: ignore[index, operator]
 
 
-@pytest.mark.parametrize("weights", [(8, 8, 8, 8), (24, 20, 12, 10)])
-def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(weights: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("weights", "part"), [((8, 8, 8, 8), 1.0), ((24, 20, 12, 10), 1.0), ((8, 8, 8, 8), 0.5)])
+def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(
+    weights: tuple[int, ...], part: float
+) -> None:
+    """Or, where rounds overlap, half-way to their sum."""
     models = zeros(4)
-    world = ranks(models)
+    world = ranks(models, gain_part=part)
     for number in range(1, 8):
         before = models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
         train(models, number)
@@ -55,8 +67,23 @@ def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(weig
         made = models[0].weight.detach() - before  # type: ignore[union-attr, operator]
     torch.testing.assert_close(made[0], mean[0], rtol=1e-3, atol=1e-4)
     gain = float(made[1] @ mean[1] / (mean[1] @ mean[1]))
-    assert gain == pytest.approx(most_gain(weights), rel=0.05)
+    assert gain == pytest.approx(1 + part * (most_gain(weights) - 1), rel=0.05)
     assert len(world.digests()) == 1
+
+
+@pytest.mark.parametrize(("averaging", "part"), [("overlapped", OVERLAPPED_PART), ("blocking", 1.0)])
+def test_only_where_rounds_overlap_a_part_of_the_gains_is_taken(
+    world: Make, monkeypatch: pytest.MonkeyPatch, averaging: str, part: float
+) -> None:
+    taken = []
+    gains = Spread.gains
+    monkeypatch.setattr(Spread, "gains", lambda spread, most, part: taken.append(part) or gains(spread, most, part))
+    ranks = world(2, averaging=averaging)
+    for number in range(1, 4):
+        ranks.round(number)
+        for rank in ranks.ranks:
+            rank.train(1)
+    assert set(taken) == {part}
 
 
 def test_the_first_rounds_are_the_mean() -> None:

@@ -19,6 +19,11 @@ from elche_worker.collectives.operations import ValueCollectives
 SMOOTHING = 0.9
 """Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
 and steps are long, so that the gain rises only after training has settled."""
+OVERLAPPED_PART = 0.5
+"""Part of a gain above 1 that is taken where rounds overlap. A rank then trains a batch that does not know the last
+result, so what a result brings beyond the rank's own step is answered a round late, and as much of it again overshoots
+(docs/defaults.md).
+"""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 SENT = torch.bfloat16
@@ -64,10 +69,11 @@ class Spread:
         for known in (self.of_steps, self.of_mean):
             known.masked_fill_(~is_finite, 0.0)
 
-    def gains(self, most: float) -> torch.Tensor:
-        """The gain of each row, from 1 to `most`; 1 where it is not known."""
+    def gains(self, most: float, part: float = 1.0) -> torch.Tensor:
+        """The gain of each row, from 1 to `most`; 1 where it is not known. Of what is above 1 only `part` is taken."""
         gains = self.of_steps / self.of_mean
-        return torch.where(gains.isfinite(), gains, torch.ones_like(gains)).clamp_(1.0, most)
+        gains = torch.where(gains.isfinite(), gains, torch.ones_like(gains)).clamp_(1.0, most)
+        return gains.sub_(1.0).mul_(part).add_(1.0)
 
 
 class Rows:

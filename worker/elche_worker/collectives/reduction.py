@@ -334,7 +334,7 @@ class Reduction:
         moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         memory.spread.newest_of_mean = rows.squares_alike(trained, memory.last) * moved
         if said.most_gain > 1.0:
-            gains = memory.spread.gains(said.most_gain)
+            gains = memory.spread.gains(said.most_gain, self._options.gain_part)
             rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))
 
     def _rows(self, kind: Kind) -> Rows:

@@ -89,8 +89,10 @@ READ_BETWEEN = (
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
 """What is said of a data set that another thread cannot read."""
-ROUNDS_FORMAT = 2
-"""Version of what ranks tell each other in rounds (rows of the header, digests): only ranks of one train together."""
+ROUNDS_FORMAT = 3
+"""Version of what ranks tell each other in rounds (rows of the header, digests), and of what they compute of it: only
+ranks of one train together.
+"""
 AWAY_POLL_S = 0.1
 """Seconds between two checks if the coordinator is away."""
 
