@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elche.errors import ElcheError
+from elche.folders import without_waiting
 from elche.network import DEFAULT_ADDRESS
 from elche.tls import named_folder
 from elche.token import FILE_VARIABLE, read_token
 
 # Environment variables: the file of contexts, the name of the current one, and an address that replaces it.
 CONFIG = "ELCHE_CONFIG"
+MAX_CHARACTERS = 1 << 20
 CHOICE = "ELCHE_CONTEXT"
 ADDRESS = "ELCHE_COORDINATOR"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -71,7 +73,11 @@ def load() -> Contexts:
     """Reads the contexts; none if there is no file. Raises `InvalidContext`, which names the fault and its place."""
     path = config_path()
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=without_waiting) as file:
+            text = file.read(MAX_CHARACTERS)
+        if len(text) == MAX_CHARACTERS:
+            raise ValueError(f"it has {MAX_CHARACTERS} characters or more")
+        content = tomllib.loads(text)
     except FileNotFoundError:
         return Contexts()
     except (OSError, ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from elche.errors import ElcheError
+from elche.folders import without_waiting
 
 VARIABLE = "ELCHE_TLS"
 """Environment variable that names the folder for clients, workers and the coordinator."""
@@ -99,14 +100,17 @@ class Folder:
     def _content(self, name: str) -> bytes:
         path = self.path / name
         try:
-            with path.open("rb") as file:
-                return file.read(MAX_BYTES)
+            with open(path, "rb", opener=without_waiting) as file:
+                content = file.read(MAX_BYTES)
         except FileNotFoundError:
             if name not in self._needs:
                 return b""
             raise BadCertificate(f"{path} is not there; `elche certs` makes such folders") from None
         except OSError as error:
             raise BadCertificate(f"{path} cannot be read: {error.strerror}") from None
+        if name in self._needs and not content:
+            raise BadCertificate(f"{path} is empty; `elche certs` makes such folders")
+        return content
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from elche.errors import NotAllowed
+from elche.folders import without_waiting
 
 VARIABLE = "ELCHE_TOKEN"
 FILE_VARIABLE = "ELCHE_TOKEN_FILE"
@@ -41,7 +42,7 @@ def read_token(environment: Mapping[str, str] = os.environ) -> str:
     if not path:
         return ""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=without_waiting) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:

@@ -1,12 +1,16 @@
 """Coordinators by name: which one a command talks to, and with which token."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from elche.errors import NotAllowed
 from elche.network import DEFAULT_ADDRESS
+from elche.tls import BadCertificate, Folder
+from elche.token import read_token
 from elche_client import Client, contexts
 from elche_client.cli import main
 from elche_client.contexts import Context, Contexts, InvalidContext
@@ -64,6 +68,42 @@ def test_a_token_goes_to_its_own_coordinator_only(token_file: Path, monkeypatch:
     token_file.chmod(0o644)
     with pytest.raises(NotAllowed, match="chmod 600"):
         contexts.token_of("gpu1:7717")
+
+
+def test_a_pipe_into_which_nobody_writes_is_not_waited_for(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command, the coordinator and workers hung without a word."""
+    config.parent.mkdir()
+    os.mkfifo(config, 0o600)
+    assert contexts.load() == Contexts()
+    with pytest.raises(NotAllowed, match="contains no token"):
+        read_token({"ELCHE_TOKEN_FILE": str(config)})
+    (tmp_path / "ca.crt").symlink_to(config)
+    with pytest.raises(BadCertificate, match=r"ca\.crt is empty"):
+        Folder(tmp_path, needs=("ca.crt",))
+
+
+def test_a_token_may_come_from_another_program(tmp_path: Path) -> None:
+    """As in `ELCHE_TOKEN_FILE=<(pass show elche)` of a shell: the program may be slow."""
+    read, write = os.pipe()
+
+    def fed(to: int) -> None:
+        os.write(to, TOKEN.encode())
+        os.close(to)
+
+    writing = threading.Timer(0.05, fed, (write,))
+    writing.start()
+    assert read_token({"ELCHE_TOKEN_FILE": f"/dev/fd/{read}"}) == TOKEN
+    writing.join()
+    os.close(read)
+
+
+def test_contexts_without_end_are_refused(config: Path) -> None:
+    config.parent.mkdir()
+    config.symlink_to("/dev/zero")
+    with pytest.raises(InvalidContext, match="it has 1048576 characters or more; mend it, or remove it"):
+        contexts.load()
 
 
 def test_by_command(config: Path, token_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

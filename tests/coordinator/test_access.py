@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,11 @@ class Context:
         raise grpc.aio.AbortError(details)
 
 
+async def stream(*messages: bytes) -> AsyncIterator[bytes]:
+    for one in messages:
+        yield one
+
+
 def no_rank(context: Any) -> RankCaller:
     raise NotAllowed("unknown rank")
 
@@ -60,10 +66,6 @@ def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: b
 
     async def behave(request: Any, context: Any) -> Any:
         return [one async for one in request] if is_stream else request
-
-    async def stream() -> Any:
-        for one in (b"1", b"2"):
-            yield one
 
     make = grpc.stream_unary_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
 
@@ -77,15 +79,42 @@ def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: b
         details: Any = SimpleNamespace(method=f"/elche.v1.{call}")
         handler = await access.intercept_service(continuation, details)
         assert handler.request_deserializer is None
-        respond = handler.stream_unary if is_stream else handler.unary_unary
+        sent = (b"1", b"2") if is_stream else (b"1",)
         stranger: Any = Context("a guess, and a wrong one")
         with pytest.raises(grpc.aio.AbortError):
-            await respond(stream() if is_stream else b"1", stranger)
+            await handler.stream_unary(stream(*sent), stranger)
         assert (stranger.answer, read) == (grpc.StatusCode.UNAUTHENTICATED, [])
         known: Any = Context(OWN)
-        found = await respond(stream() if is_stream else b"1", known)
+        found = await handler.stream_unary(stream(*sent), known)
         assert found == ([b"1", b"2"] if is_stream else b"1")
         assert read
+
+    asyncio.run(scenario())
+
+
+def test_nothing_holds_a_message_once_it_is_read(tmp_path: Path) -> None:
+    """1,600 messages of 4 MiB from one viewer: +391 MB, as long as gRPC's stream of each call had the last one."""
+    closed: list[bool] = []
+
+    async def sent() -> AsyncIterator[bytes]:
+        try:
+            yield b"1"
+        finally:
+            closed.append(True)
+
+    async def behave(request: Any, context: Any) -> Any:
+        return list(closed)
+
+    async def scenario() -> None:
+        access = AccessInterceptor(Credentials(OWN, SimpleNamespace()), Audit(tmp_path / "audit.jsonl"), no_rank)  # type: ignore[arg-type]
+
+        async def continuation(details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(behave, lambda data: data)
+
+        details: Any = SimpleNamespace(method="/elche.v1.JobService/ListJobs")
+        handler = await access.intercept_service(continuation, details)
+        messages = sent()
+        assert await handler.stream_unary(messages, Context(OWN)) == [True]
 
     asyncio.run(scenario())
 
@@ -108,15 +137,12 @@ def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
         details: Any = SimpleNamespace(method="/elche.v1.AgentService/Deliver")
         handler = await access.intercept_service(continuation, details)
         context: Any = Context("of somebody")
-        uploading = asyncio.ensure_future(handler.stream_unary(aiter_of(), context))
+        uploading = asyncio.ensure_future(handler.stream_unary(stream(b""), context))
         await asyncio.sleep(0)
         revoked.set()
         with pytest.raises(grpc.aio.AbortError):
             await asyncio.wait_for(uploading, 5)
         assert context.answer is grpc.StatusCode.UNAUTHENTICATED
-
-    async def aiter_of() -> Any:
-        yield b""
 
     asyncio.run(scenario())
 
@@ -155,9 +181,9 @@ def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, 
 
         async def call(context: Any) -> Any:
             if is_stream:
-                await handler.unary_stream(b"1", context)
+                await handler.stream_stream(stream(b"1"), context)
                 return context.written
-            return await handler.unary_unary(b"1", context)
+            return await handler.stream_unary(stream(b"1"), context)
 
         stranger: Any = Context("a guess")
         with pytest.raises(grpc.aio.AbortError):
@@ -190,7 +216,7 @@ async def told_by(folder: Path, method: str, behave: Any, role: Role) -> tuple[C
     handler = await access.intercept_service(continuation, details)
     context: Any = Context("of anna")
     try:
-        await (handler.unary_stream or handler.unary_unary)(b"", context)
+        await (handler.stream_stream or handler.stream_unary)(stream(b""), context)
     except grpc.aio.AbortError:
         pass
     return context, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

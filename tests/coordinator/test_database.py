@@ -5,6 +5,7 @@ import json
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from elche.token import Role
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.config import CannotStart
 from elche_coordinator.config import Config as CoordinatorConfig
+from elche_coordinator.lifecycle.backup import restore
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.lifecycle.standby import loading, open_store
+from elche_coordinator.lifecycle.standby import DATABASE, loading, open_store
 from elche_coordinator.storage.sql.database import REVISION, metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
+from elche_coordinator.storage.tape import BACKED_UP
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
 RECORD = {"submitted_at": 3.0, "spec": {"name": "old", "source": "text"}}
@@ -225,3 +228,27 @@ def test_a_folder_to_which_every_user_may_write_is_warned_of(
     data.chmod(mode)
     open_store(CoordinatorConfig(listen="127.0.0.1:0", http=None, data=data, keep_jobs=1))
     assert (f"every user may write to {data}, and replace the database" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize("ran_on", [True, False])
+def test_a_restored_coordinator_gives_no_process_a_number_of_one_that_may_still_run(
+    tmp_path: Path, ran_on: bool
+) -> None:
+    """A rank of the coordinator that ran on after its backup has a secret of its job, number and incarnation, and was
+    taken for the one that the restored coordinator had started.
+    """
+    (tmp_path / "backup").mkdir()
+    store = SqlStore.in_file(tmp_path / "backup" / DATABASE)
+    store.write([JobRow("job", json.dumps({"incarnation": 7})), JobRow("damaged", "no JSON")])
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "backup" / DATABASE)) as database:
+        row = [BACKED_UP if ran_on else "as it is", b""]
+        database.execute("INSERT INTO states (last, code, state) VALUES (1, ?, ?)", row)
+        database.commit()
+    began = time.time_ns() // 1_000_000
+    restore(tmp_path / "backup", tmp_path / "data")
+    with sqlite3.connect(tmp_path / "data" / DATABASE) as database:
+        records = dict(database.execute("SELECT id, record FROM jobs"))
+    found = json.loads(records["job"])["incarnation"]
+    assert found >= began if ran_on else found == 7
+    assert records["damaged"] == "no JSON"

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from elche.errors import NotAllowed
 from elche.protocol import call_metadata
 from elche.token import Role
 from elche.v1 import bundle_pb2, bundle_pb2_grpc, job_pb2, job_pb2_grpc, store_pb2, store_pb2_grpc
@@ -105,6 +106,47 @@ def test_who_reads_nothing_for_too_long_is_ended(tmp_path: Path) -> None:
     run(story)
 
 
+async def endless(messages: list[bytes]) -> AsyncIterator[bytes]:
+    """The messages, and then nothing more, without an end."""
+    for one in messages:
+        yield one
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("messages", [[], [bytes(1 << 20)]], ids=["nothing", "a message without an end"])
+@pytest.mark.parametrize("method", ["JobService/ScaleJob", "JobService/WatchJob", "StoreService/Set"])
+def test_a_strangers_call_that_never_sends_its_message_is_refused_at_once(
+    tmp_path: Path, method: str, messages: list[bytes]
+) -> None:
+    """gRPC called the handlers of such methods only with the message: 30 connections of 1,000 calls took 114 MB."""
+
+    async def story() -> None:
+        async with served_to_ranks(tmp_path) as (_, channel):
+            call = channel.stream_stream(f"/elche.v1.{method}")(endless(messages))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await rest_of(call)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run(story)
+
+
+def test_calls_that_never_send_their_message_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CALLS_OF_RANK", MOST)
+
+    async def story() -> None:
+        async with served_to_ranks(tmp_path) as (keys, channel):
+            get = channel.stream_unary("/elche.v1.StoreService/Get")
+            silent = [get(endless([]), metadata=((SECRET, "job 0/ada"),)) for _ in range(MOST + 1)]
+            over, _ = await asyncio.wait(map(asyncio.ensure_future, silent), return_when=asyncio.FIRST_COMPLETED)
+            with pytest.raises(grpc.aio.AioRpcError, match="you have 4 calls of a rank at once, and 3"):
+                await over.pop()
+            assert keys.begun.empty()
+            for one in silent:
+                one.cancel()
+
+    run(story)
+
+
 class Folders(bundle_pb2_grpc.BundleServiceServicer):
     """Folders without end."""
 
@@ -132,21 +174,24 @@ class Keys(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def served_to_ranks(folder: Path) -> AsyncIterator[tuple[Keys, Any, Any]]:
-    """Services of ranks, whose secrets are RANK/USER: what keys are asked for, and stubs."""
+async def served_to_ranks(folder: Path) -> AsyncIterator[tuple[Keys, Any]]:
+    """Services of ranks, whose secrets are RANK/USER: what keys are asked for, and a channel."""
 
     def rank_of(context: Any) -> RankCaller:
-        return RankCaller(*dict(context.invocation_metadata())[SECRET].split("/"))
+        if SECRET not in (given := dict(context.invocation_metadata())):
+            raise NotAllowed("no secret")
+        return RankCaller(*given[SECRET].split("/"))
 
-    nobody: Any = SimpleNamespace()
+    nobody: Any = SimpleNamespace(find=lambda text: None)
     access = AccessInterceptor(Credentials("the own one", nobody), Audit(folder / "audit.jsonl"), rank_of)
     server, keys = grpc.aio.server(interceptors=[access]), Keys()  # type: ignore[abstract]  # the rest is not called
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(Folders(), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(keys, server)
+    job_pb2_grpc.add_JobServiceServicer_to_server(Files(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield keys, store_pb2_grpc.StoreServiceStub(channel), bundle_pb2_grpc.BundleServiceStub(channel)
+        yield keys, channel
     await server.stop(None)
 
 
@@ -164,7 +209,8 @@ def test_a_rank_and_a_user_have_so_many_calls_open(
     monkeypatch.setattr(module, bound, MOST)
 
     async def story() -> None:
-        async with served_to_ranks(tmp_path) as (keys, store, _):
+        async with served_to_ranks(tmp_path) as (keys, channel):
+            store: Any = store_pb2_grpc.StoreServiceStub(channel)
 
             def get(who: str, key: str) -> Any:
                 return store.Get(store_pb2.GetRequest(key=key), metadata=((SECRET, who),))
@@ -191,7 +237,8 @@ def test_a_rank_fetches_its_folder_so_many_times_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(module, "MAX_FOLDER_CALLS_OF_RANK", MOST)
 
     async def story() -> None:
-        async with served_to_ranks(tmp_path) as (_, _, bundles):
+        async with served_to_ranks(tmp_path) as (_, channel):
+            bundles: Any = bundle_pb2_grpc.BundleServiceStub(channel)
 
             def fetch(who: str) -> Any:
                 return bundles.FetchBundle(bundle_pb2.FetchBundleRequest(), metadata=((SECRET, who),))

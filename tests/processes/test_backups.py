@@ -1,5 +1,6 @@
 """`elche-coordinator backup` and `restore`: jobs and tokens outlive the coordinator's disk."""
 
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -58,6 +59,10 @@ def test_a_backup_of_a_coordinator_that_runs_is_restored(
         assert ended.state is JobState.SUCCEEDED, ended.error
         assert ended.committed_samples == (NUM_SAMPLES,) * EPOCHS
         assert "this backup" in two.log.read_text()
+        numbers = [
+            int(one) for one in re.findall(rf"job={ran.id} rank=0 incarnation=(\d+) started", worker.log.read_text())
+        ]
+        assert numbers[-1] > 10**12 > numbers[0], "a time, which the coordinator before has given to no process"
         assert two.new_errors() == []
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,6 +75,8 @@ def restore(backup: Path, data: Path) -> str:
         draft = data / f"{DATABASE}.part"
         shutil.copyfile(backup / DATABASE, draft)
         draft.chmod(0o600)
+        with closing(sqlite3.connect(draft)) as copy:
+            _leave_out_incarnations(copy)
         draft.rename(data / DATABASE)
     except (OSError, sqlite3.Error) as error:
         raise CannotStart(f"{backup} cannot be restored into {data}: {error}") from error
@@ -97,6 +100,19 @@ def _end_states(copy: sqlite3.Connection) -> None:
     go on from here.
     """
     copy.execute("UPDATE states SET code = ?", (BACKED_UP,))
+    copy.commit()
+
+
+def _leave_out_incarnations(copy: sqlite3.Connection) -> None:
+    """Has a coordinator on the copy of one that ran on begin its incarnations at the time in milliseconds. That one has
+    given numbers which the copy does not know, and its ranks, whose secrets follow from these, may still be there.
+    """
+    first = time.time_ns() // 1_000_000
+    copy.execute(
+        "UPDATE jobs SET record = json_set(record, '$.incarnation', ?) "
+        "WHERE json_valid(record) AND EXISTS (SELECT 1 FROM states WHERE code = ?)",
+        (first, BACKED_UP),
+    )
     copy.commit()
 
 

@@ -47,8 +47,9 @@ class Stop:
     def _read_to_end(self, loop: asyncio.AbstractEventLoop) -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        loop.call_soon_threadsafe(self.at_once.set)
-        loop.call_soon_threadsafe(self.asked.set)
+        with suppress(RuntimeError):  # the loop is over: this process could not start
+            loop.call_soon_threadsafe(self.at_once.set)
+            loop.call_soon_threadsafe(self.asked.set)
 
 
 async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:

@@ -106,7 +106,10 @@ class RankCaller(NamedTuple):
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """Lets clients and agents call what their version speaks and their token's role allows, and notes in the audit log
     what they change. Ranks present their own secrets instead; `authenticate` raises an `ElcheError` for a wrong one.
-    Messages of refused callers are not read.
+
+    gRPC is told that each method takes a stream of messages, also where it takes one: otherwise it calls the handler
+    only once the message is there, and a stranger's calls without one would stay open. Messages of refused callers are
+    neither received nor unpacked.
     """
 
     def __init__(
@@ -189,21 +192,20 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         async def respond(sent: Any, context: Context) -> Any:
             with ExitStack() as stack:
                 await self._let_rank_in(context, method, stack)
-                return await handler.unary_unary(_parsed(handler, sent), context)
+                return await handler.unary_unary(await _parsed(handler, sent), context)
 
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
                 await self._let_rank_in(context, method, stack)
                 inner = handler.stream_stream or handler.unary_stream
-                async with aclosing(inner(_parsed(handler, sent), context)) as responses:
+                async with aclosing(inner(await _parsed(handler, sent), context)) as responses:
                     is_taken = await self._write_each(responses, context, "")
                 if not is_taken:
                     await self._abort_unread(context)
 
-        if not handler.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(respond, None, handler.response_serializer)
-        make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
-        return make(stream, None, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(respond, None, handler.response_serializer)
 
     def _single(self, handler: Any, method: str) -> Any:
         """Wraps a handler with one response."""
@@ -217,13 +219,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 return await (answer if grant is None else self._until_ended(grant, answer, context))
 
         async def of_caller(sent: Any, context: Context, payer: str) -> Any:
-            request = _parsed(handler, sent, lambda: self._processor.pause(payer))
+            request = await _parsed(handler, sent, lambda: self._processor.pause(payer))
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
             serialize = handler.response_serializer or _as_it_is
             return serialize(await answer)
 
-        make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
-        return make(respond, None, None)
+        return grpc.stream_unary_rpc_method_handler(respond, None, None)
 
     async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
         """The response, unless the token expires or is revoked before."""
@@ -261,7 +262,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
                 payer = _payer(CALLER.get(), method)
-                request = self._processor.run(payer, lambda: _parsed(handler, sent))
+                request = await self._processor.metered(payer, _parsed(handler, sent))
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
                 async with (
@@ -273,8 +274,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 if not is_taken:
                     await self._abort_unread(context)
 
-        make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
-        return make(stream, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
     async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str) -> bool:
         """Sends the responses; returns False if the caller takes none for too long."""
@@ -326,13 +326,14 @@ async def _at_once() -> None:
     pass
 
 
-def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
-    """The request, or stream of requests, each after a `pause`. Parsed only after authentication, since parsing and
-    validating cost time.
+async def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
+    """The request, or stream of requests, each after a `pause`. Called only after authentication, since receiving,
+    parsing and validating cost memory and time. A call that ends without a message has an empty one.
     """
-    if not handler.request_streaming:
-        return handler.request_deserializer(sent)
-    return _each_parsed(handler.request_deserializer, sent, pause)
+    if handler.request_streaming:
+        return _each_parsed(handler.request_deserializer, sent, pause)
+    async with aclosing(aiter(sent)) as messages:  # else it would keep the message
+        return handler.request_deserializer(await anext(messages, b""))
 
 
 async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Callable[[], Awaitable[None]]) -> Any:
