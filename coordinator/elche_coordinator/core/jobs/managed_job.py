@@ -571,6 +571,11 @@ class ManagedJob(PlacedJob):
         super().decide(outcome, reason, failure)
         self.places.missing.clear()
 
+    @property
+    def ended_early(self) -> str:
+        """Why training has ended before its last epoch's end."""
+        return self.run.training.ended_early if self.run.training is not None else ""
+
     def work_done(self) -> dict[Rank, int]:
         """Committed batches of each rank."""
         return {rank: record.num_batches for rank, record in self.ranks.items()}
