@@ -130,7 +130,7 @@ class Job(ABC):
         """Each rank's present duty, with the silence that it may keep."""
 
     @abstractmethod
-    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+    def on_hung(self, record: RankRecord, duty: Duty, why: str, now_s: float) -> None:
         """Handles a hung rank, for which others wait."""
 
     @abstractmethod
@@ -231,8 +231,9 @@ class Job(ABC):
         if self.phase not in WATCHED:
             self.silence.stop()
             return
-        for rank, why in self.silence.check(self.duties(), now_s).items():
-            self.on_hung(self.ranks[rank], why, now_s)
+        duties = self.duties()
+        for rank, why in self.silence.check(duties, now_s).items():
+            self.on_hung(self.ranks[rank], duties[rank], why, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
