@@ -282,8 +282,13 @@ class _Judge:
         verdict, result = self._verdict, self._run.result
         verdict.is_complete = not absent
         if result is None:
-            if absent:
-                self._lack(f"{RECORD} is missing, and not all epochs are complete: has the job ended?")
+            outcome = self._told_outcome()
+            verdict.state = "succeeded" if outcome == "ended early" else outcome
+            if outcome == "succeeded" and self._is_whole:
+                self._refute(_untrained(absent))
+            elif absent and not outcome:
+                lacks = f"{RECORD} is missing, no rank was told the job's outcome, and not all epochs are complete"
+                self._lack(f"{lacks}: has the job ended?")
                 samples, total = sum(verdict.epoch_samples), sum(verdict.epoch_sizes)
                 verdict.notes.append(f"{samples} of {total} samples are in version {verdict.version} so far")
             return
@@ -298,7 +303,15 @@ class _Judge:
                 ]
             )
         if verdict.state == "succeeded" and not result["ended_early"] and self._is_whole:
-            self._refute([f"{words(*one)} are in no round of the final parameters" for one in absent])
+            self._refute(_untrained(absent))
+
+    def _told_outcome(self) -> str:
+        """The job's outcome as its ranks were told it, after which nothing is committed; empty if no file has it."""
+        outcomes = {file.outcome: file for file in self._run.files if file.outcome}
+        if len(outcomes) > 1:
+            told = ", and ".join(f"{file.who} was told {outcome}" for outcome, file in outcomes.items())
+            self._refute([f"the job has two outcomes: {told}"])
+        return next(iter(outcomes), "")
 
     # What is not in the final parameters
 
@@ -345,6 +358,10 @@ def _lacks_ranks(one: AuditedRound) -> str:
         f"{one.words} (version {one.version}) had {one.result.num_rows} ranks, and the files of {len(one.entries)} "
         "tell of it: the file of a rank is missing, or not whole"
     )
+
+
+def _untrained(absent: Sequence[tuple[int, int, int]]) -> list[str]:
+    return [f"{words(*one)} are in no round of the final parameters" for one in absent]
 
 
 def _pieces(file: RankFile) -> list[CoveredPiece]:

@@ -17,7 +17,7 @@ MAX_START_BYTES = 1 << 20
 MAX_EPOCHS = 1 << 20
 """Most epochs of a run. No job has as many; a list of the epochs that a damaged file says would not fit any memory."""
 MAX_NUMBER = 2**64
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE = range(1, 11)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE, DECIDED = range(1, 12)
 LAYOUTS = {
     BATCH: "<QIQIQ",
     ENTERED: "<QQQQQQQ",
@@ -29,8 +29,11 @@ LAYOUTS = {
     JOINED: "<QQIIB",
     EVALUATED: "<QIQQ",
     LOST_LATE: "<QQ",
+    DECIDED: "<B",
 }
 """The numbers of each record, between its type and its checksum."""
+OUTCOMES = {1: "succeeded", 2: "ended early", 3: "failed", 4: "cancelled"}
+"""The outcome of a job by its number in a record of type DECIDED."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 """Bits of `Received.flags`."""
 LEVEL_BIT = 4
@@ -243,6 +246,8 @@ class RankFile:
     """Records that contradict those before them."""
     has_ended: bool = False
     """True if the process has ended in order."""
+    outcome: str = ""
+    """The job's outcome, of `OUTCOMES`; empty if the process has not been told of it."""
     torn_bytes: int = 0
     """Bytes of a last record that was not written to its end."""
 
@@ -334,6 +339,8 @@ class _Reader:
             self._file.records.append(EvaluatedPart(*numbers))
         elif kind == COMMITTED:
             self._take_commit(Committed(*numbers))
+        elif kind == DECIDED:
+            self._take_outcome(numbers[0])
         else:
             self._file.has_ended = True
 
@@ -376,6 +383,11 @@ class _Reader:
         if has != commit.version:
             self._say(f"round {commit.round} was committed as version {commit.version}, and its result is {has}")
         self._file.commits.append(commit)
+
+    def _take_outcome(self, number: int) -> None:
+        self._file.outcome = OUTCOMES.get(number, "")
+        if not self._file.outcome:
+            self._say(f"the job has outcome {number}, which there is not")
 
     def _say(self, text: str) -> None:
         self._file.problems.append(f"{self._file.who}: {text}")

@@ -46,4 +46,4 @@ class Verdict:
     is_complete: bool = False
     """True if the job was to train all epochs to their end, and has."""
     state: str = ""
-    """The job's state by its record; empty without one."""
+    """The job's state by its record, or by what its ranks were told; empty without either."""

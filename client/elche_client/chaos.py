@@ -35,14 +35,20 @@ from elche_client.record import to_json
 RECONNECT_S = 600.0
 """Seconds for which a killed coordinator is waited for."""
 STOPPED_S = (1.0, 15.0)
-"""Shortest and longest time for which a rank is stopped."""
+"""Shortest and longest time for which a rank is stopped, or the disk is full."""
 NO_AUDIT = "audit: none here; of a job with --audit true, `elche audit` proves it by the folders of its hosts"
 WORDS = {
     Fault.RANK: "killed",
     Fault.STOP: "stopped",
     Fault.NETWORK: "its connections cut",
     Fault.AGENT: "its worker killed",
+    Fault.COORDINATOR: "killed",
+    Fault.DISK: "its disk full",
 }
+OF_COORDINATOR = frozenset({Fault.COORDINATOR, Fault.DISK})
+"""Faults of the coordinator; the others are of a rank."""
+LASTING = frozenset({Fault.STOP, Fault.DISK})
+"""Faults that last for a time."""
 
 
 @dataclass
@@ -136,10 +142,10 @@ class Chaos:
         fault, seconds = self._dice.choice(self._faults), self._dice.uniform(*STOPPED_S)
         place = self._dice.random()
         victims = self.course.victims
-        if not victims and fault is not Fault.COORDINATOR:
+        if not victims and fault not in OF_COORDINATOR:
             self.num_missed += 1
             return
-        victim = None if fault is Fault.COORDINATOR else victims[int(place * len(victims))]
+        victim = None if fault in OF_COORDINATOR else victims[int(place * len(victims))]
         try:
             host = self._client.inject(self._job_id, fault, rank=victim.rank if victim else 0, seconds=seconds)
         except Forbidden:
@@ -150,8 +156,9 @@ class Chaos:
             print_notice(f"{fault}: nothing was broken: {why}")
             return
         self.counts[fault] += 1
-        what = f"rank {victim.rank} on {host}: {WORDS[fault]}" if victim else f"the coordinator on {host}: killed"
-        print_notice(printable(what + (f" for {duration(seconds)}" if fault is Fault.STOP else "")))
+        whom = f"rank {victim.rank}" if victim else "the coordinator"
+        how_long = f" for {duration(seconds)}" if fault in LASTING else ""
+        print_notice(printable(f"{whom} on {host}: {WORDS[fault]}{how_long}"))
 
     def report(self) -> dict[str, Any]:
         """The report, as a JSON object: faults, and what they cost."""

@@ -36,6 +36,7 @@ FAULTS: dict[Fault | None, pb.Fault.ValueType] = {
     Fault.NETWORK: pb.FAULT_CUT_CONNECTIONS,
     Fault.AGENT: pb.FAULT_KILL_AGENT,
     Fault.COORDINATOR: pb.FAULT_KILL_COORDINATOR,
+    Fault.DISK: pb.FAULT_FILL_DISK,
 }
 
 

@@ -118,6 +118,8 @@ class Fault(StrEnum):
     """SIGKILL to the worker of a rank, with all ranks on it. Something must start it again."""
     COORDINATOR = "coordinator"
     """SIGKILL to the coordinator. Something must start it again, or stand by."""
+    DISK = "disk"
+    """The coordinator's database takes no writes for some seconds, as on a full disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

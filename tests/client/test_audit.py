@@ -31,6 +31,7 @@ LAYOUTS = {
     "committed": (5, "<QQQ"),
     "ended": (6, "<Q"),
     "skipped": (7, "<QIQIQ"),
+    "decided": (11, "<B"),
 }
 LEFT_OUT, HAS_DIGEST = 1, 4
 VERSION, SAMPLES, OUT, ROWS, FLAGS, HEADER, DIGEST = range(3, 10)
@@ -324,6 +325,16 @@ def one_entry_too_many(run: Run) -> None:
         log.find("received", 2)[ROWS] = 1
 
 
+def two_outcomes(run: Run) -> None:
+    run.record = None
+    for number, log in enumerate(run.logs.values(), 3):
+        log.records.insert(-1, ["decided", number])
+
+
+def outcome_that_there_is_not(run: Run) -> None:
+    run.logs[A].records.insert(-1, ["decided", 9])
+
+
 def skipped_tail(run: Run) -> None:
     """Rank 1 does not train its last lease, and the coordinator ends the job in spite of it."""
     log = run.logs[B]
@@ -407,6 +418,8 @@ FAULTS: dict[Fault, str] = {
     result_of_a_round_that_was_given_up: r"rank 1 .*: it received a result of round 5, which it had not entered",
     batch_left_out_of_a_file: r"rank 0 .*: batch 4 follows batch 2",
     one_entry_too_many: r"round 3 .* was entered by 2 ranks, and its result is of 1",
+    two_outcomes: r"the job has two outcomes: rank 0 .* was told failed, and rank 1 .* was told cancelled",
+    outcome_that_there_is_not: r"rank 0 \(rank-0-1.bin\): the job has outcome 9, which there is not",
     skipped_tail: r"epoch 1: positions 24 to 31 \(8 samples\) are in no round of the final parameters",
     result_with_other_samples: r"epoch 1: record.json says 28 samples, and the ranks' rounds have 32",
     checkpoint_of_a_version_that_nobody_made: r"checkpoint epoch-version-5: no round made its version 9",
@@ -557,7 +570,7 @@ def test_a_job_that_goes_on_is_not_judged(tmp_path: Path) -> None:
     run = begun(tmp_path)
     code, text = judged(run)
     assert code == 2
-    assert "record.json is missing, and not all epochs are complete" in text
+    assert "record.json is missing, no rank was told the job's outcome, and not all epochs are complete" in text
     assert "32 of 64 samples are in version 3 so far" in text
 
 
@@ -921,6 +934,34 @@ def test_a_job_that_did_not_train_all(tmp_path: Path, state: str, more: dict[str
     code, text = judged(run)
     assert code == 0, text
     assert f"32 of 64 samples are in version 3, each once; {words}" in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [(2, "the job has ended early"), (3, "the job was failed"), (4, "the job was cancelled")],
+)
+def test_ranks_that_were_told_the_outcome_are_enough_without_a_record(tmp_path: Path, outcome: int, words: str) -> None:
+    """A submitted job has no `record.json`. Rank 1 was killed within a record, and then the job was cancelled."""
+    run = begun(tmp_path)
+    run.train(A, 1, 0, 8)
+    run.train(B, 1, 8, 8)
+    run.logs[A].records += [["decided", outcome], ["ended", run.logs[A].step]]
+    run.write()
+    shortened(tmp_path / "audit" / JOB / B, 20)
+    verdict = elche_audit.judge(tmp_path)
+    text = "\n".join(elche_audit.lines(verdict))
+    assert elche_audit.exit_code(verdict) == 0, text
+    assert f"32 of 64 samples are in version 3, each once; {words}" in text
+    assert "not in the model: 4 samples (1 batches) of rank 1, incarnation 2: its process was killed" in text
+    assert "rank 1 (rank-1-2.bin) ends within a record" in text
+
+
+def test_ranks_that_were_told_of_success_have_trained_all(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.logs[A].records += [["decided", 1], ["ended", run.logs[A].step]]
+    code, text = judged(run)
+    assert code == 1, text
+    assert "epoch 1: positions 0 to 31 (32 samples) are in no round of the final parameters" in text
 
 
 def resumed(tmp_path: Path, *, is_joined: bool = False) -> Run:

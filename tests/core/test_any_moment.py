@@ -66,6 +66,7 @@ def test_a_job_in_trouble_ends(simulate, trouble, seed):
     assert result.outcome is Outcome.SUCCEEDED or result.error
     left = simulation.sent(SendShutdown)
     assert len({command.rank for command in left}) == len(left), "each is told once"
+    assert {command.outcome for command in left} <= {result.outcome}, "for their audit files"
 
 
 @pytest.mark.parametrize("seed", range(40))

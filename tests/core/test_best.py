@@ -2,10 +2,10 @@
 
 import pytest
 
-from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome
+from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome, SendShutdown
 from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank, Version
-from elche_coordinator.core.messages.reports import EvaluationReport, JobResult, Outcome
+from elche_coordinator.core.messages.reports import ENDED_EARLY, EvaluationReport, JobResult, Outcome
 from elche_coordinator.core.records.ranks import fastest
 from elche_coordinator.simulator.collective import Parameters
 from elche_coordinator.simulator.simulation import RankModel
@@ -89,6 +89,7 @@ def test_patience_ends_training_and_the_best_is_restored(simulate, send_twice):
     assert told(result) == ("best of epoch 2", 2, {"loss": 0.3}, {"loss": 0.8}, "")
     assert num_epochs_in(files(simulation)["model"]) == 2
     assert len(simulation.sent(SendKeepBest)) == 1
+    assert {one.outcome for one in simulation.sent(SendShutdown)} == {ENDED_EARLY}
 
 
 def test_patience_that_ends_with_the_last_epoch_ends_nothing_early(simulate):

@@ -5,7 +5,7 @@ from core.test_lost_ranks import THREE, by_policy
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.messages.commands import StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled
+from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled, ScaleRequested
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.messages.reports import EpochReport, MembershipReport, Outcome
 from elche_coordinator.core.messages.spec import Slot
@@ -55,6 +55,23 @@ def test_all_ranks_die_and_the_job_goes_back_to_its_checkpoint(simulate, policy,
     told_of = [(report.attempt, report.epoch) for report in simulation.reports if isinstance(report, EpochReport)]
     assert len(set(told_of)) == len(told_of), "an epoch that is trained again is told again, as one of another attempt"
     assert {attempt for attempt, _ in told_of} == {1, 2}
+
+
+def test_a_job_that_went_back_and_then_shrank_to_one_rank_goes_back_with_all(simulate):
+    """Its last checkpoint has the speeds of two ranks, and named the three devices of those that had resumed."""
+    simulation = simulate(ranks(*THREE), epochs=4, dataset_size=4000, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    kill_all(simulation)
+    simulation.run_until(lambda: simulation.job.attempt == 2 and has_saved(simulation))
+    for num_ranks in (2, 1):
+        simulation.handle(ScaleRequested(job_id=JOB, num_ranks=num_ranks))
+        simulation.run_until(lambda num_ranks=num_ranks: len(simulation.training.members) == num_ranks)
+    before = simulation.training.checkpoints.newest_version
+    simulation.run_until(lambda: simulation.training.checkpoints.kept[-1].version > before)
+    simulation.handle(ScaleRequested(job_id=JOB, num_ranks=3))
+    kill_all(simulation)
+    goes_on(simulation)
+    assert len(simulation.training.members) == 3
 
 
 def test_without_a_checkpoint_it_goes_back_to_its_start(simulate):

@@ -169,17 +169,59 @@ def test_nobody_is_left_out_in_a_pause(simulate):
     succeeds(simulation)
 
 
-def test_the_last_rank_with_the_model_is_waited_for(simulate):
-    """It has what nobody else has. It is asked, shown as stalled, and goes on when it continues."""
-    simulation = simulate(ranks(25.0, 30.0))
-    in_mid_training(simulation)
+def last_is_stopped(simulation: WatchedSimulation, after_s: float, for_s: float) -> None:
+    """After so many seconds of training rank 0 is left out, and started again; meanwhile rank 1 is stopped."""
+    passes(simulation, after_s)
     simulation.freeze(0)
     simulation.run_until(lambda: is_left_out(simulation))
     simulation.freeze(1)
     simulation.thaw(0)
-    simulation.clock.after(60.0, lambda: simulation.thaw(1))
+    simulation.clock.after(for_s, lambda: simulation.thaw(1))
+
+
+@pytest.mark.parametrize(("after_s", "for_s"), [(2.0, 9.0), (80.0, 60.0)])
+def test_the_last_rank_with_the_model_is_waited_for(simulate, after_s, for_s):
+    """It has what nobody else has. It is asked, shown as stalled, and goes on when it continues."""
+    simulation = simulate(ranks(250.0, 300.0), dataset_size=12_000)
+    last_is_stopped(simulation, after_s, for_s)
     succeeds(simulation)
     assert [report.rank for report in lost(simulation)] == [0]
+    assert simulation.job.attempt == 1
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_rank_with_the_model_is_waited_for_as_long_as_its_loss_costs(simulate, saves):
+    """Rank 0 is ready to train with it, and nobody lets it continue: the job goes back, as if it had died."""
+    simulation = simulate(ranks(250.0, 300.0), dataset_size=12_000, checkpoint_every_minutes=0.3 if saves else None)
+    last_is_stopped(simulation, 80.0, 10_000.0)
+    stopped_s = simulation.clock.now_s
+    simulation.run_until(lambda: simulation.job.attempt == 2 or simulation.job.phase is JobPhase.QUEUED)
+    where = "checkpoint checkpoints" if saves else "its start"
+    assert lost(simulation)[-1].text.endswith(f"and others wait for it; the job goes back to {where}")
+    waited_s = simulation.clock.now_s - stopped_s
+    assert 10 <= waited_s < 20 if saves else 80 <= waited_s < 90
+    result = simulation.run(limit_s=stopped_s + 3_000)
+    assert result.outcome is Outcome.SUCCEEDED, result.error
+    simulation.assert_exactly_once()
+
+
+def test_for_the_last_rank_with_the_model_nobody_waits_in_a_pause(simulate):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=30_000)
+    last_is_stopped(simulation, 2.0, 100.0)
+    pause(simulation, is_paused=True)
+    passes(simulation, 100.0)
+    pause(simulation, is_paused=False)
+    succeeds(simulation)
+    assert simulation.job.attempt == 1
+
+
+def test_where_the_last_rank_must_not_be_lost_it_is_waited_for(simulate):
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=30_000, on_rank_loss="fail")
+    passes(simulation, 2.0)
+    simulation.freeze(1)
+    simulation.clock.after(60.0, lambda: simulation.thaw(1))
+    succeeds(simulation)
+    assert lost(simulation) == []
 
 
 def test_nobody_is_left_out_while_the_others_have_work(simulate):

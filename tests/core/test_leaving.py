@@ -36,7 +36,7 @@ def test_a_rank_of_a_drained_host_commits_its_work_and_goes_elsewhere(simulate, 
     drain(simulation, "b")
     simulation.run_until(lambda: simulation.sent(SendShutdown))
     (left,) = simulation.sent(SendShutdown)
-    assert (left.rank, left.reason) == (0, "its slot on b is wanted")
+    assert (left.rank, left.reason, left.outcome) == (0, "its slot on b is wanted", "")
     process = simulation.processes[0]
     num_lost = process.local_step - simulation.job.ranks[0].num_batches
     assert num_lost <= (4 if policy != "async" else 20), "nearly all that it has trained is committed"

@@ -17,6 +17,8 @@ FOUND = {
     200050: "a checkpoint of a round that its writer had long left behind, with a later model: it has samples twice",
     200386: "ranks that left before the first round after a checkpoint: who was left had not loaded it",
     5000692: "a starting process, taken before the first round to go on alone with the initial model",
+    5006252: "the first three deaths of a job, at random on the same samples, for which it may fail",
+    5007055: "a job that went back with fewer ranks, whose checker looked for a version that only killed ranks had",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from support.real_processes import Command
+from elche_client.events import JobState
+from support.real_processes import Cluster, Command, eventually
 
 JobFile = Callable[..., Path]
 SAMPLES, EPOCHS = 960, 4  # of jobs/dying.py
@@ -32,6 +33,25 @@ def test_a_run_in_which_a_rank_is_killed_is_proven(
     audited = elche("audit", "out")
     assert audited.code == 2, audited.out
     assert "is damaged at byte" in audited.out
+
+
+def test_a_submitted_job_of_which_a_rank_is_killed_and_that_is_cancelled_is_proven(
+    cluster: Cluster, job_file: JobFile, elche: Callable[..., Command], tmp_path: Path
+) -> None:
+    """Nobody writes a `record.json` of it: its ranks are told that it is cancelled. Rank 1 is not back by then."""
+    path = job_file("dying.py", "DIES_AT = {1: 12}", "AWAITS = 10_000")
+    handle = cluster.client.submit(path, num_ranks=2, audit=True)
+    notes = tmp_path / "rank-0"
+    eventually(lambda: (tmp_path / "rank-1").exists() and "dies" in (tmp_path / "rank-1").read_text(), "rank 1 dies")
+    before = notes.read_text().count("batch")
+    eventually(lambda: notes.read_text().count("batch") > before + 20, "rank 0 goes on")
+    handle.cancel()
+    *_, result = handle.watch()
+    assert result.state is JobState.CANCELLED  # type: ignore[union-attr]
+    audited = elche("audit", str(cluster.agent.log.parent / "work" / handle.id), "--json")
+    told = json.loads(audited.out)
+    assert (audited.code, told["verdict"], told["state"]) == (0, "proven", "cancelled"), audited.out
+    assert 0 < told["epoch_samples"][0] <= SAMPLES
 
 
 def _lose_a_record(path: Path) -> None:

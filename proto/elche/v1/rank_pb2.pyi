@@ -2497,19 +2497,23 @@ class Shutdown(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, as text for people."""
     failed: _builtins.bool
     """True when the job has failed: other ranks may be gone for which this one waits."""
+    outcome: _builtins.str
+    """The job's outcome if it is decided: "succeeded", "ended early", "failed" or "cancelled". Empty while the job goes on."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         failed: _builtins.bool = ...,
+        outcome: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

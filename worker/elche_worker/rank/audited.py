@@ -17,6 +17,9 @@ from elche_worker.rank.acts import JoinGeneration, UseResult
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import AuditLog
 
+OUTCOMES = {"succeeded": 1, "ended early": 2, "failed": 3, "cancelled": 4}
+"""The number of each outcome of a job in the file."""
+
 
 def start_of(launch: Launch, extent: Extent, *, resumed: str, version: int, samples: int) -> dict[str, Any]:
     """The head of the file: the process, the training, and in `resumed` the checkpoint that it resumes from ("":
@@ -136,7 +139,9 @@ class Audited:
         if self.log is not None:
             self.log.committed(round_id=round_id, version=version, global_step=global_step)
 
-    def end(self, step: int) -> None:
-        """Adds that the process ends in order, and closes the file."""
+    def end(self, step: int, outcome: str) -> None:
+        """Adds the job's outcome if it is decided, and that the process ends in order; closes the file."""
         if self.log is not None:
+            if outcome in OUTCOMES:
+                self.log.decided(OUTCOMES[outcome])
             self.log.end(step)

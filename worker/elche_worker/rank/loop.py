@@ -307,7 +307,7 @@ class RankLoop:
         self._loggers.end(LOGGERS_GRACE_S)
         if self._timeline is not None:
             self._timeline.stop()
-        self._replica.audit.end(self.local_step)
+        self._replica.audit.end(self.local_step, self._control.outcome)
 
     def _learn_outcome(self, outcome: rank_pb2.RoundOutcome) -> None:
         """Handles a committed round: writes or discards its checkpoint, evaluates or saves its result."""

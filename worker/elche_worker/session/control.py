@@ -26,6 +26,8 @@ class Control:
     inbox: deque[rank_pb2.ConverseResponse] = field(default_factory=deque)
     leaving: str | None = None
     """Reason for which the rank has to leave; None if it stays."""
+    outcome: str = ""
+    """The job's outcome if it is decided, as the coordinator has said it; empty while the job goes on."""
     is_told_to_stop: bool = False
     """True once the process is to end (SIGTERM), and the coordinator has been away for more than a moment."""
     abandoned: set[int] = field(default_factory=set)
@@ -45,6 +47,7 @@ class Control:
                 self.abandoned.add(command.abandon.generation)
             if command.HasField("shutdown"):
                 self.leaving = self.leaving or command.shutdown.reason or "the job is over"
+                self.outcome = command.shutdown.outcome
             self.has_news = True
             self.wake.notify_all()
         # without the lock, which the loop needs to end its round

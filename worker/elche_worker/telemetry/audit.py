@@ -16,7 +16,7 @@ from zlib import crc32
 
 MAGIC, FORMAT = b"ELCHEAUD", 2
 """First bytes of the file, and the version of its format."""
-BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE = range(1, 11)
+BATCH, ENTERED, RECEIVED, LOST, COMMITTED, ENDED, SKIPPED, JOINED, EVALUATED, LOST_LATE, DECIDED = range(1, 12)
 """Kinds of records, as their first byte."""
 LEFT_OUT, NOT_FINITE, HAS_DIGEST = 1, 2, 4
 """Flags of a record of kind RECEIVED."""
@@ -102,6 +102,10 @@ class AuditLog:
     def committed(self, *, round_id: int, version: int, global_step: int) -> None:
         """Adds that the coordinator has said that a round is committed."""
         self._add(pack("<BQQQ", COMMITTED, round_id, version, global_step))
+
+    def decided(self, outcome: int) -> None:
+        """Adds that the job's outcome is decided, as a number of docs/audit.md: no further round is committed."""
+        self._add(pack("<BB", DECIDED, outcome))
 
     def end(self, step: int) -> None:
         """Adds that the process ends in order, and closes the file."""

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from elche.evaluation import never_finite
 from elche_coordinator.core.jobs.deaths import RESTART_S, Death, Deaths
-from elche_coordinator.core.jobs.duties import duty_of, has_batch_due
+from elche_coordinator.core.jobs.duties import duties_of, has_batch_due
 from elche_coordinator.core.jobs.membership import Problem
 from elche_coordinator.core.jobs.notices import hang_notice, too_few_notice
 from elche_coordinator.core.jobs.outcome import with_training
@@ -328,12 +328,7 @@ class ManagedJob(PlacedJob):
 
     def duties(self) -> dict[Rank, Duty]:
         """Each rank's duty: a batch, an evaluation, or a wait for others, such as in a round."""
-        training, generation, stalls = self.run.training, self.run.generation, self.silence.stalls
-        return {
-            rank: duty_of(record, training, generation, stalls)
-            for rank, record in present(self.ranks).items()
-            if record.is_connected
-        }
+        return duties_of(self.ranks, self.run.training, self.run.generation, self.silence.stalls)
 
     def check_silence(self, now_s: float) -> None:
         """As for every job; also checks if ranks can reach each other."""
@@ -341,10 +336,14 @@ class ManagedJob(PlacedJob):
         if self.phase in WATCHED:
             self._check_links(now_s)
 
-    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
-        """Leaves the rank out, if the others can go on without it."""
+    def on_hung(self, record: RankRecord, duty: Duty, why: str, now_s: float) -> None:
+        """Leaves the rank out, if the others can go on without it. If it is the last one with the model, the job goes
+        back to a checkpoint, as when it dies.
+        """
         if self._can_lose(record):
             self._leave_out(record, why, now_s)
+        elif duty.is_last and self._goes_back(is_violent=True):
+            self.go_back(record.rank, hang_notice(record, why), now_s)
 
     def has_batch_due(self, record: RankRecord) -> bool:
         """True while the rank trains, and neither waits for others nor does something else."""
@@ -570,6 +569,11 @@ class ManagedJob(PlacedJob):
         """As for every job; also cancels restarts of ranks."""
         super().decide(outcome, reason, failure)
         self.places.missing.clear()
+
+    @property
+    def ended_early(self) -> str:
+        """Why training has ended before its last epoch's end."""
+        return self.run.training.ended_early if self.run.training is not None else ""
 
     def work_done(self) -> dict[Rank, int]:
         """Committed batches of each rank."""

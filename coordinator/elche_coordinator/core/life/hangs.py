@@ -47,7 +47,9 @@ class Duty:
     hang_s: float | None = None
     """Seconds of silence allowed by its own history; None while no batch is due, or without a history."""
     cost_s: float = 0.0
-    """Seconds of its work that is in no committed round."""
+    """Seconds of its work that is in no committed round; if it is the last one with the model, in no checkpoint."""
+    is_last: bool = False
+    """True if no other rank has the model, so that the job goes back to a checkpoint without it."""
 
 
 class HangWatch:
@@ -55,7 +57,8 @@ class HangWatch:
 
     A silent rank is pinged while others wait. It hangs if it does not answer in time, or answers and then trains no
     batch for longer than its allowed silence, while all others answer. It is left out once the others together have
-    waited longer than its loss costs, or once it is silent for `UNAWAITED` times its allowed silence.
+    waited longer than its loss costs, or once it is silent for `UNAWAITED` times its allowed silence. The last one with
+    the model is left out only while others wait, after what its loss costs, and `UNKNOWN_S` at least.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,11 @@ class HangWatch:
                 to_ask.append(rank)
                 self._asked_s[rank] = None  # the time for an answer starts at `on_asked`, when the ping has gone out
             is_very_long = is_long and silent_s[rank] >= UNAWAITED * (duty.hang_s or 0.0)
-            if rank in hung and (is_very_long or waited_s > duty.cost_s + REGROUP_S):
+            is_in_vain = is_very_long or waited_s > duty.cost_s + REGROUP_S
+            if duty.is_last:  # who waits for it may be started again meanwhile: the time since the question counts
+                asked_s = self._asked_s.get(rank) if rank in mute else self._answered_s.get(rank)
+                is_in_vain = bool(waiting_s) and now_s - (asked_s or now_s) > max(UNKNOWN_S, duty.cost_s)
+            if rank in hung and is_in_vain:
                 left_out[rank] = hung[rank]
         sooner_s = min(MAX_CHECK_S, max(CHECK_S, max(waiting_s) / 10)) if waiting_s else None
         return to_ask, left_out, sooner_s

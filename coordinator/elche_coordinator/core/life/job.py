@@ -18,7 +18,7 @@ from elche_coordinator.core.messages.events import (
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
-from elche_coordinator.core.messages.reports import JobResult, Outcome, UserEvent
+from elche_coordinator.core.messages.reports import ENDED_EARLY, JobResult, Outcome, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase
@@ -130,7 +130,7 @@ class Job(ABC):
         """Each rank's present duty, with the silence that it may keep."""
 
     @abstractmethod
-    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+    def on_hung(self, record: RankRecord, duty: Duty, why: str, now_s: float) -> None:
         """Handles a hung rank, for which others wait."""
 
     @abstractmethod
@@ -164,6 +164,11 @@ class Job(ABC):
     def is_open(self) -> bool:
         """True until its outcome is decided."""
         return self.life.accepts(JobTrigger.OUTCOME_DECIDED)
+
+    @property
+    def ended_early(self) -> str:
+        """Why training has ended before its last epoch's end; empty if it has not."""
+        return ""
 
     @property
     def ranks(self) -> RankRecords:
@@ -226,8 +231,9 @@ class Job(ABC):
         if self.phase not in WATCHED:
             self.silence.stop()
             return
-        for rank, why in self.silence.check(self.duties(), now_s).items():
-            self.on_hung(self.ranks[rank], why, now_s)
+        duties = self.duties()
+        for rank, why in self.silence.check(duties, now_s).items():
+            self.on_hung(self.ranks[rank], duties[rank], why, now_s)
 
     def _on_user_event(self, event: UserEventRecorded) -> None:
         """Publishes an event of user code. Refused after the result, which is the last report to watchers."""
@@ -285,11 +291,12 @@ class Job(ABC):
         """Decides the outcome, and asks every rank to leave. Raises `Refused` when it is decided already."""
         self.advance(JobTrigger.OUTCOME_DECIDED, reason)
         self._decided = (outcome, failure)
+        told = ENDED_EARLY if outcome is Outcome.SUCCEEDED and self.ended_early else outcome
         for record in self.ranks.values():
             if record.is_done_without:
                 self.roster.stop(record)
             elif record.phase is not RankPhase.EXITED:
-                self.roster.shut_down(record, reason, failed=outcome is Outcome.FAILED)
+                self.roster.shut_down(record, reason, outcome=told)
         self.set_deadline(STOP_GRACE_S)
         self.end_if_gone()  # a job without processes gets no event that would end it
 

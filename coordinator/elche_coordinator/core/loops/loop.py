@@ -92,7 +92,7 @@ class Loop(Job):
             for one in self._groups.members
         }
 
-    def on_hung(self, record: RankRecord, why: str, now_s: float) -> None:
+    def on_hung(self, record: RankRecord, duty: Duty, why: str, now_s: float) -> None:
         """Does nothing: the rank is shown as stalled, and the user's process is not ended."""
 
     def on_work(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:

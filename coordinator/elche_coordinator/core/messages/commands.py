@@ -190,6 +190,8 @@ class SendShutdown(RankCommand):
     reason: str
     failed: bool = False
     """True when the job has failed."""
+    outcome: str = ""
+    """The job's outcome if it is decided: an `Outcome`, or `ENDED_EARLY`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,10 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+ENDED_EARLY = "ended early"
+"""Told to ranks in place of `SUCCEEDED` if the job has succeeded before it has trained all epochs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport(reports.RoundReport):
     """One committed round, with the data to repeat it."""

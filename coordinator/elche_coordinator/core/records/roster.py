@@ -4,7 +4,7 @@ from collections import Counter
 
 from elche_coordinator.core.messages.commands import SendShutdown, StopRank
 from elche_coordinator.core.messages.ids import Incarnation
-from elche_coordinator.core.messages.reports import MembershipReport
+from elche_coordinator.core.messages.reports import MembershipReport, Outcome
 from elche_coordinator.core.records.machine import DepartureTrigger, Machine, RankPhase, RankTrigger, rank_machine
 from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
@@ -55,10 +55,11 @@ class Roster:
 
     # Leaving
 
-    def shut_down(self, record: RankRecord, reason: str, *, failed: bool = False) -> None:
-        """Asks a rank to exit, over its session if it has one."""
+    def shut_down(self, record: RankRecord, reason: str, *, outcome: str = "") -> None:
+        """Asks a rank to exit, over its session if it has one. `outcome`: the job's, if it is decided."""
         if record.is_connected:
-            self._outbox.add(SendShutdown(**record.address(self._outbox.job_id), reason=reason, failed=failed))
+            failed, address = outcome == Outcome.FAILED, record.address(self._outbox.job_id)
+            self._outbox.add(SendShutdown(**address, reason=reason, failed=failed, outcome=outcome))
         else:
             self.stop(record)
 

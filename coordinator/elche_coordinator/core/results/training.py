@@ -146,6 +146,8 @@ class Training:
         any (row E10).
         """
         learned = self.policy.to_json()
+        if learned.get("el_che"):
+            self._devices_then = self._devices
         self.members = members
         self.policy = new_policy(self.settings, list(members))
         self.policy.restore(learned, like)
