@@ -11,7 +11,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from elche.errors import InvalidJob
 from elche_worker import Shards
@@ -218,6 +226,7 @@ def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
     ("built", "says"),
     [
         (DataLoader(list(range(8)), batch_size=2), "dataset() returned a DataLoader; return the data set itself"),
+        (BatchSampler(range(8), 2, False), "of a batch_sampler, let each item of the data set be a batch, with batch"),
         (RandomSampler(list(range(8))), "dataset() returned a RandomSampler; return the data set itself"),
         (iter([1, 2]), "must return a map-style data set with len() and [index], not list_iterator"),
         (None, "must return a map-style data set with len() and [index], not NoneType"),

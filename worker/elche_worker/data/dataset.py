@@ -101,7 +101,8 @@ def as_dataset(built: Any, file_name: str) -> Any:
         raise InvalidJob(
             f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
             "epoch, so that a sampler is not used: give sample_weights to draw some samples more often, or a data set "
-            "whose own order you choose"
+            "whose own order you choose. For batches of your own choice, as of a batch_sampler, let each item of the "
+            "data set be a batch, with batch_size=1 and collate_fn=lambda items: items[0]"
         )
     if isinstance(built, IterableDataset):
         built = [built]
