@@ -95,7 +95,7 @@ def as_dataset(built: Any, file_name: str) -> Any:
     most `COUNT_S`.
     """
     kind = type(built).__name__
-    if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
+    if _holds_data_sets(built):
         raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one to train")
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
@@ -114,7 +114,14 @@ def as_dataset(built: Any, file_name: str) -> Any:
     return built
 
 
-def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
+def _holds_data_sets(built: Any) -> bool:
+    if isinstance(built, Mapping):
+        try:
+            return built[0] is None  # a `TensorDict` has samples by index beside tensors by name
+        except Exception:
+            return True
+    if not isinstance(built, list | tuple):
+        return False
     is_stream = [isinstance(one, IterableDataset) for one in built]
     return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
 
