@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 from elche.errors import Misuse
 from elche_worker.collectives import world
 from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker.trainer.checks import problem_of_synced
 from support.loops import NAMES, Recurrent, TwoInputs, dicts, flat, new_model, new_optimizer, samples
 from support.worlds import Raised, Worlds
 
@@ -45,6 +47,8 @@ def setup_different(kind: str) -> None:
         case "config":
             model = nn.Linear(4, 4)
             Trainer.setup(model, new_optimizer(model), TrainerConfig(anchor=10 + rank))
+        case "synced":
+            model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
     Trainer.setup(model, new_optimizer(model))
 
 
@@ -58,6 +62,7 @@ def setup_different(kind: str) -> None:
         ("frozen", ["'0.weight'", "frozen", "rank 1"]),
         ("kind", ["rank 1", "torch.nn.Module, not str"]),
         ("optimizer", ["rank 0", "2 parameters that the model does not have"]),
+        ("synced", ["1 is a SyncBatchNorm", "for GPUs alone", "leave nn.SyncBatchNorm.convert_sync_batchnorm() out"]),
         ("config", ["configs", "anchor=10", "anchor=11"]),
     ],
 )
@@ -453,7 +458,11 @@ def test_a_compiled_model_is_known_by_its_own_names() -> None:
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(nn.LazyLinear(3), "has no shape yet"), (nn.Linear(2, 2), "LBFGS needs a closure")],
+    [
+        (nn.LazyLinear(3), "has no shape yet"),
+        (nn.Linear(2, 2), "LBFGS needs a closure"),
+        (nn.DataParallel(nn.Linear(2, 2)), "the model is in DataParallel, which would take other ranks' GPUs"),
+    ],
 )
 def test_what_cannot_be_trained_is_told_at_once(model: nn.Module, words: str) -> None:
     lazy = isinstance(model, nn.LazyLinear)
@@ -501,6 +510,43 @@ def test_a_step_of_scaled_gradients_is_refused(does: str) -> None:
     trainer.step()
     assert trainer.num_steps == 3
     trainer.close()
+
+
+def clip(averages: bool, max_norm: float) -> str:
+    model, config = new_model(), TrainerConfig(max_anchor=0, overlap=False)
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        Trainer.setup(model, new_optimizer(model), config) as trainer,
+    ):
+        for _ in range(3):
+            model(torch.ones(2, 6) + dist.get_rank()).sum().backward()
+            if averages:
+                trainer.average_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            trainer.step()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("averages", "max_norm", "count"), [(False, 0.1, 1), (True, 0.1, 0), (False, math.inf, 0)])
+def test_gradients_that_are_clipped_before_they_are_averaged_are_named_once(
+    worlds: Worlds, averages: bool, max_norm: float, count: int
+) -> None:
+    """A loop that kept `clip_grad_norm_` where one device has it trained otherwise than on one, in silence."""
+    first, second = worlds.run(2, clip, averages, max_norm)
+    assert first.count("gradients are clipped before they are averaged") == count
+    assert "clipped" not in second
+
+
+@pytest.mark.parametrize(
+    ("device", "has_el_che", "words"), [("cuda", True, "TrainerConfig(max_anchor=0)"), ("cuda", False, "")]
+)
+def test_ranks_that_wait_for_each_other_in_forward_passes_make_equally_many(
+    device: str, has_el_che: bool, words: str
+) -> None:
+    problem = problem_of_synced(nn.Sequential(nn.SyncBatchNorm(4)), device, has_el_che=has_el_che)
+    assert words in problem
+    assert bool(problem) == has_el_che
+    assert problem_of_synced(nn.Sequential(nn.BatchNorm1d(4)), "cpu", has_el_che=True) == ""
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -49,8 +49,13 @@ class Notes(TrainerCallback):
         asks = elche.rank == 1 and state.global_step == 4  # as the coordinator does; one rank hears of it first
         elche._elche._iterations.take_requests = lambda: (0.0, float(asks), 0.0, 0.0)
 
-    def on_log(self, args, state, control, **_):
+    def on_optimizer_step(self, args, state, control, **_):  # gradients are averaged and clipped
+        self.norm = torch.cat([one.grad.flatten() for one in trainer.model.parameters()]).norm().item()
+
+    def on_log(self, args, state, control, logs, **_):
         wrote.append(state.is_world_process_zero)
+        if "grad_norm" in logs:
+            norms.append([self.norm, logs["grad_norm"], state.log_history[-1]["grad_norm"]])
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -65,14 +70,14 @@ def metrics(worse):  # the first evaluation is the best one
 
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 samples = [{"x": one, "labels": (one[0] > 0).long()} for one in x]
-wrote, counts = [], {"evaluations": 0}
+wrote, norms, counts = [], [], {"evaluations": 0}
 os.environ["ELCHE_CHECKPOINT_DIR"] = "asked"
 elche = ElcheCallback(on_rank_loss="fail")
 torch.manual_seed(0)
 arguments = TrainingArguments(
     "out", per_device_train_batch_size=8, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch",
     load_best_model_at_end=True, metric_for_best_model="good", report_to="none", disable_tqdm=True, use_cpu=True,
-    learning_rate=0.1, max_grad_norm=0.5,
+    learning_rate=0.1, max_grad_norm=0.5, logging_steps=1,
 )
 trainer = Trainer(
     Net(), arguments, train_dataset=elche.part(samples), eval_dataset=Stream(), compute_metrics=metrics,
@@ -82,7 +87,7 @@ trainer.train()
 at_end = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
 trainer.save_model(f"final-{elche.rank}")
 told = {"wrote": sorted(set(wrote)), "best": trainer.state.best_model_checkpoint, "model": at_end,
-        "norm": arguments.max_grad_norm}
+        "norm": arguments.max_grad_norm, "norms": norms}
 os.environ["ELCHE_RESUME"] = "nowhere"  # as where `elche resume` has started the script
 try:
     trainer.train()
@@ -267,6 +272,10 @@ def test_of_hugging_face_only_rank_0_writes_and_all_ranks_end_with_its_best_mode
     told_by(HUGGING_FACE, tmp_path, mark)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert (first["wrote"], second["wrote"]) == ([True], [False])
+    assert first["norms"]
+    for clipped, logged, kept in first["norms"]:
+        assert min(logged, 0.5) == pytest.approx(clipped, rel=1e-4)
+        assert kept == logged
     assert not (tmp_path / "final-1").exists()
     stored = torch.load(tmp_path / "out" / "checkpoint-4" / "training_args.bin", weights_only=False)
     assert stored.max_grad_norm == 0.5

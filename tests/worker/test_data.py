@@ -1,6 +1,7 @@
 """Data sets as jobs give them: shards that are read in order, draws by weight, and what is refused with a reason."""
 
 import sqlite3
+from collections import UserDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -11,7 +12,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from elche.errors import InvalidJob
 from elche_worker import Shards
@@ -210,6 +219,36 @@ def test_a_stream_that_can_be_read_only_once_is_refused_and_one_that_begins_anew
     assert as_dataset(Anew(), "train.py").sizes == (3,)
 
 
+def test_a_collate_fn_gets_what_the_data_set_gave_together() -> None:
+    """Such as a `TensorDict`, whose `collate_fn` in its own examples returns it as it is."""
+
+    class Rows(list[int]):
+        def __getitems__(self, indices: list[int]) -> torch.Tensor:
+            return torch.tensor([self[index] for index in indices])
+
+    fetch = Fetch(Rows(range(8)), lambda samples: samples, "train.py")
+    assert torch.equal(fetch.batch([5, 2]), torch.tensor([5, 2]))
+    in_parts = Fetch(Rows(range(8)), lambda samples: samples, "train.py", num_parts=2)
+    assert [(list(part), size) for part, size in in_parts.batch([5, 2])] == [([5], 1), ([2], 1)]
+
+
+class Columns(UserDict[Any, Any]):
+    """Columns by name and samples by index, as a `TensorDict`."""
+
+    def __len__(self) -> int:
+        return len(self.data["x"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key] if isinstance(key, str) else {name: one[key] for name, one in self.data.items()}
+
+
+def test_a_mapping_with_samples_by_index_is_a_data_set() -> None:
+    built = Columns(x=[1, 2, 3])
+    assert as_dataset(built, "train.py") is built
+    with pytest.raises(InvalidJob, match=r"returned a dict of data sets"):
+        as_dataset({"train": built, "test": built}, "train.py")
+
+
 def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
     assert as_dataset([StreamWithLength(0, 3), StreamWithLength(3, 9)], "train.py").sizes == (3, 9)
 
@@ -218,6 +257,7 @@ def test_a_stream_that_knows_its_length_is_not_read_to_count_it() -> None:
     ("built", "says"),
     [
         (DataLoader(list(range(8)), batch_size=2), "dataset() returned a DataLoader; return the data set itself"),
+        (BatchSampler(range(8), 2, False), "of a batch_sampler, let each item of the data set be a batch, with batch"),
         (RandomSampler(list(range(8))), "dataset() returned a RandomSampler; return the data set itself"),
         (iter([1, 2]), "must return a map-style data set with len() and [index], not list_iterator"),
         (None, "must return a map-style data set with len() and [index], not NoneType"),

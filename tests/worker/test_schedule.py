@@ -50,6 +50,8 @@ def test_progress_counts_samples_in_batches_of_the_job() -> None:
         lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [5, 30], gamma=0.1),
         lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.97),
         lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 60, eta_min=0.01),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7, T_mult=2),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, [0.1, 0.2], step_size_up=4, cycle_momentum=False),
         lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20),
         lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.3, total_iters=7),
         lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 40, power=2.0),
@@ -122,7 +124,10 @@ def test_after_its_last_step_one_cycle_stays_where_it_is() -> None:
     ("build", "message"),
     [
         (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which follows a metric"),
-        (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1), "CyclicLR, whose rates follow from its steps"),
+        (
+            lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
+            "MultiplicativeLR, whose rates follow from its steps",
+        ),
         (lambda optimizer: "cosine", "str, which is no LRScheduler"),
     ],
 )

@@ -131,6 +131,25 @@ def test_steps_of_ones_own_are_not_warmed_up() -> None:
     TrainStep(job, Built(model, job.optimizer(model)), CPU, "train.py").warm_up({}, 8)
 
 
+def test_an_optimizer_that_steps_within_backward_is_refused() -> None:
+    """Warm-ups and trial batches moved the model, and parts of a batch were steps, in silence."""
+
+    def optimizer(model: nn.Module) -> Any:
+        each = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+        for one in each:
+            one.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
+        return list(each.values())
+
+    with pytest.raises(InvalidJob, match=r"parameters are changed within backward\(\), .* manual_optimization=True"):
+        stepped(replace(JOB, optimizer=optimizer))
+
+
+def test_a_model_in_data_parallel_is_refused() -> None:
+    job = replace(JOB, model=lambda: nn.Sequential(nn.DataParallel(nn.Linear(4, 1))))
+    with pytest.raises(InvalidJob, match=r"train\.py: model\.0 is in DataParallel, which would take other ranks' GPUs"):
+        build_model(job, CPU, "train.py")
+
+
 @pytest.mark.parametrize("accumulate", [2, 3, 7, 20])
 def test_parts_make_the_step_of_the_whole_batch(accumulate: int) -> None:
     whole, loss = stepped(replace(JOB, max_grad_norm=1.0))

@@ -95,13 +95,14 @@ def as_dataset(built: Any, file_name: str) -> Any:
     most `COUNT_S`.
     """
     kind = type(built).__name__
-    if isinstance(built, Mapping) or (isinstance(built, list | tuple) and _holds_data_sets(built)):
+    if _holds_data_sets(built):
         raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one to train")
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
             f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
             "epoch, so that a sampler is not used: give sample_weights to draw some samples more often, or a data set "
-            "whose own order you choose"
+            "whose own order you choose. For batches of your own choice, as of a batch_sampler, let each item of the "
+            "data set be a batch, with batch_size=1 and collate_fn=lambda items: items[0]"
         )
     if isinstance(built, IterableDataset):
         built = [built]
@@ -113,7 +114,14 @@ def as_dataset(built: Any, file_name: str) -> Any:
     return built
 
 
-def _holds_data_sets(built: list[Any] | tuple[Any, ...]) -> bool:
+def _holds_data_sets(built: Any) -> bool:
+    if isinstance(built, Mapping):
+        try:
+            return built[0] is None  # a `TensorDict` has samples by index beside tensors by name
+        except Exception:
+            return True
+    if not isinstance(built, list | tuple):
+        return False
     is_stream = [isinstance(one, IterableDataset) for one in built]
     return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
 

@@ -1,6 +1,6 @@
 """Fetches the samples of a batch, in this process or a worker process, and reports errors of user code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,16 @@ class Indices(list[int]):
 
     def __reduce__(self) -> tuple[type["Indices"], tuple[list[int], int, int]]:
         return Indices, (list(self), self.epoch, self.max_parts)
+
+
+class Together(list[Any]):
+    """Samples that a data set gave together, and `given`, the object in which it gave them: a `collate_fn` gets that,
+    as torch's loader would give it.
+    """
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        self.given = given if isinstance(given, Sized) else [*self]  # an iterator is used up
 
 
 class Samples(list[Any]):
@@ -92,7 +102,7 @@ class Fetch:
             if indices and self._tensors is not None:
                 return CollatedBatch([tensor[indices] for tensor in self._tensors])
             if indices and hasattr(self._dataset, "__getitems__"):
-                return list(self._dataset.__getitems__(indices))
+                return Together(self._dataset.__getitems__(indices))
             samples = []
             for index in indices:
                 samples.append(self._dataset[index])
@@ -127,6 +137,8 @@ class Fetch:
                 return InParts(part for part in parts if part[0] is not None) or None
             if self._collate_fn is default_collate and any(sample is None for sample in samples):
                 return self._without_none(samples)
+            if isinstance(samples, Together) and self._collate_fn is not default_collate:
+                return self._collate_fn(samples.given)
             return self._collate_fn(samples)
         except Exception as error:
             return self._broken(error, "in collating a batch")

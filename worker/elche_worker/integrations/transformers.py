@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Subset
@@ -43,6 +44,8 @@ class ElcheCallback(TrainerCallback):
         self._is_asked = False
         """True if a checkpoint was asked for in this step, at the coordinator."""
         self._max_norm = 0.0
+        self._norm: torch.Tensor | None = None
+        """Norm of the latest averaged gradients, before they were clipped."""
         self._clipped: TrainingArguments | None = None
         """The arguments whose `max_grad_norm` this callback has taken, while gradients of a step are computed."""
 
@@ -112,10 +115,15 @@ class ElcheCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
+        logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Reports the loss and other values logged while training."""
+        """Reports the loss and other values logged while training. Hugging Face's `grad_norm` is that of this rank's
+        own gradients: it becomes that of their average.
+        """
+        if self._norm is not None and logs and "grad_norm" in logs:
+            for told in (logs, state.log_history[-1]):
+                told["grad_norm"] = self._norm.item()
         if self._reporting is not None and logs:
             self._has_loss |= "loss" in logs
             self._reporting.record({name: one for name, one in logs.items() if _is_of_training(name)})
@@ -147,8 +155,7 @@ class ElcheCallback(TrainerCallback):
         assert self._elche is not None
         self._give_back()
         self._elche.average_gradients()
-        if self._max_norm:
-            nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm)
+        self._norm = nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm or math.inf)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Clears gradients; only rank 0 logs and saves: also when elche is asked for a checkpoint, whose own lacks

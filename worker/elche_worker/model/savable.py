@@ -34,6 +34,18 @@ def take_form(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous()
 
 
+def problem_of_wrappers(model: nn.Module) -> str:
+    """Returns why a model that is, or holds, DataParallel or DistributedDataParallel is not trained; "" for others."""
+    kinds = nn.parallel.DistributedDataParallel, nn.DataParallel
+    for name, one in model.named_modules():
+        if isinstance(one, kinds):
+            what, uses = f"model.{name}" if name else "the model", "averages gradients itself"
+            if isinstance(one, nn.DataParallel):
+                uses = "would take other ranks' GPUs, too"
+            return f"{what} is in {type(one).__name__}, which {uses}: give the module that it holds (its .module)"
+    return ""
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """True for an optimizer that evaluates the loss itself in a step, such as LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -16,7 +16,7 @@ from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import InParts, bounds_of, like_mapping, like_sequence
 from elche_worker.model.modes import begin_training
-from elche_worker.model.savable import check_steps, needs_closure, take_form
+from elche_worker.model.savable import check_steps, needs_closure, problem_of_wrappers, take_form
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
@@ -84,6 +84,8 @@ def build_model(
         raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+    if problem := problem_of_wrappers(model):
+        raise InvalidJob(f"{file_name}: {problem}")
     came_in_eval_mode = not model.training
     if came_in_eval_mode:
         model.train()
@@ -179,6 +181,8 @@ class TrainStep:
         parameters = () if built.sharded else built.model.parameters()
         self._unstepped = [one for one in parameters if id(one) not in stepped]
         """Parameters whose gradients no optimizer clears."""
+        self._to_compare = [] if built.sharded else _stepped(self._optimizers)
+        """Parameters that the first backward pass is to leave as they are."""
         self._device = device
         self._file_name = file_name
         self.num_parts = job.accumulate
@@ -286,6 +290,8 @@ class TrainStep:
         )
 
     def _backward(self, loss: torch.Tensor) -> None:
+        compared, self._to_compare = self._to_compare, []
+        versions = [one._version for one in compared]
         try:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -295,6 +301,12 @@ class TrainStep:
                 f"{self._file_name}: train_step() has called backward(), or kept a graph of an earlier batch: return "
                 "the loss without calling backward() or step(), and detach() tensors that are kept between batches"
             ) from None
+        if versions != [one._version for one in compared]:
+            raise InvalidJob(
+                f"{self._file_name}: parameters are changed within backward(), as by an optimizer that steps in a hook "
+                "(register_post_accumulate_grad_hook): trial batches, accumulate and max_grad_norm do not go with "
+                "that. Give manual_optimization=True, and let train_step(model, batch, optimizers) call backward()"
+            )
 
     def _back_off(self) -> None:
         self.num_parts *= 2

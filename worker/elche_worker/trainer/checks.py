@@ -8,6 +8,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
+from elche_worker.model.savable import problem_of_wrappers
 from elche_worker.model.tensors import described, is_plain
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
@@ -17,8 +18,8 @@ def problem_of(model: Any, optimizers: Any) -> str:
     """Returns why this model and optimizer cannot be trained; "" when they can."""
     if not isinstance(model, nn.Module):
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "the model is in DistributedDataParallel, which averages gradients itself: pass model.module"
+    if problem := problem_of_wrappers(model):
+        return problem
     lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
     if lazy:
         return f"parameter {lazy!r} has no shape yet: let one batch go through the model first"
@@ -31,6 +32,27 @@ def problem_of(model: Any, optimizers: Any) -> str:
         return problem
     if not any(one.requires_grad for one in model.parameters()):
         return "the model has no parameter to train: all are frozen, or it has none"
+    return ""
+
+
+def problem_of_synced(model: nn.Module, device: str, *, has_el_che: bool) -> str:
+    """Returns why a SyncBatchNorm of the model cannot be trained on several ranks, of which this one has a device of
+    this type; "" if there is none, or it can.
+    """
+    name = next((name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm)), None)
+    if name is None:
+        return ""
+    which = f"{name or 'the model'} is a SyncBatchNorm"
+    if device == "cpu":
+        return (
+            f"{which}, which PyTorch has for GPUs alone: leave nn.SyncBatchNorm.convert_sync_batchnorm() out on CPUs, "
+            "where each rank then normalises by its own part of a batch"
+        )
+    if has_el_che:
+        return (
+            f"{which}, in which ranks wait for each other in every forward pass, and under El Che they make unequal "
+            "numbers of them: share each batch, by TrainerConfig(max_anchor=0), or leave convert_sync_batchnorm() out"
+        )
     return ""
 
 

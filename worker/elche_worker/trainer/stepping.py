@@ -24,6 +24,7 @@ from elche_worker.collectives.consistency import (
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
+from elche_worker.trainer.clipping import forget_clipped, is_any_clipped, watch_clipping
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
@@ -117,12 +118,13 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
-        self._has_said_not_finite = False
+        self._has_said_not_finite = self._has_said_clipped = False
         self._left = (-1, "")
         """What is compared of the model, as the loop over batches was left, and `_num_averaged` then."""
         parts = model, optimizers, world, self.averager
         self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
         watch_scalers()
+        watch_clipping()
         _steppers.add(self)
         self._is_normalised = False
         self._is_finished = True
@@ -269,6 +271,7 @@ class Stepper:
                 print(self._taken_ahead, file=sys.stderr, flush=True)
             self._taken_ahead = ""
         self.share.say(samples)
+        self._say_clipped(keys)
         self.averager.averaged = keys
         self.clock.slow_down()
         self.clock.end_batch()
@@ -284,6 +287,15 @@ class Stepper:
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
         return averaged.requests
+
+    def _say_clipped(self, keys: list[Key]) -> None:
+        """Says once that gradients were clipped before they are averaged, which one device does not do."""
+        if not self._has_said_clipped and is_any_clipped(self._optimizers.parameters_of(keys)):
+            self._has_said_clipped = True
+            self._say(
+                "gradients are clipped before they are averaged, each rank's by their own norm. To clip the average, "
+                "as one device would, call trainer.average_gradients() before clip_grad_norm_(), and step() after it"
+            )
 
     def _place_of(self, keys: list[Key]) -> int:
         """Index of these optimizers for `mark`."""
@@ -457,6 +469,7 @@ class Stepper:
         if self._adopted is not None:
             self._adopt()
         forget_scaled()
+        forget_clipped()
         self._others.check_step()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(

@@ -29,7 +29,7 @@ from elche_worker.model.savable import take_form
 from elche_worker.session.submitted import is_submitted, take_launch
 from elche_worker.trainer.attached import attach, attach_submitted, checked_metrics, coordinator_address
 from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
-from elche_worker.trainer.checks import check_same_config, check_shares, module_of, problem_of
+from elche_worker.trainer.checks import check_same_config, check_shares, module_of, problem_of, problem_of_synced
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
@@ -117,7 +117,9 @@ class Trainer:
             begin_as_rank_0(model, world)
             trainer = cls(model, optimizers, chosen, world)
             if world.size > 1:
-                trainer._stepper.begin(has_el_che=chosen.has_el_che and (config is not None or trainer.is_mixed))
+                has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
+                world.agree(problem_of_synced(model, world.device.type, has_el_che=has_el_che))
+                trainer._stepper.begin(has_el_che=has_el_che)
             model.train()
             if world.rank == 0:
                 print(trainer._fleet.introduction, file=sys.stderr)

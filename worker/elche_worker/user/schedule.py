@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
     LambdaLR,
     LRScheduler,
     MultiStepLR,
@@ -232,9 +234,12 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
         return rates_at(children[index], step - milestones[index - 1] if index else step)
     if isinstance(scheduler, OneCycleLR):
         step = min(step, scheduler.total_steps)
+    if isinstance(scheduler, CosineAnnealingWarmRestarts):
+        scheduler.step(step)  # to a position
+        return [float(rate) for rate in scheduler.get_last_lr()]
     scheduler.last_epoch = step
     scheduler._get_lr_called_within_step = True  # otherwise it warns about a call by the user
-    if isinstance(scheduler, LambdaLR | OneCycleLR):
+    if isinstance(scheduler, LambdaLR | OneCycleLR | CyclicLR):
         return [float(rate) for rate in scheduler.get_lr()]
     closed_form = getattr(scheduler, "_get_closed_form_lr", None)
     if closed_form is None:
