@@ -52,7 +52,7 @@ class Together(list[Any]):
 
     def __init__(self, given: Any) -> None:
         super().__init__(given)
-        self.given = given if isinstance(given, Sized) else [*self]  # an iterator is used up
+        self.given: Any = given if isinstance(given, Sized) else [*self]  # an iterator is used up
 
 
 class Samples(list[Any]):
