@@ -18,6 +18,8 @@ FOUND = {
     200386: "ranks that left before the first round after a checkpoint: who was left had not loaded it",
     5000692: "a starting process, taken before the first round to go on alone with the initial model",
     5006252: "the first three deaths of a job, at random on the same samples, for which it may fail",
+    5007845: "batches after the only round of a generation that is to be replaced, of which nothing was planned",
+    5007189: "a finished epoch that was told again to the rank that was let go: its callback was awaited for ever",
     5007055: "a job that went back with fewer ranks, whose checker looked for a version that only killed ranks had",
     10865: "deaths at random on the same samples, for which these were blamed",
 }

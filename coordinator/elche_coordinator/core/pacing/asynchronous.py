@@ -32,8 +32,11 @@ class Async(Cadence):
         )
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        """True if every rank has made its count, or all batches that it has leased."""
-        return all(pace.made >= min(self._due_counts[pace.rank], pace.leased_total) for pace in paces)
+        """True if every rank has made its count, or all that it has leased. Nothing is due before the first plan,
+        as after the only round of a generation that another one is to replace.
+        """
+        counts = self._due_counts
+        return bool(counts) and all(pace.made >= min(counts[pace.rank], pace.leased_total) for pace in paces)
 
     def _solo_count(self, pace: Pace) -> int:
         """Batches in a round of a job's only rank: `SOLO_ROUND_MS` long once its speed is known."""

@@ -450,7 +450,8 @@ class Training:
         `Ledger.release` frees its leases, once it is decided which rounds contain its work.
         """
         self.checkpoints.lose_writer(lost.rank)
-        self.epochs.lose(lost.rank, present(self.members))
+        others = {rank: record for rank, record in present(self.members).items() if record is not lost}
+        self.epochs.lose(lost.rank, others)  # a rank that is let go is still there
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
         self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
