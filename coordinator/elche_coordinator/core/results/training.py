@@ -390,8 +390,8 @@ class Training:
         judged = owed if self.settings.monitor is not None else closed
         if self.is_complete and not owed:  # training ended within an epoch: the saved model was not evaluated yet
             owed = [Epoch(min(self.ledger.epoch, self.ledger.num_epochs - 1))]
-        parts = self._begin_evaluation(owed, quickest) if owed and self.settings.has_evaluation else {}
         there = present(self.members)
+        parts = self._begin_evaluation(owed, there or self.members) if owed and self.settings.has_evaluation else {}
         is_foreseen = received.checkpoint_writer in there
         writer = received.checkpoint_writer if received.checkpoint_writer in there else self.choose_writer()
         assert writer is not None
@@ -450,30 +450,28 @@ class Training:
         `Ledger.release` frees its leases, once it is decided which rounds contain its work.
         """
         self.checkpoints.lose_writer(lost.rank)
-        others = {rank: record for rank, record in present(self.members).items() if record is not lost}
-        self.epochs.lose(lost.rank, others)  # a rank that is let go is still there
+        there = {rank: record for rank, record in present(self.members).items() if record is not lost}
+        self.epochs.lose(lost.rank, there)  # one that is let go is still present
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
         self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
-        there = present(self.members)
         if failure is not None or not self.is_complete or not there:
             return failure
         if self._owed and self.settings.has_evaluation:  # no later result will come
             owed, self._owed = self._owed, []
-            for rank, part in self._begin_evaluation(owed, fastest(there)).items():
+            for rank, part in self._begin_evaluation(owed, there).items():
                 self._send_outcome(rank, evaluate=part)
         if lost.rank == self._saver:
             self._saver = self._choose_saver(fastest(there))
             self._send_outcome(self._saver, save_final=True)
         return None
 
-    def _begin_evaluation(self, closed: list[Epoch], quickest: Rank) -> dict[Rank, Evaluate]:
+    def _begin_evaluation(self, closed: list[Epoch], there: RankRecords) -> dict[Rank, Evaluate]:
         """Assigns the evaluation: all to the fastest rank, or an `eval_dataset` to all in proportion to speed."""
         epoch, size = closed[-1], self.settings.eval_size
         if not size:
-            parts = {quickest: Evaluate(epoch=epoch)}
+            parts = {fastest(there): Evaluate(epoch=epoch)}
         else:
-            there = present(self.members)
             times = [record.ms_per_batch or 0.0 for record in there.values()]
             parts, offset = {}, 0
             for rank, part in by_rank(there, throughput_sizes(times, size)).items():
