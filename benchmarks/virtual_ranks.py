@@ -26,7 +26,15 @@ from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
-from elche_worker.collectives.gains import OVERLAPPED_PART, BoundsWatch, Rows, Spread, bounds_of, most_gain
+from elche_worker.collectives.gains import (
+    OVERLAPPED_PART,
+    BoundsWatch,
+    Rows,
+    Spread,
+    bounds_of,
+    most_gain,
+    moved_by_all,
+)
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import AsItIs, Shuffled
@@ -310,15 +318,15 @@ class World:
         ]
         brought = torch.stack(squares).sum(0)
         self._spread.learn()
-        self._spread.newest_of_steps = brought
-        self._spread.newest_of_mean = rows.squares(mean, self.last) * (brought > 0)
+        by_all = moved_by_all([one / weight for one, weight in zip(squares, weights, strict=True) if weight])
+        of_mean = rows.squares(mean, self.last) * (brought > 0)
+        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain)
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)
             for bounds, one in zip(self._bounds, steps, strict=True)
         ]
         if (most := most_gain(weights)) > 1.0:
-            gains = self._spread.gains(most, self.way.part_of_gain)
-            rows.go_further(mean, self.last, gains, bounds_of(torch.stack(said).sum(0)))
+            rows.go_further(mean, self.last, self._spread.gains(most), bounds_of(torch.stack(said).sum(0)))
 
     def schedule_rounds(self, divergence: float) -> None:
         """Sets the anchor of the rounds to come, once for each round."""

@@ -75,15 +75,31 @@ def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(
 def test_only_where_rounds_overlap_a_part_of_the_gains_is_taken(
     world: Make, monkeypatch: pytest.MonkeyPatch, averaging: str, part: float
 ) -> None:
-    taken = []
-    gains = Spread.gains
-    monkeypatch.setattr(Spread, "gains", lambda spread, most, part: taken.append(part) or gains(spread, most, part))
+    taken: list[float] = []
+    hear = Spread.hear
+    monkeypatch.setattr(Spread, "hear", lambda spread, *given: taken.append(given[-1]) or hear(spread, *given))
     ranks = world(2, averaging=averaging)
     for number in range(1, 4):
         ranks.round(number)
         for rank in ranks.ranks:
             rank.train(1)
     assert set(taken) == {part}
+
+
+def test_a_row_that_one_rank_alone_moves_goes_as_far_as_it_has_moved_it() -> None:
+    """As an embedding's, whatever part of gains is taken; others have rounded it only."""
+    models = zeros(4)
+    world = ranks(models, gain_part=0.5)
+    for number in range(1, 5):
+        before = models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+        train(models, number)
+        with torch.no_grad():
+            for position, model in enumerate(models):
+                model.weight[0] = before[0] + (1.0 if position == 2 else 1e-5)  # type: ignore[index, operator]
+        world.round(lambda position, layout, number=number: row(layout, weight=8, version=number))
+    made = models[0].weight.detach()[0] - before[0]  # type: ignore[union-attr, operator, index]
+    torch.testing.assert_close(made, torch.ones(COLUMNS), rtol=0.02, atol=0)
+    assert len(world.digests()) == 1
 
 
 def test_the_first_rounds_are_the_mean() -> None:

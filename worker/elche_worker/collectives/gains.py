@@ -20,10 +20,13 @@ SMOOTHING = 0.9
 """Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
 and steps are long, so that the gain rises only after training has settled."""
 OVERLAPPED_PART = 0.5
-"""Part of a gain above 1 that is taken where rounds overlap. A rank then trains a batch that does not know the last
-result, so what a result brings beyond the rank's own step is answered a round late, and as much of it again overshoots
-(docs/defaults.md).
+"""Part of a gain above 1 that is taken where rounds overlap, of rows that all ranks have moved. A rank then trains a
+batch that does not know the last result, so what a result brings beyond the rank's own step is answered a round late,
+and as much of it again overshoots (docs/defaults.md). A row that some ranks have left as it was needs all of its gain,
+which makes the mean of those that moved it.
 """
+UNMOVED = 1e-6
+"""A rank has not moved a row if the square of its step is at most this part of the largest, since corrections round."""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 SENT = torch.bfloat16
@@ -39,7 +42,9 @@ class Spread:
     """Squared norms of the ranks' steps, per row. Bit for bit equal on all ranks."""
 
     of_steps: torch.Tensor
-    """Weighted mean over the ranks, smoothed over rounds."""
+    """Weighted mean over the ranks, smoothed over rounds; where less than the whole gain is taken, that much nearer to
+    `of_mean`.
+    """
     of_mean: torch.Tensor
     """Of the ranks' mean step, smoothed over the same rounds."""
     newest_of_steps: torch.Tensor
@@ -69,11 +74,17 @@ class Spread:
         for known in (self.of_steps, self.of_mean):
             known.masked_fill_(~is_finite, 0.0)
 
-    def gains(self, most: float, part: float = 1.0) -> torch.Tensor:
-        """The gain of each row, from 1 to `most`; 1 where it is not known. Of what is above 1 only `part` is taken."""
+    def hear(self, of_steps: torch.Tensor, of_mean: torch.Tensor, by_all: torch.Tensor, part: float) -> None:
+        """Takes in the norms of a round, from which the next one learns. `by_all`: True for rows that all ranks have
+        moved; of what their gains have above 1 `part` is learned.
+        """
+        self.newest_of_steps = torch.where(by_all, of_steps * part + of_mean * (1 - part), of_steps)
+        self.newest_of_mean = of_mean
+
+    def gains(self, most: float) -> torch.Tensor:
+        """The gain of each row, from 1 to `most`; 1 where it is not known."""
         gains = self.of_steps / self.of_mean
-        gains = torch.where(gains.isfinite(), gains, torch.ones_like(gains)).clamp_(1.0, most)
-        return gains.sub_(1.0).mul_(part).add_(1.0)
+        return torch.where(gains.isfinite(), gains, torch.ones_like(gains)).clamp_(1.0, most)
 
 
 class Rows:
@@ -134,21 +145,35 @@ def whole_squares(step: torch.Tensor) -> torch.Tensor:
     return sums * (largest.squeeze(1).to(SQUARES) / DIGITS).square_()
 
 
-def mean_squares(squares: torch.Tensor, fractions: Sequence[float], group: ValueCollectives) -> torch.Tensor:
-    """The ranks' squared norms, each times its rank's fraction, added up. Each rank adds up a part and sends it to all,
-    so that each value is sent twice, in two bytes; the result is bit for bit equal on all ranks.
+def mean_squares(
+    squares: torch.Tensor, fractions: Sequence[float], group: ValueCollectives
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks' squared norms, each times its rank's fraction, added up; and True for rows that all ranks with a
+    fraction have moved. Each rank adds up a part and sends it to all, so that each value is sent twice, in two bytes;
+    the result is bit for bit equal on all ranks.
     """
     if not squares.numel():
-        return squares
+        return squares, squares > 0
     length = -(-len(squares) // group.size)
     norms = squares.new_zeros(group.size * length)
     torch.sqrt(squares, out=norms[: len(squares)])
     total = squares.new_zeros(length)
     received = _unpacked(group.all_to_all(_packed(norms).view(group.size, -1)))
-    for fraction, part in zip(fractions, received, strict=True):
-        if fraction > 0:  # what a rank without weight has sent may be anything
-            total += part * fraction
-    return _unpacked(torch.cat(group.all_gather(_packed(total.sqrt_()))))[: len(squares)]
+    counted = [(fraction, part) for fraction, part in zip(fractions, received, strict=True) if fraction > 0]
+    for fraction, part in counted:  # without those of ranks without weight, which may have sent anything
+        total += part * fraction
+    by_all = moved_by_all([part for _, part in counted])
+    total.sqrt_()
+    # norms have no sign: a negative one says that not all have moved the row
+    total = torch.where(by_all, total, -total)
+    raw = torch.cat(group.all_gather(_packed(total))).view(SENT)[: len(squares)]
+    return _unpacked(raw.view(torch.uint8)), ~raw.signbit()
+
+
+def moved_by_all(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """True for rows whose squared norms of each rank's step show that all have moved them, and not one by rounding."""
+    each = torch.stack(list(squares))
+    return (each > UNMOVED * each.amax(0)).all(0)
 
 
 def _packed(norms: torch.Tensor) -> torch.Tensor:

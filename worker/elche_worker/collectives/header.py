@@ -53,7 +53,7 @@ class AveragingOptions:
     decay: Decay | None = None
     """Decay of the moving average of the weights; None: there is none."""
     gain_part: float = 1.0
-    """Part of the gains above 1 that rounds take."""
+    """Part of the gains above 1 that rounds take, of rows that all ranks have moved."""
 
     @property
     def counts_samples(self) -> bool:

@@ -108,6 +108,8 @@ class Said:
     """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
     squares: Sequence[torch.Tensor]
     """Of each kind the mean of the squared norms of the ranks' steps, by row."""
+    by_all: Sequence[torch.Tensor]
+    """Of each kind True for rows that all ranks with weight have moved."""
     bounds: Sequence[torch.Tensor]
     """Of each kind the sum of `BoundsWatch.say`."""
 
@@ -316,13 +318,15 @@ class Reduction:
             squares.append(self._rows(kind).squares(trained, self._memory(kind, trained).last))
             seen = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
             bounds.append(seen if weights[group.position] else torch.zeros_like(seen))
-        mean = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
+        mean, by_all = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
         seen = torch.cat(bounds)
         if seen.numel():
             group.all_reduce(seen)
+        sizes = [len(one) for one in squares]
         return Said(
             most_gain(weights),
-            torch.split(mean, [len(one) for one in squares]),
+            torch.split(mean, sizes),
+            torch.split(by_all, sizes),
             torch.split(seen, [len(one) for one in bounds]),
         )
 
@@ -330,11 +334,11 @@ class Reduction:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
         rows, at = self._rows(kind), list(self._layout.flat_buffers).index(kind)
         memory.spread.learn()
-        memory.spread.newest_of_steps = said.squares[at].clone()
         moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
-        memory.spread.newest_of_mean = rows.squares_alike(trained, memory.last) * moved
+        of_mean = rows.squares_alike(trained, memory.last) * moved
+        memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], self._options.gain_part)
         if said.most_gain > 1.0:
-            gains = memory.spread.gains(said.most_gain, self._options.gain_part)
+            gains = memory.spread.gains(said.most_gain)
             rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))
 
     def _rows(self, kind: Kind) -> Rows:
