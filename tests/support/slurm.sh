@@ -41,9 +41,9 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=5
+SlurmdTimeout=15
 InactiveLimit=0
-KillWait=30
+KillWait=60
 MinJobAge=2
 MessageTimeout=5
 PropagateResourceLimits=NONE
