@@ -203,7 +203,8 @@ def test_a_newcomer_without_a_batch_gets_the_slowest_ranks_share_of_an_evaluatio
     simulation = simulate(ranks(*THREE), has_evaluation=True, eval_size=90)
     in_mid_training(simulation)
     simulation.job.ranks[1].ms_per_batch = None
-    parts = simulation.training._begin_evaluation([Epoch(0)], Rank(0))
+    training = simulation.training
+    parts = training._begin_evaluation([Epoch(0)], training.members)
     assert parts[Rank(1)].size <= parts[Rank(2)].size + 1 < parts[Rank(0)].size
     simulation.training.evaluations.lose(Rank(1))
 
