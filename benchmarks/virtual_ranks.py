@@ -27,13 +27,13 @@ from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.gains import (
-    OVERLAPPED_PART,
     BoundsWatch,
     Rows,
     Spread,
     bounds_of,
     most_gain,
     moved_by_all,
+    overlapped_part,
 )
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
@@ -98,11 +98,11 @@ class Way:
     schedule: Schedule | None = None
     """The anchor by the course of the training; None: as the coordinator has it."""
 
-    @property
-    def part_of_gain(self) -> float:
+    def part_of_gain(self, most: float) -> float:
+        """Part of a gain above 1, of which `most` is the largest."""
         if self.gain_part is not None:
             return self.gain_part
-        return OVERLAPPED_PART if self.averaging == "overlapped" else 1.0
+        return overlapped_part(most) if self.averaging == "overlapped" else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class World:
         self._spread.learn()
         by_all = moved_by_all([one / weight for one, weight in zip(squares, weights, strict=True) if weight])
         of_mean = rows.squares(mean, self.last) * (brought > 0)
-        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain)
+        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain(most_gain(weights)))
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)
             for bounds, one in zip(self._bounds, steps, strict=True)

@@ -10,7 +10,6 @@ from torch import nn
 from worker.test_averaging import Ranks, row
 
 from elche_worker.collectives.gains import (
-    OVERLAPPED_PART,
     BoundsWatch,
     Rows,
     Spread,
@@ -56,7 +55,7 @@ def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(
 ) -> None:
     """Or, where rounds overlap, half-way to their sum."""
     models = zeros(4)
-    world = ranks(models, gain_part=part)
+    world = ranks(models, overlaps=part < 1)
     for number in range(1, 8):
         before = models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
         train(models, number)
@@ -71,25 +70,27 @@ def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(
     assert len(world.digests()) == 1
 
 
-@pytest.mark.parametrize(("averaging", "part"), [("overlapped", OVERLAPPED_PART), ("blocking", 1.0)])
-def test_only_where_rounds_overlap_a_part_of_the_gains_is_taken(
-    world: Make, monkeypatch: pytest.MonkeyPatch, averaging: str, part: float
+@pytest.mark.parametrize(
+    ("averaging", "size", "part"), [("overlapped", 2, 1.0), ("overlapped", 3, 2 / 3), ("blocking", 3, 1.0)]
+)
+def test_only_where_three_or_more_overlap_a_part_of_the_gains_is_taken(
+    world: Make, monkeypatch: pytest.MonkeyPatch, averaging: str, size: int, part: float
 ) -> None:
     taken: list[float] = []
     hear = Spread.hear
     monkeypatch.setattr(Spread, "hear", lambda spread, *given: taken.append(given[-1]) or hear(spread, *given))
-    ranks = world(2, averaging=averaging)
+    ranks = world(size, averaging=averaging)
     for number in range(1, 4):
         ranks.round(number)
         for rank in ranks.ranks:
             rank.train(1)
-    assert set(taken) == {part}
+    assert taken[-1] == pytest.approx(part)
 
 
 def test_a_row_that_one_rank_alone_moves_goes_as_far_as_it_has_moved_it() -> None:
     """As an embedding's, whatever part of gains is taken; others have rounded it only."""
     models = zeros(4)
-    world = ranks(models, gain_part=0.5)
+    world = ranks(models, overlaps=True)
     for number in range(1, 5):
         before = models[0].weight.detach().clone()  # type: ignore[union-attr, operator]
         train(models, number)

@@ -19,11 +19,10 @@ from elche_worker.collectives.operations import ValueCollectives
 SMOOTHING = 0.9
 """Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
 and steps are long, so that the gain rises only after training has settled."""
-OVERLAPPED_PART = 0.5
-"""Part of a gain above 1 that is taken where rounds overlap, of rows that all ranks have moved. A rank then trains a
-batch that does not know the last result, so what a result brings beyond the rank's own step is answered a round late,
-and as much of it again overshoots (docs/defaults.md). A row that some ranks have left as it was needs all of its gain,
-which makes the mean of those that moved it.
+OVERLAPPED = 2.0
+"""Where rounds overlap, a gain adds at most so many mean steps to the mean. A rank trains a batch there that does not
+know the last result, so what a result brings beyond the rank's own step is answered a round late, and overshoots if it
+is long (docs/defaults.md).
 """
 UNMOVED = 1e-6
 """A rank has not moved a row if the square of its step is at most this part of the largest, since corrections round."""
@@ -168,6 +167,13 @@ def mean_squares(
     total = torch.where(by_all, total, -total)
     raw = torch.cat(group.all_gather(_packed(total))).view(SENT)[: len(squares)]
     return _unpacked(raw.view(torch.uint8)), ~raw.signbit()
+
+
+def overlapped_part(most: float) -> float:
+    """Part of a gain above 1 that is taken where rounds overlap, of rows that all ranks have moved; `most` is the
+    largest gain. A row that some ranks have left as it was needs all of its gain, which makes the mean of the others.
+    """
+    return min(1.0, OVERLAPPED / most)
 
 
 def moved_by_all(squares: Sequence[torch.Tensor]) -> torch.Tensor:

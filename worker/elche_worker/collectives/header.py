@@ -52,8 +52,8 @@ class AveragingOptions:
     outer: OuterOptimizer = field(default_factory=Average)
     decay: Decay | None = None
     """Decay of the moving average of the weights; None: there is none."""
-    gain_part: float = 1.0
-    """Part of the gains above 1 that rounds take, of rows that all ranks have moved."""
+    overlaps: bool = False
+    """True if ranks train on while they average."""
 
     @property
     def counts_samples(self) -> bool:

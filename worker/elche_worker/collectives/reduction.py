@@ -9,7 +9,16 @@ from typing import Any, cast
 import torch
 
 from elche_worker.collectives.compression import CODECS, Codec, Compression
-from elche_worker.collectives.gains import SQUARES, BoundsWatch, Rows, Spread, bounds_of, mean_squares, most_gain
+from elche_worker.collectives.gains import (
+    SQUARES,
+    BoundsWatch,
+    Rows,
+    Spread,
+    bounds_of,
+    mean_squares,
+    most_gain,
+    overlapped_part,
+)
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
@@ -336,7 +345,8 @@ class Reduction:
         memory.spread.learn()
         moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         of_mean = rows.squares_alike(trained, memory.last) * moved
-        memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], self._options.gain_part)
+        part = overlapped_part(said.most_gain) if self._options.overlaps else 1.0
+        memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], part)
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
             rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))

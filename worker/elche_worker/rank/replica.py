@@ -19,7 +19,6 @@ import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Averaging
-from elche_worker.collectives.gains import OVERLAPPED_PART
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, OperationStuck, RoundAborted
 from elche_worker.data.lease_loader import LeasedPart
@@ -113,7 +112,7 @@ class Replica:
             compress=job.compress,
             outer=outer,
             decay=decay_of(job.ema, parts.extent.batch_size),
-            gain_part=OVERLAPPED_PART if job.overlaps else 1.0,
+            overlaps=job.overlaps,
         )
         self.averaging = Averaging(
             parts.layout,
