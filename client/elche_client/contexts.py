@@ -20,9 +20,10 @@ from elche.token import FILE_VARIABLE, read_token
 
 # Environment variables: the file of contexts, the name of the current one, and an address that replaces it.
 CONFIG = "ELCHE_CONFIG"
-MAX_CHARACTERS = 1 << 20
 CHOICE = "ELCHE_CONTEXT"
 ADDRESS = "ELCHE_COORDINATOR"
+MAX_CHARACTERS = 1 << 20
+"""A file of contexts with as many is refused: it may have no end, as /dev/zero."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
