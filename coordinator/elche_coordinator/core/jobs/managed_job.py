@@ -420,7 +420,7 @@ class ManagedJob(PlacedJob):
         failure = self.run.training.lose(record)
         if failure is None and self.phase is not JobPhase.FINISHING:
             failure = self.run.membership.on_lost(record, now_s)
-        self.run.model.lose(record)
+        self.run.model.lose(record, self.run.training)
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
         if record.stopped_round is None:  # it may have been the last one that had not stopped
