@@ -168,6 +168,13 @@ class Training:
         return self.ledger.is_complete
 
     @property
+    def is_over(self) -> bool:
+        """True if the final model is committed. A training that ends early, when its ranks have no work left, is complete
+        before that: the next round makes the final model.
+        """
+        return self.saver is not None
+
+    @property
     def is_idle(self) -> bool:
         """True if no evaluation, checkpoint or callback is pending."""
         return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
@@ -455,7 +462,7 @@ class Training:
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
         self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
-        if failure is not None or not self.is_complete or not there:
+        if failure is not None or not self.is_over or not there:
             return failure
         if self._owed and self.settings.has_evaluation:  # no later result will come
             owed, self._owed = self._owed, []
