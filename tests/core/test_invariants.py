@@ -139,13 +139,8 @@ def stops_with_nobody_left(simulation):
     simulation.job.life.phase = JobPhase.STOPPING
 
 
-def trains_with_nothing_left(simulation):
-    ledger = simulation.training.ledger
-    ledger.rank_leases.clear()
-    ledger._books.clear()
-    ledger.epoch = Epoch(2)
-    for rank, record in simulation.job.ranks.items():
-        open_round(simulation).targets[rank] = record.base_step
+def trains_after_its_end(simulation):
+    simulation.training.saver = Rank(0)
 
 
 def no_open_round(simulation):
@@ -185,7 +180,7 @@ CORRUPTIONS: list[tuple[Callable[[WatchedSimulation], None], str]] = [
     (result_before_the_end, "result?"),
     (ended_without_a_result, "result?"),
     (stops_with_nobody_left, "stops with nobody left"),
-    (trains_with_nothing_left, "trains with nothing left"),
+    (trains_after_its_end, "trains on though its last round is committed"),
     (no_open_round, "trains without an open round: it cannot progress"),
     (slot_of_nobody, "are not those of living ranks"),
     (slot_not_taken, "are not those of living ranks"),

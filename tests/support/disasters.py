@@ -9,7 +9,6 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.messages.commands import SendOutcome
 from elche_coordinator.core.messages.events import (
     AgentJoined,
-    AgentLost,
     CheckpointFailed,
     CheckpointRequested,
     DrainRequested,
@@ -179,10 +178,7 @@ def losses(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
 def _lose(simulation: WatchedSimulation, agent_id: Any, away_s: float) -> None:
     """The host's processes are gone, and it comes back without them."""
     agent = simulation.core.fleet.agents[agent_id]
-    for process in simulation.processes.values():
-        if process.agent_id == agent_id:
-            process.is_alive, process.was_killed = False, True
-    simulation.handle(AgentLost(agent_id=agent_id))
+    simulation.lose_host(agent_id)
     back = AgentJoined(agent_id=agent_id, host=agent.host, slots=agent.slots)
     simulation.clock.after(away_s, lambda: simulation.handle(back))
 

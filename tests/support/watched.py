@@ -130,15 +130,13 @@ class WatchedSimulation(Simulation):
         ledger = self.job.run.training.ledger if self.job.run.training else None
         assert ledger is not None
         assert ledger.is_complete
-        # those that were killed may have later versions, after which the job has gone back to a checkpoint
+        # those of attempts before may have later versions, after which the job has gone back to a checkpoint
         attempt = {rank: one for rank, one in self.processes.items() if one.attempt == self.job.attempt}
-        ended = [process for process in attempt.values() if not process.was_killed]
-        newest = max((process.parameters.version for process in ended), default=0)
         final = dict[Rank, Parameters]()
         for rank, process in attempt.items():
             record = self.job.ranks.get(rank)
             has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
-            if has_left and (process.was_killed or process.parameters.version < newest):
+            if has_left and (process.was_killed or process.parameters.version < self.training.version):
                 continue  # died (perhaps with the only result of a round), left, or not ready before the end
             final[rank] = process.parameters
         assert final or self.job.result is not None

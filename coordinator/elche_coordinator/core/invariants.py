@@ -38,7 +38,7 @@ def _check_training(job: ManagedJob) -> None:
     _check_rounds(job, training, generation)
     if job.phase is JobPhase.TRAINING:
         if training.is_over:
-            raise Broken(f"job {job.id} trains with nothing left")
+            raise Broken(f"job {job.id} trains on though its last round is committed")
         _check_progress(job, training, generation)
 
 

@@ -1,6 +1,7 @@
 """The core, its ranks, and a network between them, in virtual time."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from elche_coordinator.core.messages.commands import (
 )
 from elche_coordinator.core.messages.events import (
     AgentJoined,
+    AgentLost,
     DeadlinePassed,
     Event,
     JobSubmitted,
@@ -127,6 +129,7 @@ class Simulation:
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """For each rank whose session is broken, the messages that wait, in both directions."""
         self._arrivals_s: dict[str, float] = {}
+        self._losses = Counter[AgentId]()
         self.collective = Collective(
             self.clock,
             lambda: self.sync_ms / 1000,
@@ -191,6 +194,14 @@ class Simulation:
     def kill(self, rank: int, group_position: int = 0) -> None:
         """Kills the rank's process now; of a replica group the process at that position, with which the others end."""
         self.processes[Rank(rank)].exit(-9, group_position=group_position)
+
+    def lose_host(self, agent_id: AgentId) -> None:
+        """The host is gone, with its processes and with what was on its way to it."""
+        self._losses[agent_id] += 1
+        for process in self.processes.values():
+            if process.agent_id == agent_id and process.is_alive:
+                process.is_alive, process.was_killed = False, True
+        self.handle(AgentLost(agent_id=agent_id))
 
     def sleep(self, duration_s: float) -> None:
         """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
@@ -274,7 +285,11 @@ class Simulation:
                 self.reports.append(command.report)
                 self.report_times_s.append(self.clock.now_s)
             case StartRank():
-                self._send(f"rank {command.rank}", lambda: self._start_rank(command))
+                before = self._losses[command.agent_id]
+                self._send(
+                    f"rank {command.rank}",
+                    lambda: self._start_rank(command) if self._losses[command.agent_id] == before else None,
+                )
             case StopRank():
                 self._send(f"rank {command.rank}", lambda: self._stop_rank(command))
             case AskStacks():

@@ -518,6 +518,8 @@ class SyntheticRank:
         self.clock.after(evaluation_s, partial(self._finish_chore, chore))
 
     def _finish_chore(self, outcome: SendOutcome) -> None:
+        if not self.is_alive:
+            return
         self._is_busy = False
         if outcome.evaluate is not None:
             part = outcome.evaluate
@@ -540,6 +542,8 @@ class SyntheticRank:
 
     def _make_metrics(self, command: SendMakeMetrics) -> None:
         """The first number of each sum."""
+        if not self.is_alive:
+            return
         self._is_busy = False
         made = {
             f"sum of {name}": (float(int.from_bytes(one.data[:8], "little", signed=True)), 1)

@@ -304,12 +304,7 @@ class ManagedJob(PlacedJob):
         checkpoint, which takes another round.
         """
         training = self.run.training
-        if (
-            training is None
-            or self.run.generation is None
-            or self.phase is not JobPhase.TRAINING
-            or training.is_over
-        ):
+        if training is None or self.run.generation is None or self.phase is not JobPhase.TRAINING or training.is_over:
             return
         there = staying(training.members)
         is_short = 0 < len(there) < self.spec.min_ranks
@@ -541,8 +536,9 @@ class ManagedJob(PlacedJob):
     def _on_model(self, record: RankRecord, event: FinalStateSaved | BestKept) -> None:
         """Handles the final model, or the best one, being on disk."""
         if isinstance(event, FinalStateSaved):
-            if self.phase is not JobPhase.FINISHING:
-                self.refuse_now(event, "no rank was asked to write a final state")
+            saver = self.run.training.saver if self.run.training is not None else None
+            if self.phase is not JobPhase.FINISHING or record.rank != saver:  # such as one that has died since
+                self.refuse_now(event, f"rank {record.rank} is not asked to write the final state")
                 return
             self.run.model.on_saved(record, event)
         else:

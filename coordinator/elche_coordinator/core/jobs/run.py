@@ -143,9 +143,9 @@ class Run:
             return Failure(str(error), invalid=True)
         training.checkpoints.adopt(self._startup.kept, training.version)
         self.training = training
-        if training.is_complete:
+        if training.is_complete and not self._startup.has_gone_back:
             return Failure(nothing_to_train(self._spec.resume), invalid=True)
-        return None
+        return None  # of a job that has gone back to the end of its training, the first round makes the final model
 
     def _choose_backend(self, members: RankRecords) -> Choice:
         """Chooses the backend for these ranks."""
@@ -232,15 +232,11 @@ class Run:
     def resume_point(self) -> str:
         """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would start over.
 
-        The newest checkpoint in the folder may be newer than any that the coordinator knows. A complete training names
-        an older one, since the newest one would leave nothing to train.
+        The newest checkpoint in the folder may be newer than any that the coordinator knows.
         """
-        training, before = self.training, self._spec.resume
+        training = self.training
         if training is None or not training.checkpoints.kept:
-            return before
-        if training.is_complete:
-            older = training.checkpoints.newest_before(training.version)
-            return older.path if older is not None else before
+            return self._spec.resume
         return training.checkpoints.kept[-1].path.rpartition("/")[0]
 
     @property

@@ -32,6 +32,11 @@ class Startup:
         self._difference: str | None = None
         """The first difference found between ranks' models or checkpoints."""
 
+    @property
+    def has_gone_back(self) -> bool:
+        """True if the job resumes a checkpoint of its own earlier attempt."""
+        return self._past_attempts > 0 and self.resumed is not None
+
     def add(self, rank: Rank, event: RankReady) -> None:
         """Adds one rank's report."""
         architecture = Architecture(rank=rank, layout_hash=event.settings.layout_hash, tensors=event.tensors)

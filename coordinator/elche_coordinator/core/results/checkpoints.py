@@ -156,10 +156,6 @@ class Checkpoints:
         """Takes over the previous attempt's checkpoints up to the version from which training resumes."""
         self.kept = [one for one in kept if one.version <= version]
 
-    def newest_before(self, version: Version) -> Checkpoint | None:
-        """The newest complete checkpoint of an older version."""
-        return next((one for one in reversed(self.kept) if one.version < version), None)
-
     def shown(self, best: Version | None) -> tuple[Checkpoint, ...]:
         """The kept checkpoints, with the best one marked."""
         return tuple(replace(one, is_best=one.version == best) for one in self.kept)

@@ -169,7 +169,7 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """True if the final model is committed. A training that ends early, when its ranks have no work left, is complete
+        """True if the final model is committed. A training that ends early while its ranks have no work is complete
         before that: the next round makes the final model.
         """
         return self.saver is not None
