@@ -188,9 +188,19 @@ def test_the_best_is_kept_by_another_rank_when_the_one_that_wrote_the_last_model
     (saver,) = [order.rank for order in simulation.sent(SendOutcome) if order.save_final]
     assert bool(simulation.sent(SendKeepBest)) == (ends == "after")
     simulation.kill(saver)
-    assert told(simulation.run()) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
+    assert told(simulation.run(limit_s=1_000)) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
     (next_saver,) = [order.rank for order in simulation.sent(SendOutcome) if order.save_final and order.rank != saver]
     assert simulation.sent(SendKeepBest)[-1].rank == next_saver
+
+
+def test_the_late_word_of_a_dead_rank_that_it_has_written_the_model_does_not_count(simulate):
+    simulation = simulate(ranks(5, 12, 15), **of(LOSSES), checkpoint_ms=300.0)
+    simulation.run_until(lambda: any(order.save_final for order in simulation.sent(SendOutcome)))
+    (saver,) = [order.rank for order in simulation.sent(SendOutcome) if order.save_final]
+    simulation.kill(saver)
+    simulation.run_until(lambda: simulation.training.saver != saver)
+    simulation.says_nothing(FinalStateSaved(**simulation.processes[saver].address, path="model.safetensors"))
+    assert told(simulation.run(limit_s=1_000)) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
 
 
 def test_a_rank_that_is_not_asked_cannot_say_that_the_best_is_kept(simulate):

@@ -140,16 +140,33 @@ def test_all_die_in_any_phase(simulate, phase):
 
 
 def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_written(simulate):
-    """From that checkpoint there would be nothing to train: an older one will do."""
+    """From that checkpoint nothing is trained: the first round makes the final model."""
     simulation = simulate(
         ranks(*THREE), epochs=2, dataset_size=1000, checkpoint_every_epochs=1, has_evaluation=True, evaluation_ms=900.0
     )
     at_phase(simulation, JobPhase.FINISHING)
     simulation.run_until(lambda: simulation.training.checkpoints.kept[-1].version == simulation.training.version)
     assert simulation.job.phase is JobPhase.FINISHING
+    num_rounds = len(simulation.rounds)
     kill_all(simulation)
     goes_on(simulation)
     assert simulation.job.attempt == 2
+    assert len(simulation.rounds) == num_rounds + 1
+    assert simulation.evaluations[-1].is_final
+
+
+def test_a_job_that_ends_while_it_begins_again_goes_back_to_the_end_of_its_training(simulate):
+    """All die after the last model is saved, and once more before the first round."""
+    simulation = simulate(
+        ranks(*THREE), epochs=2, dataset_size=1000, checkpoint_every_epochs=1, has_evaluation=True, evaluation_ms=900.0
+    )
+    at_phase(simulation, JobPhase.FINISHING)
+    simulation.run_until(lambda: simulation.training.checkpoints.kept[-1].version == simulation.training.version)
+    for attempt in (2, 3):
+        kill_all(simulation)
+        simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt)
+        at_phase(simulation, JobPhase.GROUPING)
+    goes_on(simulation)
 
 
 def test_three_attempts_without_a_checkpoint_are_enough(simulate):

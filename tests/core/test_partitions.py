@@ -109,6 +109,19 @@ def test_ranks_that_cannot_meet_after_going_back(simulate, parted_s):
     simulation.assert_exactly_once()
 
 
+def test_ranks_that_have_trained_together_and_cannot_meet_any_more_go_back(simulate):
+    """A third one has died, so that they form a new group, which five times does not stand."""
+    simulation = simulate(ranks(25.0, 30.0, 40.0), dataset_size=8000, num_hosts=3)
+    in_mid_training(simulation)
+    simulation.part((0, 1), (0, 2), (1, 2))
+    simulation.kill(2)
+    simulation.run_until(lambda: simulation.job.attempt == 2, limit_s=1_000)
+    simulation.part()
+    result = simulation.run(limit_s=simulation.clock.now_s + 3_000)
+    assert result.outcome == "succeeded", result.error
+    simulation.assert_exactly_once()
+
+
 def test_ranks_that_have_never_met_fail_the_job(simulate):
     simulation = simulate(ranks(25.0, 30.0), dataset_size=8000)
     simulation.part((0, 1))

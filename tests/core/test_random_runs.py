@@ -4,7 +4,7 @@ import pytest
 
 from support.disasters import random_run
 
-SEEDS = (*range(10_000, 10_050), *range(200_000, 200_050))
+SEEDS = (*range(10_000, 10_050), *range(200_000, 200_050), *range(10_000_000, 10_000_040))
 FOUND = {
     4102: "a round that ranks had made alone, unknown to a coordinator that let one of them go",
     4258: "granted rounds that were granted anew when somebody entered one of them",
@@ -21,6 +21,13 @@ FOUND = {
     5007845: "batches after the only round of a generation that is to be replaced, of which nothing was planned",
     5007189: "a finished epoch that was told again to the rank that was let go: its callback was awaited for ever",
     5007055: "a job that went back with fewer ranks, whose checker looked for a version that only killed ranks had",
+    10000254: "a rank that had written the last model and died, which was asked for the best one",
+    10001587: "the late word of a dead rank that it has written the last model",
+    10000640: "results after a round that was given up, forgotten when a rank died before all had said that it was",
+    10001781: "a round that was given up in a pause, after which the next group was to take over",
+    10003194: "a training that ended early while no rank had work, before the round that makes its final model",
+    10003085: "a job that went back to the end of its own training, and had nothing to train",
+    10006873: "two ranks that had trained together and could not meet any more",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

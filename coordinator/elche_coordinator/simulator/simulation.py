@@ -129,7 +129,8 @@ class Simulation:
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """For each rank whose session is broken, the messages that wait, in both directions."""
         self._arrivals_s: dict[str, float] = {}
-        self._losses = Counter[AgentId]()
+        self._losses, self._known_losses = Counter[AgentId](), Counter[AgentId]()
+        """Of each host, and those of which the coordinator knows: what it sends before it knows is lost, too."""
         self.collective = Collective(
             self.clock,
             lambda: self.sync_ms / 1000,
@@ -240,6 +241,8 @@ class Simulation:
                 self._asleep.append(event)
             return
         self.num_events += 1
+        if isinstance(event, AgentLost):
+            self._known_losses[event.agent_id] = self._losses[event.agent_id]
         commands = self.core.handle(event, now_s=self.clock.now_s)
         if self.check:
             check_invariants(self.core)
@@ -285,7 +288,7 @@ class Simulation:
                 self.reports.append(command.report)
                 self.report_times_s.append(self.clock.now_s)
             case StartRank():
-                before = self._losses[command.agent_id]
+                before = self._known_losses[command.agent_id]
                 self._send(
                     f"rank {command.rank}",
                     lambda: self._start_rank(command) if self._losses[command.agent_id] == before else None,

@@ -255,15 +255,17 @@ class Membership:
 
     def try_others(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
         """Handles a group that could not form and is not relayed: newcomers are restarted later; without newcomers the
-        group is tried again. If no group has stood yet, the job fails, or, if it has gone back to a checkpoint before,
-        does so again.
+        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job fails,
+        or, if it has gone back before, does so again.
         """
         if self.standing is None and self._attempt > 1:
             return BackToCheckpoint(next(iter(forming.members)), reason)
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
         self._num_failed += not newcomers
-        if self.standing is None or self._num_failed >= MAX_ABANDONED:
+        if self.standing is None:
             return Failure(reason or "the ranks could not meet")
+        if self._num_failed >= MAX_ABANDONED:
+            return BackToCheckpoint(next(iter(forming.members)), reason)
         for record in newcomers:
             self._roster.stop(record)
         self._stop_forming(now_s)
