@@ -255,8 +255,8 @@ class Membership:
 
     def try_others(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
         """Handles a group that could not form and is not relayed: newcomers are restarted later; without newcomers the
-        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job fails,
-        or, if it has gone back before, does so again.
+        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job
+        fails, or, if it has gone back before, does so again.
         """
         if self.standing is None and self._attempt > 1:
             return BackToCheckpoint(next(iter(forming.members)), reason)
