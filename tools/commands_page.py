@@ -16,19 +16,20 @@ from elche_worker.agent.main import main as worker
 PAGE = ROOT / "docs" / "commands.md"
 HEAD = """# Commands
 
-Generated from the commands by `make generated`. Exit codes of `elche`: 0 success, 1 the job failed or was cancelled,
-2 something that was given is not valid, 130 Ctrl-C. Every [setting](settings.md) is an option of `run`, `submit`,
-`resume` and `replay`; they are not repeated here. Nor are these, whose names stand at the end of a command that has
-them:
+Generated from the commands' help by `make generated`. Each is shown without what these share:
 
-- `--coordinator HOST:PORT`: address of the coordinator; several that share a database are separated by commas. Unless
-  given: `ELCHE_COORDINATOR`, that of `elche context`, or `127.0.0.1:7717`.
-- `--json`: print one JSON object; progress goes to stderr.
-- `-h`, `--help`: show the command's help and exit.
+- Every [setting](settings.md) is an option of `run`, `submit`, `resume` and `replay`.
+- `-h`, `--help`: show the help and exit. All commands have it.
+- `--coordinator HOST:PORT`: address of the coordinator; several that share a database are separated by commas. Default:
+  `ELCHE_COORDINATOR`, that of `elche context`, or `127.0.0.1:7717`. A command that has it says so in its last line.
+- `--json`: print one JSON object; progress goes to stderr. Likewise.
+
+Exit codes of `elche`: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C.
 """
 SHARED = ("--coordinator HOST:PORT", "--json", "-h, --help", "--help")
 """Options that are described once, at the beginning, if their help is that of `COMMON`."""
 COMMON = ("Address of the coordinator; several that", "Print one JSON object", "Show this message and exit")
+WIDTH = 118
 
 
 def pages() -> Iterator[tuple[str, click.Command]]:
@@ -44,31 +45,28 @@ def pages() -> Iterator[tuple[str, click.Command]]:
 
 
 def help_of(name: str, command: click.Command) -> str:
-    """The output of `--help`, without the settings."""
-    context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
-    text = command.get_help(context)
+    """The output of `--help` without the settings, in as few lines as can be: examples begin with `$`."""
+    context = click.Context(command, info_name=name, max_content_width=WIDTH, terminal_width=WIDTH)
+    text = command.get_help(context).removeprefix("Usage: ").replace(" [OPTIONS]", "", 1)
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
     examples = rest.partition("\n\n")[2]
-    return without_shared(f"{head.rstrip()}\n\n{examples}".rstrip())
+    lines = without_shared(f"{head}\n{examples}".splitlines())
+    return "\n".join(f"  $ {line.strip()}" if line.startswith("    elche") else line for line in lines)
 
 
-def without_shared(text: str) -> str:
-    """The help without the descriptions of the options that most commands share; their names are in its last line."""
+def without_shared(lines: list[str]) -> list[str]:
+    """The help without blank lines, headings and the options that most commands share, which the last line names."""
     kept: list[str] = []
     names: list[str] = []
     is_shared = False
-    for line in text.splitlines():
+    for line in lines:
         is_option = line.startswith("  -")
         if is_option or not line.startswith("   "):
             is_shared = is_option and line.strip().startswith(SHARED) and any(words in line for words in COMMON)
-            names += [line.split()[0].rstrip(",")] if is_shared else []
-        if not is_shared:
+            names += [line.split()[0]] if is_shared and not line.strip().startswith(("-h,", "--help")) else []
+        if line.strip() and not is_shared and line.strip() not in ("Options:", "Example:", "Examples:"):
             kept.append(line)
-    if kept[-1] == "Options:":
-        kept.pop()
-    return "\n".join(
-        [*kept, *([f"Also: {', '.join('--help' if name == '-h' else name for name in names)}"] if names else [])]
-    )
+    return [*kept, *([f"  and {', '.join(names)}"] if names else [])]
 
 
 def page() -> str:
