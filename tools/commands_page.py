@@ -4,6 +4,7 @@ python tools/commands_page.py          # writes it
 python tools/commands_page.py --check  # fails when it is not what the commands say
 """
 
+import re
 from collections.abc import Iterator
 
 import click
@@ -16,19 +17,36 @@ from elche_worker.agent.main import main as worker
 PAGE = ROOT / "docs" / "commands.md"
 HEAD = """# Commands
 
-Generated from the commands' help by `make generated`. Each is shown without what these share:
+Generated from the commands' help by `make generated`. Options that several commands have are named in the first line of
+each, and described here. Every command has `-h`, `--help`; `run`, `submit`, `resume` and `replay` also have an option
+for every [setting](settings.md). Exit codes of `elche`: 0 success, 1 the job failed or was cancelled, 2 invalid input,
+130 Ctrl-C.
 
-- Every [setting](settings.md) is an option of `run`, `submit`, `resume` and `replay`.
-- `-h`, `--help`: show the help and exit. All commands have it.
 - `--coordinator HOST:PORT`: address of the coordinator; several that share a database are separated by commas. Default:
-  `ELCHE_COORDINATOR`, that of `elche context`, or `127.0.0.1:7717`. A command that has it says so in its last line.
-- `--json`: print one JSON object; progress goes to stderr. Likewise.
-
-Exit codes of `elche`: 0 success, 1 the job failed or was cancelled, 2 invalid input, 130 Ctrl-C.
+  `ELCHE_COORDINATOR`, that of `elche context`, or `127.0.0.1:7717`.
+- `--json`: print one JSON object; progress goes to stderr.
+- `--ranks N`: number of ranks. `MIN..MAX` or `MIN+`: begin with MIN; others join when there are slots.
+- `--slow RANK=FACTOR`: slow a rank down to FACTOR times its own time per batch, to simulate a slow device. Repeatable.
+- `--verify`: compare the ranks' parameters after every round; a difference fails the job.
+- `--env NAME=VALUE`: an environment variable for the file; NAME alone passes its value from here. Repeatable.
+- `--device DEVICE`: auto (the default), cpu, cuda, cuda:1, ...
+- `--out DIR`: folder for model, record and logs. `--no-logs`: do not show the output of the ranks.
 """
-SHARED = ("--coordinator HOST:PORT", "--json", "-h, --help", "--help")
-"""Options that are described once, at the beginning, if their help is that of `COMMON`."""
-COMMON = ("Address of the coordinator; several that", "Print one JSON object", "Show this message and exit")
+SHARED = {
+    "--coordinator": "Address of the coordinator; several that",
+    "--json": "Print one JSON object; progress",
+    "-h,": "Show this message and exit",
+    "--help": "Show this message and exit",
+    "--ranks": "Number of ranks. MIN..MAX",
+    "--slow": "Slow a rank down to FACTOR",
+    "--verify": "Compare the ranks' parameters",
+    "--env": "Set an environment variable for the file",
+    "--device": "auto, cpu, cuda",
+    "--out": "Folder for model, record and logs",
+    "--no-logs": "Do not show the output",
+}
+"""Options that `HEAD` describes, with words of their help: an option of the same name with another help is shown."""
+EXAMPLE = re.compile(r"^    (?=(\w+=\S+ )?elche)")
 WIDTH = 118
 
 
@@ -47,26 +65,34 @@ def pages() -> Iterator[tuple[str, click.Command]]:
 def help_of(name: str, command: click.Command) -> str:
     """The output of `--help` without the settings, in as few lines as can be: examples begin with `$`."""
     context = click.Context(command, info_name=name, max_content_width=WIDTH, terminal_width=WIDTH)
-    text = command.get_help(context).removeprefix("Usage: ").replace(" [OPTIONS]", "", 1)
+    text = command.get_help(context).removeprefix("Usage: ")
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
-    examples = rest.partition("\n\n")[2]
-    lines = without_shared(f"{head}\n{examples}".splitlines())
-    return "\n".join(f"  $ {line.strip()}" if line.startswith("    elche") else line for line in lines)
+    usage, *lines = f"{head}\n{rest.partition('\n\n')[2]}".splitlines()
+    kept, names = without_shared(lines)
+    options = [f"[{name}]" for name in names if name not in ("-h,", "--help")]
+    if any(line.startswith("  -") for line in kept):
+        options.append("[OPTIONS]")
+    whole = " ".join(usage.replace("[OPTIONS]", " ".join(options), 1).split())
+    plain = f"  $ {usage.replace(' [OPTIONS]', '', 1)}"
+    examples = [EXAMPLE.sub("  $ ", line) for line in kept]
+    return "\n".join([whole, *(line for line in examples if line != plain)])
 
 
-def without_shared(lines: list[str]) -> list[str]:
-    """The help without blank lines, headings and the options that most commands share, which the last line names."""
+def without_shared(lines: list[str]) -> tuple[list[str], list[str]]:
+    """The help without blank lines, headings and `SHARED`, and the names of these."""
     kept: list[str] = []
     names: list[str] = []
     is_shared = False
     for line in lines:
-        is_option = line.startswith("  -")
-        if is_option or not line.startswith("   "):
-            is_shared = is_option and line.strip().startswith(SHARED) and any(words in line for words in COMMON)
-            names += [line.split()[0]] if is_shared and not line.strip().startswith(("-h,", "--help")) else []
+        if line.startswith("  -"):
+            option = line.split()[0]
+            is_shared = option in SHARED and SHARED[option] in line
+            names += [option] if is_shared else []
+        elif not line.startswith("   "):
+            is_shared = False
         if line.strip() and not is_shared and line.strip() not in ("Options:", "Example:", "Examples:"):
             kept.append(line)
-    return [*kept, *([f"  and {', '.join(names)}"] if names else [])]
+    return kept, names
 
 
 def page() -> str:
