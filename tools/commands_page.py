@@ -67,7 +67,7 @@ def help_of(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=name, max_content_width=WIDTH, terminal_width=WIDTH)
     text = command.get_help(context).removeprefix("Usage: ")
     head, _, rest = text.partition("\nSettings, which replace those of the file:\n")
-    usage, *lines = f"{head}\n{rest.partition('\n\n')[2]}".splitlines()
+    usage, *lines = [*head.splitlines(), *rest.partition("\n\n")[2].splitlines()]
     kept, names = without_shared(lines)
     options = [f"[{name}]" for name in names if name not in ("-h,", "--help")]
     if any(line.startswith("  -") for line in kept):
