@@ -11,6 +11,7 @@ import click
 from fresh import ROOT, write
 
 from elche_client.cli import cli
+from elche_client.cli_options import Program
 from elche_coordinator.main import main as coordinator
 from elche_worker.agent.main import main as worker
 
@@ -50,16 +51,19 @@ EXAMPLE = re.compile(r"^    (?=(\w+=\S+ )?elche)")
 WIDTH = 118
 
 
-def pages() -> Iterator[tuple[str, click.Command]]:
-    """Every command with its whole name."""
-    for name, command in sorted(cli.commands.items()):
-        if isinstance(command, click.Group):
-            yield from ((f"elche {name} {inner}", one) for inner, one in sorted(command.commands.items()))
-        else:
-            yield f"elche {name}", command
-    yield "elche-coordinator", coordinator
-    yield from ((f"elche-coordinator {name}", command) for name, command in sorted(coordinator.commands.items()))
-    yield "elche-worker", worker
+def sections() -> Iterator[tuple[str, list[str]]]:
+    """The titles of `elche --help`, each with the help of its commands; the other programs come last."""
+    for title, names in Program.SECTIONS.items():
+        yield title, [text for name in names for text in helps(f"elche {name}", cli.commands[name])]
+    yield "Programs", [*helps("elche-coordinator", coordinator, is_own=True), help_of("elche-worker", worker)]
+
+
+def helps(name: str, command: click.Command, *, is_own: bool = False) -> list[str]:
+    """The help of a command, or of each command in a group, and with `is_own` of the group itself."""
+    if not isinstance(command, click.Group):
+        return [help_of(name, command)]
+    inner = [help_of(f"{name} {one}", command.commands[one]) for one in sorted(command.commands)]
+    return [help_of(name, command), *inner] if is_own else inner
 
 
 def help_of(name: str, command: click.Command) -> str:
@@ -97,8 +101,8 @@ def without_shared(lines: list[str]) -> tuple[list[str], list[str]]:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD, *(f"## {name}\n\n```text\n{help_of(name, command)}\n```\n" for name, command in pages())]
-    return "\n".join(parts)
+    parts = ["\n".join([f"## {title}\n\n```text", "\n\n".join(texts), "```\n"]) for title, texts in sections()]
+    return "\n".join([HEAD, *parts])
 
 
 if __name__ == "__main__":
