@@ -3,7 +3,7 @@
 import pytest
 
 from elche_coordinator.core.messages.commands import SendKeepBest, SendOutcome, SendShutdown
-from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, JobCancelled
+from elche_coordinator.core.messages.events import BestKept, CheckpointFailed, FinalStateSaved, JobCancelled
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank, Version
 from elche_coordinator.core.messages.reports import ENDED_EARLY, EvaluationReport, JobResult, Outcome
 from elche_coordinator.core.records.ranks import fastest
@@ -178,6 +178,19 @@ def test_the_final_state_is_written_on_the_host_that_has_the_best_checkpoint(sim
     simulation.run_until(lambda: bool(simulation.sent(SendKeepBest)))
     assert fastest(simulation.training.members) == 1
     assert [order.rank for order in simulation.sent(SendOutcome) if order.save_final] == [0]
+
+
+@pytest.mark.parametrize("ends", ["before it is asked for the best", "after"])
+def test_the_best_is_kept_by_another_rank_when_the_one_that_wrote_the_last_model_dies(simulate, ends):
+    simulation = simulate(ranks(5, 12, 15), **of(LOSSES), checkpoint_ms=300.0)
+    event = FinalStateSaved if ends.startswith("before") else SendKeepBest
+    simulation.run_until(lambda: bool(simulation.events(event) or simulation.sent(event)))
+    (saver,) = [order.rank for order in simulation.sent(SendOutcome) if order.save_final]
+    assert bool(simulation.sent(SendKeepBest)) == (ends == "after")
+    simulation.kill(saver)
+    assert told(simulation.run()) == ("best of epoch 2", 2, {"loss": 0.2}, {"loss": 0.5}, "")
+    (next_saver,) = [order.rank for order in simulation.sent(SendOutcome) if order.save_final and order.rank != saver]
+    assert simulation.sent(SendKeepBest)[-1].rank == next_saver
 
 
 def test_a_rank_that_is_not_asked_cannot_say_that_the_best_is_kept(simulate):

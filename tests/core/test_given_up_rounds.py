@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from elche_coordinator.core.messages.commands import SendFormGroup, SendLease, StopRank
-from elche_coordinator.core.messages.events import JobCancelled, ResultReceived, RoundFailed
+from elche_coordinator.core.messages.events import JobCancelled, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
@@ -82,6 +82,23 @@ def test_cpu_the_work_of_a_given_up_round_is_in_a_later_one(simulate, policy, av
         assert row.local_step >= trained_in[rank]
         assert row.version == 3
         assert row.weight > 0
+
+
+def test_cpu_results_after_a_given_up_round_count_when_a_rank_dies_before_all_have_said_that_it_was(simulate):
+    """What one rank says arrives late, and others are rounds further; all that are left have the same results."""
+    broken = frozenset({6})
+    simulation = simulate(
+        ranks(5, 5, 5), policy="sync", averaging="blocking", backend="cpu", broken_rounds=broken, dataset_size=2000
+    )
+    simulation.run_until(lambda: any(event.round == 5 for event in simulation.events(RoundEntered)))
+    simulation.cut_off(1, 1.0)
+    simulation.run_until(lambda: any(event.round == 8 for event in simulation.events(ResultReceived)))
+    assert {event.rank for event in simulation.events(RoundFailed)} == {0, 2}
+    simulation.kill(2)
+    simulation.run_until(lambda: simulation.generation.id == 2)
+    assert simulation.rounds[-1].round >= 8
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    simulation.assert_exactly_once()
 
 
 @every_way

@@ -312,7 +312,7 @@ def counted_to_the_end(run: Run, num_left: int, epochs: int = 3) -> list[dict[st
         pytest.param("0=7", [1, 2], {"LOOP_WORKERS": "1"}, marks=LONG),
         pytest.param("1=7", [0, 2], {}, marks=LONG),
         pytest.param("2=4", [0, 1], {"LOOP_EL_CHE": "3"}, marks=LONG),
-        ("0=2 2=5", [1], {"LOOP_EL_CHE": "2"}),
+        ("0=2 2=3", [1], {"LOOP_EL_CHE": "2"}),
     ],
 )
 def test_a_loop_goes_on_without_a_rank_that_was_killed(

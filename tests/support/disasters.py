@@ -1,24 +1,40 @@
 """What befalls a simulated job at random: deaths, hangs, ends of the coordinator; and whole random runs of these."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from elche.settings import AgreedSettings
-from elche_coordinator.core.messages.events import PauseRequested, ScaleRequested, SlotsAsked
+from elche_coordinator.core.messages.commands import SendOutcome
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    AgentLost,
+    CheckpointFailed,
+    CheckpointRequested,
+    DrainRequested,
+    PauseRequested,
+    ScaleRequested,
+    SlotsAsked,
+)
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.simulator.simulation import JOB
+from elche_coordinator.simulator.simulation import JOB, RankModel
+from elche_coordinator.simulator.synthetic import SyntheticRank
 from support.watched import LONG_ROUNDS, WatchedSimulation, ranks
 
 WITH_PARTITIONS = 10_000
 WITH_SHORT_ROUNDS = 100_000
 WITH_RIVALS = 200_000
+WITH_HOSTS = 10_000_000
 """Seeds from these on may have them; so those below stay what they were."""
+MOST_LOSSES = 4
+"""How often all ranks die, or a host is lost, in one run: a job that goes back each time would not end."""
 BLAME = "look at these samples"
 """The end of the error of a job whose ranks have died on the same samples."""
+IN_VAIN = "attempts in a row have reached no checkpoint"
+"""The error of a job that has gone back too often."""
 LIMIT_S = 20_000.0
 """Virtual time in which every random run must have ended."""
 
@@ -142,6 +158,77 @@ def rivals(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
     simulation.clock.after(random.expovariate(1 / every_s), strike)
 
 
+def losses(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Some or all ranks die, those with the only model too; or a host is lost, and comes back later."""
+    random = Random(seed)
+
+    def strike(left: int) -> None:
+        if simulation.job.result is not None or not left:
+            return
+        alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
+        if random.random() < 0.5:
+            for rank in random.sample(alive, random.randint(0, len(alive))):
+                simulation.kill(rank)
+        elif hosts := sorted(simulation.core.fleet.agents):
+            _lose(simulation, random.choice(hosts), random.choice([0.0, 0.5, 20.0]))
+        simulation.clock.after(random.expovariate(1 / every_s), lambda: strike(left - 1))
+
+    simulation.clock.after(random.expovariate(1 / every_s), lambda: strike(MOST_LOSSES))
+
+
+def _lose(simulation: WatchedSimulation, agent_id: Any, away_s: float) -> None:
+    """The host's processes are gone, and it comes back without them."""
+    agent = simulation.core.fleet.agents[agent_id]
+    for process in simulation.processes.values():
+        if process.agent_id == agent_id:
+            process.is_alive, process.was_killed = False, True
+    simulation.handle(AgentLost(agent_id=agent_id))
+    back = AgentJoined(agent_id=agent_id, host=agent.host, slots=agent.slots)
+    simulation.clock.after(away_s, lambda: simulation.handle(back))
+
+
+def drains(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """Hosts are drained for a while, with too little notice or enough."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is not None:
+            return
+        if hosts := sorted(simulation.core.fleet.agents):
+            host = random.choice(hosts)
+            simulation.handle(DrainRequested(agent_id=host, is_drained=True))
+            allowed = DrainRequested(agent_id=host, is_drained=False)
+            simulation.clock.after(random.choice([0.0, 0.3, 5.0]), lambda: simulation.handle(allowed))
+        simulation.clock.after(6.0 + random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+def savings(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
+    """People ask for checkpoints."""
+    random = Random(seed)
+
+    def strike() -> None:
+        if simulation.job.result is None:
+            simulation.handle(CheckpointRequested(job_id=JOB))
+            simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+    simulation.clock.after(random.expovariate(1 / every_s), strike)
+
+
+class OnFullDisk(SyntheticRank):
+    """A rank that can write every second checkpoint only."""
+
+    num_tried = 0
+
+    def _write_checkpoint(self, outcome: SendOutcome) -> None:
+        OnFullDisk.num_tried += 1
+        if OnFullDisk.num_tried % 2:
+            super()._write_checkpoint(outcome)
+        else:
+            self._tell(CheckpointFailed(**self.address, version=outcome.version, reason="No space left on device"))
+
+
 @dataclass(frozen=True, slots=True)
 class RandomRun:
     """One random job and what befalls it, all from one seed."""
@@ -154,8 +241,10 @@ class RandomRun:
     def run(self) -> None:
         """Raises `AssertionError` or `TimeoutError` when the job does not end as it must."""
         result = self.simulation.run(limit_s=LIMIT_S)
-        if BLAME in result.error and "deaths" in self.disasters:
+        if BLAME in result.error and {"deaths", "losses"} & {*self.disasters}:
             return  # three deaths by chance on the same samples, before which none had died: so do samples that kill
+        if IN_VAIN in result.error and "losses" in self.disasters:
+            return
         assert result.outcome is Outcome.SUCCEEDED, result.error
         self.simulation.assert_ended_cleanly()
         self.simulation.assert_exactly_once()
@@ -189,9 +278,12 @@ def random_run(seed: int) -> RandomRun:
     settings |= {"anchor": 1} if has_short else LONG_ROUNDS
     settings["eval_size"] = dice.choice([0, 40]) if settings["has_evaluation"] else 0
     speeds = [dice.choice([5.0, 25.0, 30.0, 57.5, 100.0]) for _ in range(dice.randint(1, 6))]
+    models, world = ranks(*speeds, jitter=dice.choice([0, 0.1])), dict[str, Any]()
+    if seed >= WITH_HOSTS:
+        models, world = _wider(settings, models, Random(f"wider {seed}"))
     simulation = WatchedSimulation(
         settings=AgreedSettings(**settings),
-        ranks=ranks(*speeds, jitter=dice.choice([0, 0.1])),
+        ranks=models,
         group_size=dice.choice([1, 1, 1, 2]),
         seed=seed,
         build_ms=dice.choice([0, 15, 200]),
@@ -200,7 +292,10 @@ def random_run(seed: int) -> RandomRun:
         latency_ms=dice.choice([0.1, 1, 20]),
         crashes=True,
         check_every=10,
+        **world,
     )
+    if simulation.group_size > 1:
+        simulation.num_hosts = 1  # which has the slots of a whole group
     simulation.start()
     befallen = []
     for name, disaster, share, every in (
@@ -219,4 +314,51 @@ def random_run(seed: int) -> RandomRun:
     if seed >= WITH_RIVALS and dice.random() < 0.5:
         befallen.append("rivals")
         rivals(simulation, seed + len("rivals"), every_s=dice.choice((1.0, 10.0)))
+    for name, disaster, every in (
+        ("losses", losses, (2.0, 8.0)),
+        ("drains", drains, (3.0,)),
+        ("savings", savings, (1.0, 5.0)),
+    ):
+        if seed >= WITH_HOSTS and dice.random() < 0.4:
+            befallen.append(name)
+            disaster(simulation, seed + len(name), every_s=dice.choice(every))
     return RandomRun(seed, settings, tuple(befallen), simulation)
+
+
+def _wider(settings: dict[str, Any], models: list[RankModel], dice: Random) -> tuple[list[RankModel], dict[str, Any]]:
+    """More that a job may be: changes its settings; its ranks, and what else is of its simulation."""
+    settings["max_steps"] = dice.choice([None, None, 7, 60, 200])
+    settings["drop_last"] = dice.random() < 0.2
+    settings["keep_checkpoints"] = dice.choice([1, 3])
+    settings["max_batch_diff"] = dice.choice([None, None, None, 0, 5]) if settings["policy"] != "sync" else None
+    settings["keeps_state"] = dice.random() < 0.3
+    world: dict[str, Any] = {
+        "num_hosts": dice.choice([1, 2, 3]),
+        "start_ms": dice.choice([0, 300.0]),
+        "evaluation_ms": dice.choice([1.0, 20.0, 2_000.0]),
+        "checkpoint_ms": dice.choice([1.0, 50.0, 3_000.0]),
+        "send_twice": dice.random() < 0.2,
+        "broken_rounds": frozenset(dice.choice([(), (), (3, 4), range(5, 40, 7)])),
+        "new_rank": OnFullDisk if dice.random() < 0.2 else SyntheticRank,
+    }
+    if settings["has_evaluation"] and dice.random() < 0.5:
+        metric = Random(f"metric {dice.random()}")
+        values = [metric.random() for _ in range(10)]
+        world["evaluate"] = lambda epoch: {"loss": values[epoch]}
+        settings |= {"monitor": "loss", "patience": dice.choice([None, 1, 2]), "restore": dice.choice(["best", "last"])}
+        settings["eval_size"] = 0
+    changed = []
+    for model in models:
+        changes = tuple(
+            (dice.uniform(0, 20), dice.choice([5.0, 50.0, 300.0])) for _ in range(dice.choice([0, 0, 1, 3]))
+        )
+        changed.append(
+            replace(
+                model,
+                changes=tuple(sorted(changes)),
+                batch_size=dice.choice([None, None, None, 7, 20]),
+                first_ms=dice.choice([(), (), (1_000.0,), (400.0, 300.0)]),
+                tail=dice.choice([(0.0, 1.0), (0.1, 10.0)]),
+            )
+        )
+    return changed, world

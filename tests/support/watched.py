@@ -19,6 +19,7 @@ from elche_coordinator.core.messages.commands import (
 from elche_coordinator.core.messages.events import Event
 from elche_coordinator.core.messages.ids import Epoch, Rank
 from elche_coordinator.core.messages.reports import EpochReport, EvaluationReport, JobResult
+from elche_coordinator.simulator.collective import Parameters
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 
 AT_RANDOM: dict[str, Any] = {"check_every": 10}
@@ -130,22 +131,28 @@ class WatchedSimulation(Simulation):
         assert ledger is not None
         assert ledger.is_complete
         # those that were killed may have later versions, after which the job has gone back to a checkpoint
-        ended = [process for process in self.processes.values() if not process.was_killed]
+        attempt = {rank: one for rank, one in self.processes.items() if one.attempt == self.job.attempt}
+        ended = [process for process in attempt.values() if not process.was_killed]
         newest = max((process.parameters.version for process in ended), default=0)
-        num_checked = 0
-        for rank, process in self.processes.items():
+        final = dict[Rank, Parameters]()
+        for rank, process in attempt.items():
             record = self.job.ranks.get(rank)
             has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
             if has_left and (process.was_killed or process.parameters.version < newest):
                 continue  # died (perhaps with the only result of a round), left, or not ready before the end
-            num_checked += 1
+            final[rank] = process.parameters
+        assert final or self.job.result is not None
+        for rank, process in attempt.items() if not final else ():  # all have died after one had written it
+            if "model" in process.files and process.agent_id == self.job.result.model_agent_id:
+                final[rank] = process.files.get("last", process.files["model"])
+        assert final, "no rank has the final parameters"
+        for rank, parameters in final.items():
             for epoch in range(ledger.num_epochs):
-                seen = list(process.parameters.seen.get(Epoch(epoch), ()))
+                seen = list(parameters.seen.get(Epoch(epoch), ()))
                 if not ledger.is_stopped:
                     assert seen == [(0, ledger.size(Epoch(epoch)))], f"rank {rank}, epoch {epoch}: {seen}"
                 num_seen = sum(end - start for start, end in seen)
                 assert num_seen == ledger.committed_samples(Epoch(epoch)), f"rank {rank}, epoch {epoch}: {seen}"
-        assert num_checked, "no rank has the final parameters"
 
     def sent(self, kind: type, *, rank: int | None = None) -> list[RankCommand]:
         """All commands of a kind so far, in order; of one rank or of all."""

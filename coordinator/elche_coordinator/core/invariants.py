@@ -37,7 +37,7 @@ def _check_training(job: ManagedJob) -> None:
         return
     _check_rounds(job, training, generation)
     if job.phase is JobPhase.TRAINING:
-        if training.is_complete:
+        if training.is_over:
             raise Broken(f"job {job.id} trains with nothing left")
         _check_progress(job, training, generation)
 

@@ -99,7 +99,7 @@ class SyntheticRank:
         self.is_alive, self.was_killed = True, False
         self.files: dict[str, Parameters] = {}
         """Models that it has written beside checkpoints, by file name."""
-        self._agent_id = agent_id
+        self.agent_id = agent_id
         self.clock = ProcessClock(clock)
         self._tell = tell
         self._collective = collective
@@ -299,7 +299,7 @@ class SyntheticRank:
     def exit(self, code: int, **more: Any) -> None:
         """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
         self.is_alive, self.was_killed = False, code < 0
-        self._tell(RankExited(**self.address, agent_id=self._agent_id, exit_code=code, **more))
+        self._tell(RankExited(**self.address, agent_id=self.agent_id, exit_code=code, **more))
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry

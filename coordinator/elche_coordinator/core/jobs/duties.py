@@ -26,7 +26,7 @@ def _duty_of(
     as stalled, and as hung; None where silence means nothing.
     """
     if not _is_member(record, generation):  # a newcomer, for which nobody waits; it waits for the last one, if for any
-        return Duty(is_busy=last is None or training.is_paused or training.is_complete)
+        return Duty(is_busy=last is None or training.is_paused or training.is_over)
     stall_s: float | None = None
     hang_s: float | None = None
     is_busy = generation.should_work(record) or generation.should_enter(record)

@@ -43,9 +43,16 @@ class FinalModel:
         if training.settings.restore == "best" and not event.error:
             self.model_is = f"best of epoch {training.evaluations.best_epoch}"
 
-    def lose(self, lost: RankRecord) -> None:
-        """Records that the rank is lost, and with it a best model that it has not confirmed."""
-        if self._awaits_best and lost is self._saver:
+    def lose(self, lost: RankRecord, training: Training) -> None:
+        """Records that the rank is lost. If it had still to store the best model, the rank that is asked for the last
+        one instead stores that too; without such a rank the last model is the final one.
+        """
+        is_wanted = self._awaits_best or (not self.model_is and training.evaluations.best_version is not None)
+        if lost is not self._saver or not is_wanted:
+            return
+        if training.saver != lost.rank:
+            self._saver, self._awaits_best = None, False
+        elif self._awaits_best:
             self._awaits_best, self.model_is = False, "last"
             self.best_problem = f"rank {lost.rank}, which was to store it, is gone"
 

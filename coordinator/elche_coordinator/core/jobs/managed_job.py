@@ -243,7 +243,7 @@ class ManagedJob(PlacedJob):
             self.advance(JobTrigger.GROUP_FORMED, "trains")
         elif self.run.generation is not before:
             self.reason = "trains"
-        if self.run.training is not None and self.run.training.is_complete and self.phase is JobPhase.TRAINING:
+        if self.run.training is not None and self.run.training.is_over and self.phase is JobPhase.TRAINING:
             self.advance(JobTrigger.LAST_ROUND_COMMITTED, "writes its final state")
 
     def _on_result_of_round(
@@ -308,7 +308,7 @@ class ManagedJob(PlacedJob):
             training is None
             or self.run.generation is None
             or self.phase is not JobPhase.TRAINING
-            or training.is_complete
+            or training.is_over
         ):
             return
         there = staying(training.members)
@@ -420,7 +420,7 @@ class ManagedJob(PlacedJob):
         failure = self.run.training.lose(record)
         if failure is None and self.phase is not JobPhase.FINISHING:
             failure = self.run.membership.on_lost(record, now_s)
-        self.run.model.lose(record)
+        self.run.model.lose(record, self.run.training)
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
         if record.stopped_round is None:  # it may have been the last one that had not stopped

@@ -285,7 +285,7 @@ class Membership:
         for record in standing.members.values():
             if not record.is_present:
                 training.ledger.release(record.rank)
-        if failure is not None or training.is_complete:
+        if failure is not None or training.is_over:
             return failure
         there = self._staying(self._roster.ranks)
         for record in present(standing.members).values():

@@ -162,7 +162,7 @@ class Run:
         """Records that a rank's process group stands. When all do, rounds begin in it."""
         assert self.membership is not None
         self.membership.on_formed(record, event)
-        is_over = self.training is not None and self.training.is_complete
+        is_over = self.training is not None and self.training.is_over
         return None if is_over else self.membership.take_over(now_s)
 
     def on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> Failure | None:
@@ -186,14 +186,14 @@ class Run:
             case ResultReceived():
                 failure = generation.on_result(record, event, now_s)
             case RoundFailed():
-                failure = generation.on_round_failed(record, event, now_s)
+                failure = generation.on_round_failed(record, event, now_s) or membership.take_over(now_s)
             case _:
                 assert_never(event)
         if failure is not None:
             return failure
         if generation.is_torn and generation.abandoned is None:
             return membership.abandon(now_s)
-        if training.version > version and not training.is_complete:
+        if training.version > version and not training.is_over:
             return membership.on_committed(now_s)
         return None
 

@@ -131,8 +131,8 @@ class Training:
         """Complete epochs to evaluate with the next result: their evaluation was not complete in the checkpoint that
         training resumes, or a rank with a part of it was lost.
         """
-        self._saver: Rank | None = None
-        """The rank that writes the final state; None before it is chosen."""
+        self.saver: Rank | None = None
+        """The rank that is to write the final state; None until training is complete."""
         if resumed is not None:
             try:
                 self._restore(resumed)
@@ -166,6 +166,13 @@ class Training:
     def is_complete(self) -> bool:
         """True if every sample of every epoch is committed."""
         return self.ledger.is_complete
+
+    @property
+    def is_over(self) -> bool:
+        """True if the final model is committed. A training that ends early, when its ranks have no work left, is complete
+        before that: the next round makes the final model.
+        """
+        return self.saver is not None
 
     @property
     def is_idle(self) -> bool:
@@ -396,10 +403,10 @@ class Training:
         writer = received.checkpoint_writer if received.checkpoint_writer in there else self.choose_writer()
         assert writer is not None
         checkpoint = self._begin_checkpoint(writer, judged, now_s, is_foreseen=is_foreseen)
-        self._saver = saver if self.is_complete else None
+        self.saver = saver if self.is_complete else None
         for rank in there:
             written = checkpoint if rank == writer else None
-            self._send_outcome(rank, evaluate=parts.get(rank), checkpoint=written, save_final=rank == self._saver)
+            self._send_outcome(rank, evaluate=parts.get(rank), checkpoint=written, save_final=rank == self.saver)
         if not parts and not self.settings.has_evaluation:
             self._tell_epochs(through=self.ledger.num_epochs)
 
@@ -455,15 +462,15 @@ class Training:
         self._owed += [epoch for epoch in self.evaluations.lose(lost.rank) if epoch not in self._owed]
         self._ask_for_metrics(without=lost)
         failure = self._judge(self.evaluations.take_complete())
-        if failure is not None or not self.is_complete or not there:
+        if failure is not None or not self.is_over or not there:
             return failure
         if self._owed and self.settings.has_evaluation:  # no later result will come
             owed, self._owed = self._owed, []
             for rank, part in self._begin_evaluation(owed, there).items():
                 self._send_outcome(rank, evaluate=part)
-        if lost.rank == self._saver:
-            self._saver = self._choose_saver(fastest(there))
-            self._send_outcome(self._saver, save_final=True)
+        if lost.rank == self.saver:
+            self.saver = self._choose_saver(fastest(there))
+            self._send_outcome(self.saver, save_final=True)
         return None
 
     def _begin_evaluation(self, closed: list[Epoch], there: RankRecords) -> dict[Rank, Evaluate]:

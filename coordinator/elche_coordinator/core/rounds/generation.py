@@ -95,8 +95,10 @@ class Generation:
                 self.scheduler.plan_next(now_s)
 
     def resolve(self, num_rounds: int, now_s: float) -> Failure | None:
-        """Commits its first `num_rounds` open rounds, and drops the others, once all members have abandoned it."""
-        for opened in self.rounds[:num_rounds]:
+        """Commits the first `num_rounds` open rounds that were not given up, and drops the others, once all members
+        have abandoned it.
+        """
+        for opened in self._not_given_up[:num_rounds]:
             if failure := self._commit(opened, now_s):
                 return failure
         self.rounds.clear()
@@ -116,8 +118,15 @@ class Generation:
         return kept, [record for record in there if levels[record.rank] != kept]
 
     def _num_received(self, rank: Rank) -> int:
-        """Number of open rounds, from the first on, whose results the rank has."""
-        return sum(1 for _ in takewhile(lambda opened: rank in opened.results, self.rounds))
+        """Number of open rounds that were not given up, from the first on, whose results the rank has."""
+        return sum(1 for _ in takewhile(lambda opened: rank in opened.results, self._not_given_up))
+
+    @property
+    def _not_given_up(self) -> list[Round]:
+        """The open rounds without those that nobody has the result of and some have given up. Members give up the same
+        rounds, and go on with the next one before all have said so: results of later ones may be there.
+        """
+        return [opened for opened in self.rounds if opened.results or not opened.failures]
 
     @property
     def is_torn(self) -> bool:
