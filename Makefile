@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
-PYTHON ?= python3.11
+# Two commands do everything on a fresh machine with Python 3.11 or newer and make: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -106,7 +106,7 @@ def main() -> None:
             accuracy = evaluate(trainer, held_out)
             trainer.report(accuracy=accuracy)
             if trainer.rank == 0:
-                print(f"epoch {epoch}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
+                print(f"epoch {epoch + 1}: loss {loss:.3f}, accuracy {accuracy:.3f}", flush=True)
         result = {"rank": trainer.rank, "ranks": trainer.world_size, "steps": trainer.num_steps, "accuracy": accuracy}
         print(json.dumps({**result, "digest": digest(model)}), flush=True)
 

@@ -251,7 +251,6 @@ def replay(
     \b
     Examples:
       elche replay runs/digits-20260101-120000
-      elche replay runs/digits-20260101-120000 --nonfinite fail
       elche replay runs/digits-20260101-120000 --until-round 17
     """
     from elche_client.resume import replay_here, replay_run
@@ -297,7 +296,6 @@ def audit(folders: tuple[Path, ...], as_json: bool) -> int:
     Examples:
       elche run train.py --audit true
       elche audit runs/train-20260101-120000
-      elche audit runs/train-20260101-120000 --json
     """
     import elche_audit
     from elche_client.formatting import printable

@@ -115,7 +115,6 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
     Examples:
       elche journal JOB -n 20
       elche journal JOB --json > journal.jsonl
-      elche journal runs/train-20260101-120000 --json > journal.jsonl
     """
     from elche_client import journal as journals
 
@@ -263,14 +262,12 @@ def submit(
     \b
     Examples:
       elche submit train.py
-      elche submit loop.py --ranks 2 --watch
       elche submit train.py --coordinator gpu1:7717 --ranks 8 --watch
       elche submit jobs/train.py --folder . --priority 10 --project vision
       elche submit --module train.digits:job --secret WANDB_API_KEY
       elche submit train.py --requirements requirements.txt
       elche submit train.py --on 'device=cuda' --on 'memory>=20GiB'
       elche submit train.py --env DATA=/data -- --learning-rate 0.1
-      elche submit train.py --key nightly-2026-11-25 --watch
     """
     from elche_client import commands
 

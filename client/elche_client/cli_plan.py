@@ -136,7 +136,6 @@ def plan(
     Examples:
       elche plan --ranks 25ms,57ms,400ms --model 350MB --link 50Mbit/s --mtbf 2h
       elche plan --ranks 8x25ms --model 350MB --link 10Gbit/s,0.2ms --add 40ms
-      elche plan --ranks 25ms,57ms --model 2GB --link 100Mbit/s,20ms --compress int8 --json
       elche plan --like runs/digits-20260101-120000 --model 350MB --add 40ms
     """
     from elche.plan import PlanRequest

@@ -89,8 +89,6 @@ def up(
       elche up --on ssh hosts.txt --coordinator gpu1:7717
       elche up --on slurm --agents 4 --gpus-per-agent 1 -- --partition gpu --time 8:00:00
       elche up --on ray --agents 4 --gpus-per-agent 1
-      elche agents --on slurm
-      elche down --on slurm
     """
     from elche.errors import ElcheError
     from elche_client import contexts

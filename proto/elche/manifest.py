@@ -48,7 +48,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if not whole:
         raise InvalidJob(
             f"{path} is no checkpoint and contains none: no {MANIFEST} is in it; "
-            "name a checkpoint, or the folder of a run that has written one"
+            "a run writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch"
         )
     return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
 
