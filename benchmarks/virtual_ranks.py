@@ -27,10 +27,8 @@ from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
 from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.gains import (
-    BoundsWatch,
     Rows,
     Spread,
-    bounds_of,
     most_gain,
     moved_by_all,
     overlapped_part,
@@ -39,6 +37,7 @@ from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.data.dataset import AsItIs, Shuffled
 from elche_worker.device.rng import seed_all
+from elche_worker.model.bounds import BoundsWatch, bounds_of
 from elche_worker.model.layout import STATISTIC
 from elche_worker.model.step import Built, merge_of
 from elche_worker.outer import Average, OuterOptimizer

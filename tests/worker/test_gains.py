@@ -10,13 +10,12 @@ from torch import nn
 from worker.test_averaging import Ranks, row
 
 from elche_worker.collectives.gains import (
-    BoundsWatch,
     Rows,
     Spread,
-    bounds_of,
     most_gain,
     whole_squares,
 )
+from elche_worker.model.bounds import UNBOUNDED, BoundsWatch, bounds_of
 from support.replicas import Make
 
 CPU = torch.device("cpu")
@@ -198,9 +197,7 @@ def test_rows_are_slices_along_the_first_dimension() -> None:
     assert rows.num_rows == 8
     flat = torch.arange(14.0)
     assert rows.squares(flat, torch.zeros(14)).tolist() == pytest.approx([5, 50, 36, 49, 64, 81, 221, 313])
-    rows.go_further(
-        flat, torch.ones(14), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 1.0, 3.0]), NO_BOUNDS.repeat(4, 1)
-    )
+    rows.go_further(flat, torch.ones(14), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 3.0, 1.0, 3.0]), NO_BOUNDS * 4)
     assert flat.tolist() == [0, 1, 2, 5, 7, 9, 6, 13, 8, 25, 10, 11, 34, 37]
 
 
@@ -314,7 +311,7 @@ def test_a_checkpoint_of_before_has_what_is_known_in_float32() -> None:
 
 
 LEAST = 0.003
-NO_BOUNDS = torch.tensor([[-inf, inf]])
+NO_BOUNDS = [UNBOUNDED]
 
 
 def bounds_seen(*rounds: list[float]) -> list[float]:
@@ -322,7 +319,7 @@ def bounds_seen(*rounds: list[float]) -> list[float]:
     bounds = BoundsWatch()
     for values in rounds:
         said = bounds.say("float32", [torch.tensor(values)], CPU)
-    (seen,) = bounds_of(said).tolist()
+    (seen,) = bounds_of(said)
     return seen
 
 
@@ -348,7 +345,7 @@ def test_no_bounds_are_seen_in(rounds: list[list[float]]) -> None:
 
 
 def test_a_dtype_of_which_nothing_is_trained_has_no_bounds() -> None:
-    assert bounds_of(BoundsWatch().say("float64", [], CPU)).shape == (0, 2)
+    assert bounds_of(BoundsWatch().say("float64", [], CPU)) == []
 
 
 def test_values_that_an_optimizer_keeps_within_bounds_stay_there() -> None:
@@ -364,5 +361,24 @@ def test_values_that_an_optimizer_keeps_within_bounds_stay_there() -> None:
 def test_what_the_mean_itself_has_beyond_a_bound_stays() -> None:
     """One that ranks see differently, by chance."""
     last, average = torch.tensor([0.0, 0.0]), torch.tensor([-0.2, 0.2])
-    Rows([torch.Size([2])]).go_further(average, last, torch.full((2,), 3.0), torch.tensor([[-0.1, 0.1]]))
+    Rows([torch.Size([2])]).go_further(average, last, torch.full((2,), 3.0), [[-0.1, 0.1]])
     assert average.tolist() == pytest.approx([-0.2, 0.2])
+
+
+@pytest.mark.parametrize("merge", ["adascale", "mean"])
+def test_newer_steps_stay_within_bounds_when_a_result_is_added_to_them(merge: str) -> None:
+    """Its correction of the last rate is -0.4, since the other rank is at the bound, and so is the newer step."""
+    rates = [nn.ParameterList([torch.tensor([LEAST, LEAST, 0.9, 0.8])]) for _ in range(2)]
+    world = Ranks(list(rates), merge=merge, overlaps=True)
+    world.round(lambda position, layout: row(layout, weight=0, version=0))
+    world.round(lambda position, layout: row(layout))  # a bound is known when values lie there for two rounds
+    set_last(rates[1], LEAST)
+    world.all(lambda at: world.start(at, row(world.layouts[at], version=2), keeps_snapshot=True))
+    set_last(rates[0], LEAST)
+    world.all(lambda at: world.complete(at, has_newer_steps=True))
+    assert rates[0][0].min() == rates[1][0].min() == torch.tensor(LEAST)
+
+
+@torch.no_grad()
+def set_last(rates: nn.ParameterList, value: float) -> None:
+    rates[0][-1] = value

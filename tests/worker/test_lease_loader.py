@@ -289,3 +289,14 @@ def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
                 loader_of(Indices(10**9), num_workers=1)
             monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: "/tmp/pymp-12345678")
             loader_of(Indices(10**9), num_workers=1)[0].stop()
+
+
+def test_a_batch_that_worker_processes_cannot_send_is_an_error() -> None:
+    wake, order = threading.Event(), Shuffled(10**9, seed=3)
+    loader = LeaseLoader(
+        Indices(10**9), order=order, batch_size=10, collate_fn=lambda _: lambda: 0, wake=wake.set, num_workers=1
+    )
+    loader.add(LeasedPart(id=1, epoch=0, offset=0, size=20))
+    with pytest.raises(UserCodeRaised, match=r"cannot be pickled, as worker processes send it .*num_workers to 0"):
+        take(loader, wake)
+    loader.stop()

@@ -120,6 +120,13 @@ def test_after_its_last_step_one_cycle_stays_where_it_is() -> None:
         assert rates(optimizer) == last
 
 
+class WarmUp(lr_scheduler.CosineAnnealingLR):
+    """Its own rates, beside a closed form that is not theirs."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [0.0 for _ in self.base_lrs] if self.last_epoch < 10 else super().get_lr()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -129,6 +136,7 @@ def test_after_its_last_step_one_cycle_stays_where_it_is() -> None:
             "MultiplicativeLR, whose rates follow from its steps",
         ),
         (lambda optimizer: "cosine", "str, which is no LRScheduler"),
+        (lambda optimizer: WarmUp(optimizer, T_max=100), "WarmUp, whose rates follow from its steps"),
     ],
 )
 def test_a_scheduler_that_cannot_be_placed_is_refused(build: object, message: str) -> None:
@@ -213,3 +221,33 @@ def test_what_was_set_goes_on_after_a_checkpoint_and_the_rest_is_the_file_s() ->
     optimizer = new_optimizer(lr=0.3)
     LearningRates([optimizer]).restore(before.to_json())
     assert rates(optimizer) == pytest.approx([0.2, 0.2])
+
+
+class OwnRate(torch.optim.SGD):
+    """As Hugging Face's Adafactor, whose `lr` is None while it sets its own rates, or with no such option."""
+
+    def __init__(self, parameters: Any, *, is_none: bool) -> None:
+        super().__init__(parameters, lr=0.5)
+        for group in self.param_groups:
+            if is_none:
+                group["lr"] = None
+            else:
+                del group["lr"]
+
+
+@pytest.mark.parametrize("is_none", [True, False])
+def test_an_optimizer_that_has_no_rate_keeps_its_own_and_takes_no_schedule(is_none: bool) -> None:
+    own = OwnRate([torch.zeros(1, requires_grad=True)], is_none=is_none)
+    rates = LearningRates([own])
+    before = dict(own.param_groups[0])
+    rates.reset()
+    rates.restore(rates.to_json())
+    assert own.param_groups[0] == before
+    for act in (
+        lambda: LearningRates([own], schedule=lambda progress: 1.0),
+        lambda: LearningRates([own], scheduler=lambda one: lr_scheduler.LambdaLR(one, lambda step: 1.0)),
+        lambda: rates.set_lr(0.1),
+        lambda: rates.set_lr_scale(2.0),
+    ):
+        with pytest.raises(InvalidJob, match="no effect on OwnRate, which has groups of parameters without a rate"):
+            act()

@@ -10,11 +10,11 @@ independent ones. Each row of a weight, and each value of a vector, has its own,
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from math import inf, nan
 
 import torch
 
 from elche_worker.collectives.operations import ValueCollectives
+from elche_worker.model.bounds import UNBOUNDED, Bounds, keep_within
 
 SMOOTHING = 0.9
 """Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
@@ -117,17 +117,17 @@ class Rows:
             return torch.zeros(0, dtype=SQUARES, device=flat.device)
         return _unpacked(_packed(torch.cat(squares).sqrt()))
 
-    def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor, bounds: torch.Tensor) -> None:
+    def go_further(self, average: torch.Tensor, last: torch.Tensor, gains: torch.Tensor, bounds: Bounds) -> None:
         """Multiplies the step from `last` to `average` by each row's gain, in place. Where the average is within the
         bounds of its tensor, so is the result.
         """
         per_tensor = torch.split(gains, [num for num, _ in self._shapes])
-        parts = zip(self.parts(average), self.parts(last), per_tensor, bounds.tolist(), strict=True)
-        for part, before, gain, (least, most) in parts:
-            mean = part.clone() if (least, most) != (-inf, inf) else None
+        parts = zip(self.parts(average), self.parts(last), per_tensor, bounds, strict=True)
+        for part, before, gain, ends in parts:
+            mean = part.clone() if ends != UNBOUNDED else None
             part.sub_(before).mul_(gain.to(part.dtype).unsqueeze(1)).add_(before)
             if mean is not None:
-                part.copy_(part.maximum(mean.clamp(max=least)).minimum(mean.clamp(min=most)))
+                keep_within(part, ends, mean)
 
 
 def whole_squares(step: torch.Tensor) -> torch.Tensor:
@@ -190,40 +190,6 @@ def _packed(norms: torch.Tensor) -> torch.Tensor:
 def _unpacked(raw: torch.Tensor) -> torch.Tensor:
     """The squared norms of `_packed` norms."""
     return raw.view(SENT).to(SQUARES).square_()
-
-
-class BoundsWatch:
-    """Detects bounds in which an optimizer keeps the values of tensors, such as one that sets negative weights to 0
-    after each step. The mean of values within bounds is within them; a step multiplied by a gain need not be.
-
-    A tensor has a bound if two or more of its values, but not all, are equal and its least (or greatest), in this round
-    and the last. A bound found by chance only keeps some values from going beyond the mean.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, list[list[float]]] = {}
-        """By dtype: of each tensor, its least and its greatest value a round ago."""
-
-    def say(self, dtype: str, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """One rank's input to `bounds_of`: for each tensor 1 or 0 and the value, of a lower bound and of an
-        upper one.
-        """
-        ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
-        now: list[list[float]] = torch.stack(ends).tolist() if ends else []
-        before, self._before[dtype] = self._before.get(dtype, [[nan, nan]] * len(now)), now
-        said = [
-            (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)
-            for tensor, *pair in zip(tensors, now, before, strict=True)
-            for end, known in zip(*pair, strict=True)
-        ]
-        return torch.tensor(said, dtype=SQUARES).view(-1).to(device)
-
-
-def bounds_of(said: torch.Tensor) -> torch.Tensor:
-    """The bounds of each tensor, (tensors, 2), from the sum of all `BoundsWatch.say`; infinite where none has any."""
-    num_ranks, ends = said.view(len(said) // 4, 2, 2).unbind(-1)
-    unbounded = torch.tensor([-inf, inf], dtype=said.dtype).to(said.device)
-    return torch.where(num_ranks > 0, ends / num_ranks, unbounded)
 
 
 def most_gain(weights: Sequence[float]) -> float:

@@ -11,10 +11,8 @@ import torch
 from elche_worker.collectives.compression import CODECS, Codec, Compression
 from elche_worker.collectives.gains import (
     SQUARES,
-    BoundsWatch,
     Rows,
     Spread,
-    bounds_of,
     mean_squares,
     most_gain,
     overlapped_part,
@@ -24,6 +22,7 @@ from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, ValueCollectives
 from elche_worker.collectives.outer_state import OuterState
 from elche_worker.collectives.staged import where
+from elche_worker.model.bounds import Bounds, BoundsWatch, bounds_of
 from elche_worker.model.layout import Kind, Layout
 from elche_worker.model.tensors import Piece, local_of, placed
 from elche_worker.outer import Average
@@ -119,8 +118,8 @@ class Said:
     """Of each kind the mean of the squared norms of the ranks' steps, by row."""
     by_all: Sequence[torch.Tensor]
     """Of each kind True for rows that all ranks with weight have moved."""
-    bounds: Sequence[torch.Tensor]
-    """Of each kind the sum of `BoundsWatch.say`."""
+    bounds: Sequence[Bounds]
+    """Of each kind the bounds that any rank sees."""
 
 
 class Reduction:
@@ -143,7 +142,10 @@ class Reduction:
         """
         self._sends_unsent = False
         """True if the round in progress sends the errors in `_unsent`."""
-        self._bounds = BoundsWatch()
+        self._watch = BoundsWatch()
+        self.bounds: dict[Kind, Bounds] = {}
+        """Of each kind the bounds of trained parameters in the latest round in which ranks averaged while they trained
+        on."""
         self.has_header = False
         """True if the latest round's header was received."""
         self._header_s = 0.0
@@ -251,6 +253,8 @@ class Reduction:
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
                 said = self._hear_spread(values, weights)
+            elif self._options.overlaps:
+                self.bounds = {kind: bounds_of(self._seen_bounds(kind)) for kind in self._layout.flat_buffers}
             has_newcomers = _has_newcomers(rows)
             # Compression sends differences from the last result, which newcomers do not have.
             self._average(values, weights, None if is_first or has_newcomers else self._codec(rows[source].level))
@@ -325,19 +329,21 @@ class Reduction:
         for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
             squares.append(self._rows(kind).squares(trained, self._memory(kind, trained).last))
-            seen = self._bounds.say(kind, list(self._rows(kind).parts(trained)), trained.device)
+            seen = self._seen_bounds(kind)
             bounds.append(seen if weights[group.position] else torch.zeros_like(seen))
         mean, by_all = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
         seen = torch.cat(bounds)
         if seen.numel():
             group.all_reduce(seen)
         sizes = [len(one) for one in squares]
-        return Said(
-            most_gain(weights),
-            torch.split(mean, sizes),
-            torch.split(by_all, sizes),
-            torch.split(seen, [len(one) for one in bounds]),
-        )
+        found = [bounds_of(one) for one in torch.split(seen, [len(one) for one in bounds])]
+        self.bounds = dict(zip(self._layout.flat_buffers, found, strict=True))
+        return Said(most_gain(weights), torch.split(mean, sizes), torch.split(by_all, sizes), found)
+
+    def _seen_bounds(self, kind: Kind) -> torch.Tensor:
+        """What this rank's own values say of bounds."""
+        trained = self._layout.flat_buffers[kind][: self._layout.num_trained(kind)]
+        return self._watch.say(kind, list(self._rows(kind).parts(trained)), trained.device)
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
@@ -349,7 +355,7 @@ class Reduction:
         memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], part)
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
-            rows.go_further(trained, memory.last, gains, bounds_of(said.bounds[at]))
+            rows.go_further(trained, memory.last, gains, said.bounds[at])
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])

@@ -7,10 +7,12 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
@@ -437,4 +439,23 @@ class _Sampler:
 
 
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
-    return lambda _: end_with_parent(parent_pid)
+    def begin(_: int) -> None:
+        end_with_parent(parent_pid)
+        # The thread that sends batches only prints an error of pickling, and the rank would wait for ever.
+        Queue._on_queue_feeder_error = _send_error_instead  # type: ignore[attr-defined]
+
+    return begin
+
+
+def _send_error_instead(queue: Any, error: Exception, item: Any) -> None:
+    """Sends an error in place of a batch that cannot be pickled, in a worker process; called by `queue`'s thread."""
+    match item:
+        case (int() as position, data):
+            said = f"{type(data).__name__}: {type(error).__name__}: {error}"
+            why = (
+                f"a batch cannot be pickled, as worker processes send it ({said}): let collate_fn return what can be, "
+                "such as tensors and objects of classes at the top level of a module, or set num_workers to 0"
+            )
+            queue.put((position, FetchError(why, "")))
+        case _:
+            traceback.print_exception(error)

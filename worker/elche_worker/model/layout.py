@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
 from elche_worker.device.chunks import alike
+from elche_worker.model.bounds import UNBOUNDED, Bounds, keep_within
 from elche_worker.model.storage import without_copies
 from elche_worker.model.tensors import is_divided, is_plain, local_of
 
@@ -301,24 +302,27 @@ class Layout:
         return _norm(changes), _norm(sizes)
 
     @torch.no_grad()
-    def correct(self) -> None:
+    def correct(self, bounds: Mapping[Kind, Bounds] | None = None) -> None:
         """Adds the corrections of `compare`, (result - snapshot), to trained parameters and averaged moments, so that
-        newer steps are kept; replaces everything else by the result.
+        newer steps are kept; replaces everything else by the result. `bounds`: of each kind those of its trained
+        parameters, beyond which no sum goes further than the newer steps or the result.
         """
         for kind, views in self._views.items():
-            entries = self.of_kind(kind)
-            for entry, view, correction in zip(entries, views, _views(self._snapshot[kind], entries), strict=True):
+            entries, known = self.of_kind(kind), (bounds or {}).get(kind, [])
+            limits = [*known, *[UNBOUNDED] * (len(entries) - len(known))]  # trained parameters come first
+            parts = zip(entries, views, _views(self._snapshot[kind], entries), limits, strict=True)
+            for entry, view, correction, ends in parts:
                 if not entry.is_corrected:
                     _copy_all([(entry.tensor, view)])
                     continue
+                if entry.moment in NOT_NEGATIVE:
+                    # The next step divides by its root, and would be huge for a value near 0.
+                    ends = [math.inf, math.inf]
                 for tensor, result, change in alike(entry.tensor, view, correction):
-                    if entry.moment in NOT_NEGATIVE:
-                        # A correction may be negative. The sum stays at least the smaller of old value and result: the
-                        # next step divides by its root, and would be huge for a value near 0.
-                        least = torch.minimum(tensor, result.to(tensor))
-                        tensor.copy_(torch.maximum(tensor + change.to(tensor.device), least))
-                    else:
-                        tensor += change.to(tensor.device, non_blocking=True)
+                    newer = tensor.clone() if ends != UNBOUNDED else None
+                    tensor += change.to(tensor.device, non_blocking=True)
+                    if newer is not None:
+                        keep_within(tensor, ends, newer, result.to(tensor))
 
     @torch.no_grad()
     def copied_tensors(self) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elche_worker.model.own_state import OwnState
 from elche_worker.user.callbacks import Callbacks
-from elche_worker.user.schedule import LearningRates, Progress
+from elche_worker.user.schedule import LearningRates, Progress, rate_of
 
 
 class RateSetters:
@@ -104,4 +104,4 @@ class View(RateSetters):
 
     @property
     def lr(self) -> float:
-        return float(self._replica.optimizers[0].param_groups[0]["lr"])
+        return rate_of(self._replica.optimizers[0].param_groups[0])

@@ -37,7 +37,7 @@ from elche_worker.user.callbacks import Callbacks, EpochMetrics, be_this_rank
 from elche_worker.user.device import Device
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loggers import Loggers
-from elche_worker.user.schedule import LearningRates, Progress
+from elche_worker.user.schedule import LearningRates, Progress, rate_of
 
 FILE = "the job"
 MEASURED_BATCHES = 2
@@ -181,7 +181,7 @@ class _OnlyRank(RateSetters):
 
     @property
     def lr(self) -> float:
-        return float(self._built.all_optimizers[0].param_groups[0]["lr"])
+        return rate_of(self._built.all_optimizers[0].param_groups[0])
 
 
 def _tell_skipped(epoch: int, sums: EpochSums) -> None:

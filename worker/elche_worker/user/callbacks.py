@@ -75,7 +75,7 @@ class Rank(Protocol):
 
     @property
     def lr(self) -> float:
-        """Present learning rate of the first parameter group."""
+        """Present learning rate of the first parameter group; NaN for an optimizer that has its own."""
         ...
 
     def set_lr(self, lr: float) -> None:

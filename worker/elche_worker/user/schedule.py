@@ -69,12 +69,14 @@ class LearningRates:
         self._scale = 1.0
         self._factor = 1.0
         self._optimizers = optimizers
-        self._bases = [float(group["lr"]) for group in self._groups]
-        """Rate of each parameter group before factor and scale."""
+        self._bases = [rate_of(group) for group in self._groups]
+        """Rate of each parameter group before factor and scale; NaN for one without, whose optimizer has its own."""
         self._were_set = False
         """True if callbacks have set the base rates."""
         self._schedule = schedule
         self._schedulers: list[LRScheduler] = []
+        if schedule is not None:
+            self._check_rates("the schedule")
         if scheduler is not None:
             self.set_scheduler(scheduler)
 
@@ -96,6 +98,7 @@ class LearningRates:
     @scale.setter
     def scale(self, scale: float) -> None:
         if scale != self._scale:  # otherwise rates that user code has set in the optimizer itself would be lost
+            self._check_rates("lr_scale_ratio")
             self._scale = scale
             self.reset()
 
@@ -107,6 +110,7 @@ class LearningRates:
     @factor.setter
     def factor(self, factor: float) -> None:
         if factor != self._factor:
+            self._check_rates("set_lr_scale")
             self._factor = factor
             self.reset()
 
@@ -136,11 +140,15 @@ class LearningRates:
 
     def set_schedule(self, schedule: Callable[[Progress], float] | None) -> None:
         """Replaces the schedule or scheduler."""
+        if schedule is not None:
+            self._check_rates("set_schedule")
         self._schedule, self._schedulers = schedule, []
         self.reset()
 
     def set_scheduler(self, scheduler: Callable[[Any], LRScheduler] | None) -> None:
         """Replaces the schedule or scheduler. Raises `InvalidJob` for a scheduler that cannot be used."""
+        if scheduler is not None:
+            self._check_rates("the scheduler")
         self._put(self._bases)  # a scheduler takes the present rates as its base
         for group in self._groups:
             group.pop("initial_lr", None)
@@ -177,7 +185,17 @@ class LearningRates:
         if bases is not None and len(bases) == len(self._bases):
             self._set_bases([float(base) for base in bases])
 
+    def _check_rates(self, what: str) -> None:
+        """Raises `InvalidJob` if a parameter group has no rate that can be set."""
+        for optimizer in self._optimizers:
+            if any(math.isnan(rate_of(group)) for group in optimizer.param_groups):
+                raise InvalidJob(
+                    f"{what} has no effect on {type(optimizer).__name__}, which has groups of parameters without a "
+                    "rate (lr): give it one, or leave the rates to it"
+                )
+
     def _set_bases(self, bases: list[float]) -> None:
+        self._check_rates("a rate")
         self._bases, self._were_set = bases, True
         self.reset()
 
@@ -190,6 +208,8 @@ class LearningRates:
 
     def _put(self, rates: list[float]) -> None:
         for group, rate in zip(self._groups, rates, strict=True):
+            if math.isnan(rate):
+                continue
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -203,6 +223,12 @@ class LearningRates:
         if factor is None:
             raise InvalidJob(f"schedule() must return a number, the factor of the rates, not {type(returned).__name__}")
         return [base * factor for base in self._bases]
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """The learning rate of a parameter group; NaN for one without, as Adafactor's that sets its own."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
 
 
 def _checked(what: str, value: float) -> float:
@@ -241,10 +267,19 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
     scheduler._get_lr_called_within_step = True  # otherwise it warns about a call by the user
     if isinstance(scheduler, LambdaLR | OneCycleLR | CyclicLR):
         return [float(rate) for rate in scheduler.get_lr()]
-    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    closed_form = _closed_form_of(scheduler)
     if closed_form is None:
         raise InvalidJob(
             f"scheduler() returned a {type(scheduler).__name__}, whose rates follow from its steps alone; "
             "elche takes rates at a position: use LambdaLR, or schedule"
         )
     return [float(rate) for rate in closed_form()]
+
+
+def _closed_form_of(scheduler: LRScheduler) -> Callable[[], list[Any]] | None:
+    """The scheduler's method of rates at a position; None if it has none, or inherits one beside a `get_lr` of its
+    own, whose rates are others.
+    """
+    kinds = type(scheduler).__mro__
+    first = next((kind for kind in kinds if "get_lr" in vars(kind) or "_get_closed_form_lr" in vars(kind)), kinds[0])
+    return getattr(scheduler, "_get_closed_form_lr", None) if "_get_closed_form_lr" in vars(first) else None
