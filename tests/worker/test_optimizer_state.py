@@ -118,3 +118,18 @@ def test_an_optimizer_that_needs_a_closure_has_no_shared_state() -> None:
     model, _ = parts()
     with pytest.raises(InvalidJob, match="whose step\\(\\) needs no closure; use 'local'"):
         layout_of(model, torch.optim.LBFGS(model.parameters()), optimizer_state="average")
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+def test_optimizers_begin_as_they_would_without_rounds(kind: str) -> None:
+    """Their state is there before the first batch, as a step makes it that nobody wants."""
+    trained = []
+    for optimizer_state in ("local", "average"):
+        model, optimizer = parts(lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01))
+        layout_of(model, optimizer, optimizer_state)
+        for seed in range(3):
+            train(model, optimizer, seed)
+        trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+    assert torch.equal(*trained)

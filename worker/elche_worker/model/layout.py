@@ -465,6 +465,10 @@ def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable
     return lambda: optimizer.state[parameter].get(key)
 
 
+FIRST_VALUES = {"mu_product": 1.0, "eta": None, "step_size": None}
+"""Of NAdam, ASGD and Rprop: what a step without gradients and rate changes, and its first value; None: the rate."""
+
+
 def _materialize(optimizer: Optimizer) -> None:
     """Has the optimizer create its state by a step with zero gradients and learning rate 0, which is not counted:
     rounds need the state's tensors before the first batch.
@@ -487,9 +491,13 @@ def _materialize(optimizer: Optimizer) -> None:
     for group, values in zip(optimizer.param_groups, kept, strict=True):
         group.update(values)
     optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].zero_()
+    for group in optimizer.param_groups:
+        for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
+            for name, first in (("step", 0.0), *FIRST_VALUES.items()):
+                if isinstance(value := state.get(name), torch.Tensor):
+                    value.fill_(group["lr"] if first is None else first)
+                elif isinstance(value, int):  # others' optimizers count their steps in one
+                    state[name] = 0
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
