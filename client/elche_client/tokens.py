@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from types import TracebackType
 from typing import Self
 
 from elche.status import calling
@@ -40,9 +39,7 @@ class Tokens:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._channel.close()
 
     def make(self, name: str, role: Role, *, expires: timedelta | None) -> tuple[Token, str]:
