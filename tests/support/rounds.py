@@ -1,6 +1,5 @@
 """Rounds of a simulated job, in every way to make them."""
 
-
 import pytest
 
 from elche.policies import POLICIES

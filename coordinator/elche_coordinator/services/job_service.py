@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from elche.errors import InvalidJob, UnknownJob
-from elche.v1 import (
-    job_pb2,
-    job_pb2_grpc,
-)
+from elche.v1 import job_pb2, job_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.best_model import best_weights

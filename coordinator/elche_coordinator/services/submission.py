@@ -7,15 +7,19 @@ from elche.artifacts import check_place
 from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
-from elche.script import check_arguments, check_environment, check_module, check_project, check_secrets
+from elche.script import (
+    MAX_PRIORITY,
+    MAX_SOURCE_BYTES,
+    check_arguments,
+    check_environment,
+    check_module,
+    check_project,
+    check_secrets,
+)
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
 from elche.v1 import job_pb2
 
-MAX_SOURCE_BYTES = 1 << 20
-"""Largest file of a job."""
-MAX_PRIORITY = 1000
-"""Highest priority; the lowest is its negative."""
 MAX_ECHO = 100
 """Longest text of a client, in characters, that an error repeats."""
 
