@@ -50,7 +50,7 @@ from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.parts import Parts
 from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
+from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
 from elche_worker.rank.script import become_script
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
@@ -299,7 +299,7 @@ def _prepare(
 
 def _new_group(launch: Launch, job: JobDefinition, channel: grpc.Channel) -> ReplicaGroup:
     if launch.group_size == 1:
-        return SingleProcess()
+        return ReplicaGroup()
     return DistributedGroup(launch, channel, cast(Strategy, job.shard))
 
 
