@@ -61,7 +61,7 @@ class Coordinator:
     present phase, change nothing. An exception out of it is a bug of the core.
     """
 
-    def __init__(self, *, first_incarnation: int = 1) -> None:
+    def __init__(self) -> None:
         self.quotas: dict[str, int] = {}
         """Most slots of each project's jobs together; `shares.EVERYONE` names the entry of those without their own."""
         self.jobs: dict[JobId, Job] = {}
@@ -79,7 +79,7 @@ class Coordinator:
         """Times at which to look for silent ranks."""
         self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
         """Times from which lost ranks may be restarted."""
-        self._next_incarnation = first_incarnation
+        self._next_incarnation = 1
         """Larger than every incarnation given out so far, so that a number never names two processes."""
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
