@@ -25,7 +25,7 @@ SHORT = (
     f"under {FEW_BATCHES} a rank, so that one device may reach a better model; "
     "rounds of --averaging blocking --anchor 1 --overhead-target 0.5 may lose less, in more time"
 )
-"""What the summary says of such a training."""
+"""The remark on such a training in the summary."""
 
 PIPE_WIDTH = 400
 """Columns of a table that is not printed on a terminal: enough that no id or path is cut."""

@@ -35,7 +35,7 @@ REASONS = {
     "address lookup failed": "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
 }
-"""What gRPC's details mean, by a part of them that needs no further detail."""
+"""Meanings of gRPC's details, by a part of them that needs no further detail."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 

@@ -88,7 +88,7 @@ READ_BETWEEN = (
     "samples are read between batches and not ahead of them: only the thread that made the data set can read it. With "
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
-"""What is said of a data set that another thread cannot read."""
+"""Notice for a data set that another thread cannot read."""
 ROUNDS_FORMAT = 3
 """Version of what ranks tell each other in rounds (rows of the header, digests), and of what they compute of it: only
 ranks of one train together.
