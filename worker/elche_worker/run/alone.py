@@ -242,7 +242,7 @@ def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: 
 
 
 class _Watch:
-    """Judges evaluations: whether the monitored metric improves, and whether metrics are finite."""
+    """Judges evaluations: finds the best by the monitored metric, and metrics that are not finite."""
 
     def __init__(self, job: JobDefinition) -> None:
         self._job = job
