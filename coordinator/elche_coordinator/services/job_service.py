@@ -69,7 +69,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
         self._links = LinkTrials(driver.agents, transfers)
 
-    async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
+    async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:
         key = CALLER.get().own_key(request.key)
         known = self._catalogue.submitted_as(key)
         if known:
@@ -86,7 +86,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         job_id = await requests.submit(self._driver, spec, key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
-    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
+    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:
         page = job_pb2.ListJobsResponse()
         page.next_page_token = _fill(
             page.jobs,
@@ -96,7 +96,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         )
         return page
 
-    async def WatchJob(  # noqa: N802
+    async def WatchJob(
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         self._views.newest(request.job_id)
@@ -107,12 +107,12 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         finally:
             self._driver.watchers.unwatch(request.job_id, queue)
 
-    async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
+    async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:
         before = requests.cancel(self._driver, requests.own_view(self._catalogue, request.job_id))
         await self._driver.durable()
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
-    async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
+    async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:
         check_settings(request.settings)
         view = requests.own_view(self._catalogue, request.job_id)
         submitter = CALLER.get().submitter(request.submitted_by)
@@ -121,14 +121,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         )
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
-    async def CheckpointJob(  # noqa: N802
+    async def CheckpointJob(
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
         requests.request_checkpoint(self._driver, requests.own_view(self._catalogue, request.job_id))
         await self._driver.durable()
         return job_pb2.CheckpointJobResponse()
 
-    async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
+    async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:
         view = requests.own_view(self._catalogue, request.job_id)
         is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
         HAS_CHANGED.set(is_open)
@@ -137,37 +137,35 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             await self._driver.durable()
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
-    async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
+    async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:
         before = requests.scale(
             self._driver, self._catalogue, requests.own_view(self._catalogue, request.job_id), request.num_ranks
         )
         await self._driver.durable()
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
-    async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802
+    async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:
         num_ranks = requests.drain(self._driver, request.host, is_drained=request.is_drained)
         await self._driver.durable()
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
-    async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
+    async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:
         page = job_pb2.ListHostsResponse(now=time.time())
         page.next_page_token = _fill(page.hosts, self._driver.agents.hosts(), codec.host_message, request)
         return page
 
-    async def MeasureLinks(  # noqa: N802
+    async def MeasureLinks(
         self, request: job_pb2.MeasureLinksRequest, context: Context
     ) -> AsyncIterator[job_pb2.MeasureLinksResponse]:
         async with aclosing(self._links.measure(request.hosts)) as found:
             async for one in found:
                 yield one
 
-    async def InjectFault(  # noqa: N802
-        self, request: job_pb2.InjectFaultRequest, context: Context
-    ) -> job_pb2.InjectFaultResponse:
+    async def InjectFault(self, request: job_pb2.InjectFaultRequest, context: Context) -> job_pb2.InjectFaultResponse:
         host = self._faults.inject(requests.own_view(self._catalogue, request.job_id), request)
         return job_pb2.InjectFaultResponse(host=host)
 
-    async def FetchModel(  # noqa: N802
+    async def FetchModel(
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         view = self._catalogue.known_view(request.job_id)
@@ -177,7 +175,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             async for data in chunks:
                 yield job_pb2.FetchModelResponse(data=data)
 
-    async def StreamLogs(  # noqa: N802
+    async def StreamLogs(
         self, request: job_pb2.StreamLogsRequest, context: Context
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
         parts = stream_logs(
@@ -191,14 +189,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             async for part in parts:
                 yield part
 
-    async def FetchTimeline(  # noqa: N802
+    async def FetchTimeline(
         self, request: job_pb2.FetchTimelineRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
         self._catalogue.known_view(request.job_id)
         async for data in self._timelines.chunks(request.job_id):
             yield job_pb2.FetchTimelineResponse(data=data)
 
-    async def FetchJournal(  # noqa: N802
+    async def FetchJournal(
         self, request: job_pb2.FetchJournalRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
         self._catalogue.known_view(request.job_id)
