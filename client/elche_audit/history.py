@@ -84,8 +84,6 @@ class Attempt:
     """By file: its batches that are in committed rounds."""
     rivals: list[AuditedRound] = field(default_factory=list)
     """Further rounds that were committed with the same version as another one."""
-    undecided: list[AuditedRound] = field(default_factory=list)
-    """Rounds with a result of which nobody has heard whether they are committed."""
 
     @property
     def last(self) -> int:
@@ -174,7 +172,6 @@ def _choose(attempt: Attempt, version: int, candidates: list[AuditedRound], evid
         said = candidates
     if not said:
         said = [one for one in candidates if (one.generation, contents(_parts(one, attempt))) in evidence.recorded]
-    attempt.undecided += [one for one in candidates if one not in said]
     if said:
         attempt.rounds[version] = said[0]
         attempt.rivals += said[1:]

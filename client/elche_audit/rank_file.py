@@ -241,7 +241,7 @@ class RankFile:
     """Results by generation and round."""
     commits: list[Committed] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    """What the process has done, in order."""
+    """The process's records, in order."""
     problems: list[str] = field(default_factory=list)
     """Records that contradict those before them."""
     has_ended: bool = False

@@ -29,7 +29,7 @@ MAX_NAME = 64
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 NOT_READABLE = (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
-"""What the parts of a damaged certificate raise as they are read."""
+"""Errors that reading the parts of a damaged certificate raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,28 +12,11 @@ import click
 
 from elche.errors import ElcheError, JobFailed
 from elche.output import open_standard_streams, take_any_text, use_utf8
+from elche_client import cli_jobs
 from elche_client.cli_certs import certs
 from elche_client.cli_chaos import chaos
 from elche_client.cli_context import context
 from elche_client.cli_init import init
-from elche_client.cli_jobs import (
-    cancel,
-    checkpoint,
-    doctor,
-    drain,
-    fetch,
-    hosts,
-    jobs,
-    journal,
-    logs,
-    pause,
-    scale,
-    submit,
-    sweep,
-    timeline,
-    top,
-    watch,
-)
 from elche_client.cli_options import (
     Program,
     ScriptCommand,
@@ -128,7 +111,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@cli.command(cls=ScriptCommand)
+@click.command(cls=ScriptCommand)
 @file_argument
 @training_options
 @env_option
@@ -175,7 +158,7 @@ def run(
     ).run()
 
 
-@cli.command(cls=ScriptCommand)
+@click.command(cls=ScriptCommand)
 @click.argument("job", metavar="JOB|PATH")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @training_options
@@ -215,7 +198,7 @@ def resume(
     return resume_here(job, file, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
-@cli.command(cls=TrainingCommand)
+@click.command(cls=TrainingCommand)
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @training_options
 @device_option
@@ -263,7 +246,7 @@ def replay(
     return replay_run(folder, options, device=device, out=out, as_json=as_json, shows_logs=not no_logs)
 
 
-@cli.command()
+@click.command()
 @click.argument("job", metavar="JOB|PATH")
 @address_option
 @json_option
@@ -280,7 +263,7 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
     return list_checkpoints(job, address, as_json=as_json)
 
 
-@cli.command()
+@click.command()
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @json_option
 def audit(folders: tuple[Path, ...], as_json: bool) -> int:
@@ -309,34 +292,15 @@ def audit(folders: tuple[Path, ...], as_json: bool) -> int:
     return elche_audit.exit_code(verdict)
 
 
-for command in (
-    fetch,
-    logs,
-    checkpoint,
-    timeline,
-    journal,
-    scale,
-    drain,
-    pause,
-    submit,
-    jobs,
-    hosts,
-    doctor,
-    top,
-    sweep,
-    watch,
-    cancel,
-    chaos,
-    context,
-    init,
-    plan,
-    certs,
-    token,
-    up,
-    agents,
-    down,
-):
-    cli.add_command(command)
+cli.add_section("Train", run, resume, replay, init, plan)
+cli.add_section(
+    "Jobs",
+    *(cli_jobs.submit, cli_jobs.sweep, cli_jobs.jobs, cli_jobs.watch, cli_jobs.top, cli_jobs.logs, cli_jobs.fetch),
+    *(cli_jobs.checkpoint, checkpoints, cli_jobs.pause, cli_jobs.scale, cli_jobs.cancel),
+)
+cli.add_section("Cluster", cli_jobs.hosts, cli_jobs.drain, up, agents, down)
+cli.add_section("Debug", cli_jobs.doctor, cli_jobs.timeline, cli_jobs.journal, audit, chaos)
+cli.add_section("Access", context, token, certs)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -159,19 +159,18 @@ class CommandGroup(click.Group):
 class Program(CommandGroup):
     """The whole program, whose help lists its commands by purpose."""
 
-    SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "Train": ("run", "resume", "replay", "init", "plan"),
-        "Jobs": (
-            *("submit", "sweep", "jobs", "watch", "top", "logs", "fetch"),
-            *("checkpoint", "checkpoints", "pause", "scale", "cancel"),
-        ),
-        "Cluster": ("hosts", "drain", "up", "agents", "down"),
-        "Debug": ("doctor", "timeline", "journal", "audit", "chaos"),
-        "Access": ("context", "token", "certs"),
-    }
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._sections: dict[str, list[str]] = {}
+
+    def add_section(self, title: str, *commands: click.Command) -> None:
+        """Adds commands, and lists them in the help in this order."""
+        for command in commands:
+            self.add_command(command)
+        self._sections[title] = [str(command.name) for command in commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, names in self.SECTIONS.items():
+        for title, names in self._sections.items():
             self.format_section(formatter, title, names)
 
 
@@ -245,15 +244,10 @@ def job_options(
     slow: Sequence[tuple[int, float]],
     verify: bool,
     env: Sequence[tuple[str, str]] = (),
-    priority: int = 0,
-    project: str = "",
-    artifacts: str = "",
-    conditions: Sequence[str] = (),
     requirements: Path | None = None,
-    module: str = "",
-    secrets: Sequence[str] = (),
+    **others: Any,
 ) -> JobOptions:
-    """The options of a job, from those of its command. Raises `InvalidJob`."""
+    """The options of a job, from those of its command; `others` are fields of `JobOptions`. Raises `InvalidJob`."""
     from elche.requirements import parse_requirements
     from elche_client.options import JobOptions, read_source
 
@@ -267,13 +261,8 @@ def job_options(
         verify_rounds=verify,
         arguments=context.meta.get("arguments", ()),
         environment=dict(env),
-        priority=priority,
-        project=project,
-        artifacts=artifacts,
-        conditions=tuple(conditions),
-        module=module,
-        secrets=tuple(secrets),
         requirements=() if requirements is None else parse_requirements(read_source(requirements)),
+        **others,
     )
 
 

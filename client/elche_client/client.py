@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -51,6 +50,9 @@ from elche_client.rank_output import RankLines
 from elche_client.upload import entry_of, file_of_module, folder_of, upload
 
 log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 CALL_TIMEOUT_S = 10.0
 """Seconds for the answer to a call that is not a stream."""
@@ -108,9 +110,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -213,8 +213,7 @@ class Client:
         request = pb.SubmitJobRequest(spec=spec, key=key or uuid.uuid4().hex)
         for wait_s in (*RETRY_AFTER_S, None):
             try:
-                with self._calling():
-                    response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+                response = self._ask(self._stub.SubmitJob, request)
                 break
             except Unreachable:
                 if wait_s is None:
@@ -226,8 +225,7 @@ class Client:
         """The job that you have submitted with a key; None if there is none."""
         request = pb.SubmitJobRequest(key=key, finds=True)
         try:
-            with self._calling():
-                response = self._stub.SubmitJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            response = self._ask(self._stub.SubmitJob, request)
         except UnknownJob:
             return None
         return JobHandle(self, response.job_id)
@@ -248,15 +246,8 @@ class Client:
 
     def jobs(self) -> list[JobView]:
         """All jobs of the coordinator, oldest first."""
-        found: list[JobView] = []
-        request = pb.ListJobsRequest()
-        while True:
-            with self._calling():
-                page = self._stub.ListJobs(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-            found += map(decode_view, page.jobs)
-            if not page.next_page_token:
-                return found
-            request = pb.ListJobsRequest(page_token=page.next_page_token)
+        pages = self._pages(self._stub.ListJobs, pb.ListJobsRequest())
+        return [decode_view(job) for page in pages for job in page.jobs]
 
     def job(self, job_id: str) -> "JobHandle":
         """A handle of an existing job. Its first method raises `UnknownJob` if there is no such job."""
@@ -288,30 +279,24 @@ class Client:
     def cancel(self, job_id: str) -> Change:
         """Cancels a job. Nothing changes for one that has ended."""
         request = pb.CancelJobRequest(job_id=job_id)
-        with self._calling(job_id):
-            response = self._stub.CancelJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        response = self._ask(self._stub.CancelJob, request, job_id)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def resume(self, job_id: str, **settings: object) -> "JobHandle":
         """Resumes a job that has ended as a new job, from its newest checkpoint; `settings` replace its own."""
         checked = JobOptions(settings=settings)
         request = pb.ResumeJobRequest(job_id=job_id, settings=encode_settings(checked), submitted_by=user_at_host())
-        with self._calling(job_id):
-            response = self._stub.ResumeJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        response = self._ask(self._stub.ResumeJob, request, job_id)
         return JobHandle(self, response.job_id)
 
     def checkpoint(self, job_id: str) -> None:
         """Requests a checkpoint of a job with its next round."""
-        with self._calling(job_id):
-            self._stub.CheckpointJob(
-                pb.CheckpointJobRequest(job_id=job_id), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-            )
+        self._ask(self._stub.CheckpointJob, pb.CheckpointJobRequest(job_id=job_id), job_id)
 
     def pause(self, job_id: str, *, is_paused: bool = True) -> Change:
         """Pauses a training job after its open round, or lets it go on with `is_paused=False`."""
         request = pb.PauseJobRequest(job_id=job_id, is_paused=is_paused)
-        with self._calling(job_id):
-            response = self._stub.PauseJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        response = self._ask(self._stub.PauseJob, request, job_id)
         return Change(is_made=response.changed, before=decode_state(response.state))
 
     def scale(self, job_id: str, num_ranks: int) -> int:
@@ -319,28 +304,19 @@ class Client:
         work is committed. Returns the previous number. Raises `InvalidJob`.
         """
         request = pb.ScaleJobRequest(job_id=job_id, num_ranks=num_ranks)
-        with self._calling(job_id):
-            return self._stub.ScaleJob(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks_before
+        return self._ask(self._stub.ScaleJob, request, job_id).num_ranks_before
 
     def drain(self, host: str, *, is_drained: bool = True) -> int:
         """Drains a host, by name or agent id: its ranks leave once their work is committed, and it gets no others; with
         `is_drained=False` it is available again. Returns its number of ranks.
         """
         request = pb.DrainHostRequest(host=host, is_drained=is_drained)
-        with self._calling():
-            return self._stub.DrainHost(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).num_ranks
+        return self._ask(self._stub.DrainHost, request).num_ranks
 
     def hosts(self) -> list[HostView]:
         """The connected hosts, in the order in which they joined, with the jobs on their devices."""
-        found: list[HostView] = []
-        request = pb.ListHostsRequest()
-        while True:
-            with self._calling():
-                page = self._stub.ListHosts(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-            found += [from_message(host, HostView) for host in page.hosts]
-            if not page.next_page_token:
-                return found
-            request = pb.ListHostsRequest(page_token=page.next_page_token)
+        pages = self._pages(self._stub.ListHosts, pb.ListHostsRequest())
+        return [from_message(host, HostView) for page in pages for host in page.hosts]
 
     def measure_links(self, hosts: Sequence[str] = ()) -> Iterator[LinkView]:
         """The link between each pair of the connected, or named, hosts, as each is measured. Takes 2 to 3 s for each,
@@ -359,8 +335,7 @@ class Client:
         when there is nothing to break.
         """
         request = pb.InjectFaultRequest(job_id=job_id, fault=FAULTS[fault], rank=rank, seconds=seconds)
-        with self._calling(job_id):
-            return self._stub.InjectFault(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).host
+        return self._ask(self._stub.InjectFault, request, job_id).host
 
     def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
@@ -402,17 +377,11 @@ class Client:
 
     def timeline(self, job_id: str) -> str:
         """The timeline so far of a job with `timeline=True`, as JSON lines."""
-        request = pb.FetchTimelineRequest(job_id=job_id)
-        with self._calling(job_id):
-            parts = [part.data for part in self._stub.FetchTimeline(request, metadata=self._metadata)]
-        return b"".join(parts).decode("utf-8")
+        return self._text(self._stub.FetchTimeline, pb.FetchTimelineRequest(job_id=job_id))
 
     def journal(self, job_id: str, *, num_events: int | None = None) -> str:
         """A job's journal, or its newest events, as JSON lines, such as for a bug report."""
-        request = pb.FetchJournalRequest(job_id=job_id, num_events=num_events)
-        with self._calling(job_id):
-            parts = [part.data for part in self._stub.FetchJournal(request, metadata=self._metadata)]
-        return b"".join(parts).decode("utf-8")
+        return self._text(self._stub.FetchJournal, pb.FetchJournalRequest(job_id=job_id, num_events=num_events))
 
     def watch(self, job_id: str) -> Iterator[Event]:
         """The events of a job: first a view of it as it is now, last its result.
@@ -456,6 +425,26 @@ class Client:
             finally:
                 call.cancel()  # type: ignore[no-untyped-call]
         raise Unreachable(f"the coordinator at {self.address} ended the watch before job {job_id} ended")
+
+    def _ask(
+        self, call: "grpc.UnaryUnaryMultiCallable[Request, Response]", request: Request, job_id: str = ""
+    ) -> Response:
+        with self._calling(job_id):
+            return call(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+
+    def _pages(self, call: Any, request: Any) -> Iterator[Any]:
+        """The answers to a call that lists something, page by page."""
+        page = self._ask(call, request)
+        yield page
+        while page.next_page_token:
+            request.page_token = page.next_page_token
+            page = self._ask(call, request)
+            yield page
+
+    def _text(self, call: Any, request: Any) -> str:
+        """All parts of a job's file, joined."""
+        with self._calling(request.job_id):
+            return b"".join(part.data for part in call(request, metadata=self._metadata)).decode("utf-8")
 
     @contextmanager
     def _calling(self, job_id: str = "") -> Iterator[None]:

@@ -15,16 +15,7 @@ from elche_client.events import EVENT_NAMES, Event, Fault, JobResult, JobState, 
 from elche_client.options import MAX_NAME_CHARS, JobOptions, has_own_loop
 
 STATES: dict[int, JobState] = {
-    pb.JOB_STATE_QUEUED: JobState.QUEUED,
-    pb.JOB_STATE_STARTING: JobState.STARTING,
-    pb.JOB_STATE_TRAINING: JobState.TRAINING,
-    pb.JOB_STATE_PAUSED: JobState.PAUSED,
-    pb.JOB_STATE_WAITING: JobState.WAITING,
-    pb.JOB_STATE_FINISHING: JobState.FINISHING,
-    pb.JOB_STATE_STOPPING: JobState.STOPPING,
-    pb.JOB_STATE_SUCCEEDED: JobState.SUCCEEDED,
-    pb.JOB_STATE_FAILED: JobState.FAILED,
-    pb.JOB_STATE_CANCELLED: JobState.CANCELLED,
+    pb.JobState.Value(f"JOB_STATE_{state.upper()}"): state for state in JobState if state is not JobState.UNKNOWN
 }
 
 EVENT_KINDS = {name: kind for kind, name in EVENT_NAMES.items()}

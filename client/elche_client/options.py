@@ -9,13 +9,18 @@ from pathlib import Path, PurePath
 from elche.artifacts import check_place
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
-from elche.script import check_arguments, check_environment, check_project, check_secrets
+from elche.script import (
+    MAX_PRIORITY,
+    MAX_SOURCE_BYTES,
+    check_arguments,
+    check_environment,
+    check_project,
+    check_secrets,
+)
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
 
-MAX_SOURCE_BYTES = 2**20
 MAX_NAME_CHARS = 100
-MAX_PRIORITY = 1000
 LOOP_NAMES = ("Trainer", "Ddp", "shard", "ElcheCallback")
 """Names of `elche_worker` that only scripts with their own loop import."""
 

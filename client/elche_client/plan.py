@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from elche.errors import ElcheError, InvalidJob
@@ -18,7 +17,7 @@ from elche.formatting import duration
 from elche.plan import MAX_DEVICES, DevicePlan, Plan, PlanRequest
 from elche_client.formatting import percent, quantity, si
 from elche_client.record import to_json
-from elche_client.summary import wide_console
+from elche_client.summary import plain_table, wide_console
 
 RECORD = "record.json"
 MODULE = "elche_coordinator.planning"
@@ -127,7 +126,7 @@ def _gain(plans: Sequence[Plan]) -> float:
 
 def panel(plans: Sequence[Plan], *, with_unicode: bool = True) -> RenderableType:
     """The figures of one plan, or of two side by side; a bar for each device of the last; and what is assumed."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("")
     for title in ("plan", "with the added")[: len(plans)]:
         table.add_column(title if len(plans) > 1 else "", justify="right", no_wrap=True)
@@ -180,7 +179,7 @@ _ROWS: tuple[tuple[str, Callable[[Plan], str]], ...] = (
 
 def _picture(plan: Plan, *, with_unicode: bool) -> RenderableType:
     """Draws the parts of each device's time; devices that are alike have one bar."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     for title in ("ms/batch", "devices", "where the time goes", *(name for name, *_ in PARTS), "batches/s"):
         table.add_column(title, justify="left" if title == "where the time goes" else "right", no_wrap=True)
     for batch_ms in dict.fromkeys(one.batch_ms for one in plan.devices):

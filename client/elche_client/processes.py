@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
-from types import TracebackType
 from typing import IO, Self
 
 from elche.errors import ElcheError
@@ -147,9 +146,7 @@ class ChildProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def add(self, child: ChildProcess) -> None:

@@ -4,8 +4,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Self, assert_never
+from typing import Any, Self, assert_never
 
 from rich.console import Console
 from rich.live import Live
@@ -55,9 +54,7 @@ class ProgressDisplay(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(  # noqa: B027  # most displays have nothing to end
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:  # noqa: B027  # most displays have nothing to end
         pass
 
 
@@ -95,10 +92,8 @@ class Told(ProgressDisplay):
         self._shown.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._shown.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._shown.__exit__(*error)
         self._reporter.close()
 
 
@@ -116,10 +111,8 @@ class LiveProgress(ProgressDisplay):
         self._notices.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._notices.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._notices.__exit__(*error)
         self._live.stop()
 
     def _print(self, line: str) -> None:

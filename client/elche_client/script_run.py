@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError
 from elche.processors import environment_of_ranks
 from elche.tls import VARIABLE as TLS_VARIABLE
 from elche.token import VARIABLE
@@ -18,7 +18,7 @@ from elche_client.events import JobResult, JobState
 from elche_client.local_run import CANCEL_TIMEOUT_S, RECONNECT_S, LocalRun, make_folder, require_installed
 from elche_client.notices import print_notice
 from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
-from elche_client.options import read_source
+from elche_client.options import check_loop, read_source
 from elche_client.output import exit_code_of
 from elche_client.processes import ChildProcess, ProcessError, exit_error, signal_name
 from elche_client.progress import ProgressDisplay, make_progress
@@ -51,9 +51,7 @@ class ScriptRun(LocalRun):
         source = read_source(self.path)
         require_installed()
         options = self.options
-        if options.settings:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in options.settings)
-            raise InvalidJob(f"{self.path} has its own training loop, which takes no {names}: set them in the script")
+        check_loop(self.path, options)
         coordinator = self._begin_coordinator()
         devices = check_devices(
             options.num_ranks, device=self.device, notifications=self.notifications, processes=self.processes

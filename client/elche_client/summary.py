@@ -25,10 +25,15 @@ SHORT = (
     f"under {FEW_BATCHES} a rank, so that one device may reach a better model; "
     "rounds of --averaging blocking --anchor 1 --overhead-target 0.5 may lose less, in more time"
 )
-"""What the summary says of such a training."""
+"""The remark on such a training in the summary."""
 
 PIPE_WIDTH = 400
 """Columns of a table that is not printed on a terminal: enough that no id or path is cut."""
+
+
+def plain_table() -> Table:
+    """A table without lines, and without columns so far."""
+    return Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
 
 
 def wide_console() -> Console:
@@ -126,7 +131,7 @@ def _epoch(view: JobView) -> int:
 
 
 def ranks_table(ranks: Sequence[RankResult]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     for title in ("rank", "device", "batches", "share", "ms/batch", "waited"):
         table.add_column(title, justify="left" if title == "device" else "right", no_wrap=True, overflow="ellipsis")
     samples = sum(rank.samples for rank in ranks)
@@ -139,7 +144,7 @@ def ranks_table(ranks: Sequence[RankResult]) -> Table:
 
 
 def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     for title in ("version", "epochs", "batches", "size", "", "metrics", "checkpoint"):
         is_text = title in ("", "metrics", "checkpoint")
         table.add_column(title, justify="left" if is_text else "right", overflow="fold" if is_text else "ellipsis")
@@ -155,7 +160,7 @@ def checkpoints_table(checkpoints: Sequence[Checkpoint]) -> Table:
 def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
     """A row for each job, with its id, which begins with the name and is never cut."""
     now = now or datetime.now(UTC)
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("job", overflow="fold", min_width=MIN_NAME)
     for title in ("state", "epoch", "train loss", "samples/s", "ranks", "age"):
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
@@ -174,7 +179,7 @@ def jobs_table(views: Sequence[JobView], now: datetime | None = None) -> Table:
 
 
 def hosts_table(hosts: Sequence[HostView]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = plain_table()
     for title in ("host", "device", "model", "memory", "job", "rank"):
         folds = title in ("host", "job")  # users have to type these
         is_number = title in ("memory", "rank")

@@ -144,17 +144,7 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
         raise ValueError(f"there is no {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
     job = path.parent / str(table["job"])
     method = _one_of("method", table.get("method", "grid"), METHODS)
-    spaces: dict[tuple[str, str], Space] = {}
-    fixed: Values = {}
-    for place in PLACES:
-        for name, value in (table.get(place) or {}).items():
-            found = _space(f"{place}: {name}", value)
-            if found is None:
-                fixed[place, str(name)] = value
-            else:
-                spaces[place, str(name)] = found
-    if not spaces:
-        raise ValueError("nothing varies: give a setting or an argument a list of values, or min and max")
+    spaces, fixed = _parameters(table)
     halving, conditions, folder = table.get("halving") or {}, table.get("conditions") or [], table.get("folder")
     if not isinstance(halving, dict):
         raise ValueError(f"halving is a table, such as {{epochs: 1, factor: 3, rungs: 3}}, not {halving!r}")
@@ -188,6 +178,22 @@ def _sweep(path: Path, text: str, table: Any) -> Sweep:
     trials(sweep)
     _check_values(sweep)
     return sweep
+
+
+def _parameters(table: dict[str, Any]) -> tuple[dict[tuple[str, str], Space], Values]:
+    """The settings and arguments that vary, and those with one value, by place and name."""
+    spaces: dict[tuple[str, str], Space] = {}
+    fixed: Values = {}
+    for place in PLACES:
+        for name, value in (table.get(place) or {}).items():
+            found = _space(f"{place}: {name}", value)
+            if found is None:
+                fixed[place, str(name)] = value
+            else:
+                spaces[place, str(name)] = found
+    if not spaces:
+        raise ValueError("nothing varies: give a setting or an argument a list of values, or min and max")
+    return spaces, fixed
 
 
 def _check_values(sweep: Sweep) -> None:

@@ -5,9 +5,9 @@ trials, which go on meanwhile.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 from rich.console import Console
@@ -23,7 +23,7 @@ from elche_client.interrupts import interrupted
 from elche_client.notices import print_notice
 from elche_client.panel import STATE_STYLES
 from elche_client.record import to_json
-from elche_client.summary import wide_console
+from elche_client.summary import plain_table, wide_console
 from elche_client.sweep import Results, Sweep, Trial, halved, read_sweep, trials
 from elche_client.upload import folder_of
 
@@ -33,28 +33,8 @@ POLL_COST = 20
 """Least pause between two looks, as a multiple of the time that a look takes."""
 
 
-class Search(Protocol):
-    """The trials of a sweep, which may depend on those that have ended."""
-
-    def trials(self, results: Results) -> Sequence[Trial]:
-        """All trials so far, with those to submit next."""
-        ...
-
-
-class _Fixed:
-    def __init__(self, sweep: Sweep) -> None:
-        self._trials = trials(sweep)
-
-    def trials(self, results: Results) -> Sequence[Trial]:
-        return self._trials
-
-
-class _Halving:
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-
-    def trials(self, results: Results) -> Sequence[Trial]:
-        return list(halved(self._sweep, results))
+Search = Callable[[Results], Sequence[Trial]]
+"""Returns all trials so far, with those to submit next, by the results of those that have ended."""
 
 
 class Optuna:
@@ -122,7 +102,7 @@ class Runner:
 
     def step(self) -> None:
         """Submits new trials, and updates all."""
-        for trial in self._search.trials(self.results):
+        for trial in self._search(self.results):
             if trial.key not in self.jobs:
                 self.trials[trial.key] = trial
                 self.jobs[trial.key] = self._submit(trial)
@@ -164,7 +144,7 @@ class Runner:
         before = -1
         while len(self.results) > before:
             before = len(self.results)
-            for trial in self._search.trials(self.results):
+            for trial in self._search(self.results):
                 if trial.key not in self.jobs and (job := self._client.find(self._key(trial))) is not None:
                     self.trials[trial.key], self.jobs[trial.key] = trial, job
             self._look()
@@ -211,7 +191,7 @@ class Runner:
 
     def table(self) -> Table:
         """The rows as a table for people."""
-        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+        table = plain_table()
         names = [name for _, name in self._sweep.spaces]
         for title in ("trial", *names, "epochs", self._sweep.metric, "state", "job"):
             table.add_column(printable(title), justify="left" if title in ("state", "job") else "right", no_wrap=True)
@@ -251,13 +231,12 @@ def sweep(path: Path, address: str, *, as_json: bool, cancels: bool) -> int:
 
 
 def _search(definition: Sweep) -> Search:
-    match definition.method:
-        case "halving":
-            return _Halving(definition)
-        case "optuna":
-            return Optuna(definition)
-        case _:
-            return _Fixed(definition)
+    if definition.method == "halving":
+        return lambda results: list(halved(definition, results))
+    if definition.method == "optuna":
+        return Optuna(definition).trials
+    fixed = trials(definition)
+    return lambda results: fixed
 
 
 def _follow(runner: Runner) -> bool:

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from types import TracebackType
 from typing import Self
+
+import grpc
 
 from elche.status import calling
 from elche.token import Role
 from elche.v1 import access_pb2 as pb
 from elche.v1.access_pb2_grpc import AccessServiceStub
-from elche_client.client import CALL_TIMEOUT_S
+from elche_client.client import CALL_TIMEOUT_S, Request, Response
 from elche_client.connection import connect
 
 
@@ -40,9 +41,7 @@ class Tokens:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._channel.close()
 
     def make(self, name: str, role: Role, *, expires: timedelta | None) -> tuple[Token, str]:
@@ -52,21 +51,20 @@ class Tokens:
         """
         seconds = 0.0 if expires is None else expires.total_seconds()
         request = pb.MakeTokenRequest(name=name, role=pb.Role.Value(f"ROLE_{role.upper()}"), expires_s=seconds)
-        with calling(self.address):
-            made = self._stub.MakeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        made = self._ask(self._stub.MakeToken, request)
         return _token(made.token), made.text
 
     def all(self) -> list[Token]:
         """The tokens that have not been revoked, oldest first."""
-        with calling(self.address):
-            found = self._stub.ListTokens(pb.ListTokensRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
-        return [_token(one) for one in found.tokens]
+        return [_token(one) for one in self._ask(self._stub.ListTokens, pb.ListTokensRequest()).tokens]
 
     def revoke(self, token_id: str) -> Token:
         """Revokes the token, and ends its open streams. Raises `InvalidJob` for an unknown id."""
+        return _token(self._ask(self._stub.RevokeToken, pb.RevokeTokenRequest(id=token_id)).token)
+
+    def _ask(self, call: "grpc.UnaryUnaryMultiCallable[Request, Response]", request: Request) -> Response:
         with calling(self.address):
-            request = pb.RevokeTokenRequest(id=token_id)
-            return _token(self._stub.RevokeToken(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata).token)
+            return call(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
 
 def _token(message: pb.Token) -> Token:

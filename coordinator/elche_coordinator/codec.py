@@ -16,6 +16,7 @@ from elche.formatting import shortened
 from elche.mapping import from_message, to_message
 from elche.ready import settings_of
 from elche.v1 import agent_pb2, job_pb2, rank_pb2
+from elche.views import JobState
 from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages import commands, events, reports
 from elche_coordinator.core.messages.ids import AgentId, JobId
@@ -31,19 +32,15 @@ MAX_ERROR_CHARS = 4096
 MAX_TRACEBACK_CHARS = 1 << 14
 """Most characters of a traceback, and of a log's end: they stay in memory, with each of many jobs that have failed."""
 
-STATES = {
-    "queued": job_pb2.JOB_STATE_QUEUED,
-    "starting": job_pb2.JOB_STATE_STARTING,
+STATES: dict[str, job_pb2.JobState.ValueType] = {
     "grouping": job_pb2.JOB_STATE_STARTING,
-    "training": job_pb2.JOB_STATE_TRAINING,
-    "paused": job_pb2.JOB_STATE_PAUSED,
-    "waiting": job_pb2.JOB_STATE_WAITING,
-    "finishing": job_pb2.JOB_STATE_FINISHING,
-    "stopping": job_pb2.JOB_STATE_STOPPING,
-    "succeeded": job_pb2.JOB_STATE_SUCCEEDED,
-    "failed": job_pb2.JOB_STATE_FAILED,
-    "cancelled": job_pb2.JOB_STATE_CANCELLED,
+    **{
+        state: job_pb2.JobState.Value(f"JOB_STATE_{state.upper()}")
+        for state in JobState
+        if state is not JobState.UNKNOWN
+    },
 }
+"""The message's value for each phase and outcome of a job."""
 
 
 # From ranks and agents

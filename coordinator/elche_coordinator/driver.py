@@ -42,7 +42,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
-from elche_coordinator.core.records.ranks import address_of
+from elche_coordinator.core.records.ranks import Address, address_of
 from elche_coordinator.journal.entries import fault_text
 from elche_coordinator.journal.journals import Journals
 from elche_coordinator.limits.backlog import Backlog
@@ -190,12 +190,7 @@ class Driver:
         (job, exception) in case of a bug.
         """
         event, fault = entry.event, None
-        if isinstance(event, AgentJoined):
-            self.streams.add_agent(event.agent_id, entry.identity)
-        elif isinstance(event, SessionOpened):
-            self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
-        elif entry.number and (stream := self._source(event)) is not None:
-            stream.num_read = entry.number
+        self._note_stream(entry)
         if isinstance(event, JobSubmitted):
             self.sources.hold(event.job_id, event.spec.source_hash)
         lost_with_agent = self.core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
@@ -216,6 +211,21 @@ class Driver:
             if self.core.result(job_id) is not None:
                 self.sources.release(job_id)
                 self.open_jobs.remove(job_id)
+        self._note_handled(event, lost_with_agent)
+        return visible, commands, fault
+
+    def _note_stream(self, entry: Entry) -> None:
+        """Adds the stream that the event opens, or notes that its message was read from one."""
+        event = entry.event
+        if isinstance(event, AgentJoined):
+            self.streams.add_agent(event.agent_id, entry.identity)
+        elif isinstance(event, SessionOpened):
+            self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
+        elif entry.number and (stream := self._source(event)) is not None:
+            stream.num_read = entry.number
+
+    def _note_handled(self, event: Event, lost_with_agent: list[Address]) -> None:
+        """Updates counts, rows and streams for an event that the core has handled; with a lost agent its ranks go."""
         match event:
             case JobSubmitted() | LoopAttached() | ScaleRequested():
                 self._count(event.job_id)
@@ -228,7 +238,6 @@ class Driver:
                     self.streams.give_up_rank(address)
             case SessionLost():
                 self.streams.give_up_rank(address_of(event))
-        return visible, commands, fault
 
     def _repeat(self, recorded: Recorded) -> None:
         """Repeats the previous coordinator's events, which were durable, and whose effects may have been visible."""

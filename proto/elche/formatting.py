@@ -1,24 +1,8 @@
 """Texts of durations and reports, equal in the coordinator and its clients."""
 
 import math
-from typing import Protocol
 
-
-class Stall(Protocol):
-    """A report that a rank has stalled, or makes batches again."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def silent_s(self) -> float: ...
-    @property
-    def usual_ms(self) -> float: ...
-    @property
-    def is_over(self) -> bool: ...
+from elche.reports import StallReport
 
 
 def duration(seconds: float) -> str:
@@ -48,7 +32,7 @@ def membership_text(text: str, num_ranks: int) -> str:
     return f"{text}; {num_ranks} rank{'' if num_ranks == 1 else 's'} in training" if num_ranks else text
 
 
-def stall_text(report: Stall) -> str:
+def stall_text(report: StallReport) -> str:
     """One line about a stalled rank, without its threads' stacks."""
     who = f"rank {report.rank} on {report.host} ({report.device})"
     if report.is_over:

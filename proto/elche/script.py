@@ -1,10 +1,14 @@
-"""Checks of a job's arguments, environment variables, module, secrets and project."""
+"""Limits of a job's file, and checks of its arguments, environment variables, module, secrets and project."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 from elche.errors import InvalidJob
 
+MAX_SOURCE_BYTES = 1 << 20
+"""Largest file of a job."""
+MAX_PRIORITY = 1000
+"""Highest priority; the lowest is its negative."""
 MAX_VARIABLES = 64
 MAX_ENVIRONMENT_BYTES = 32 * 1024
 MAX_ARGUMENTS_BYTES = 32 * 1024

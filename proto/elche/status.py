@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -36,7 +35,7 @@ REASONS = {
     "address lookup failed": "this host name cannot be resolved",
     "http1.x server": "an HTTP server listens there, such as the coordinator's page; name the port of --listen (7717)",
 }
-"""What gRPC's details mean, by a part of them that needs no further detail."""
+"""Meanings of gRPC's details, by a part of them that needs no further detail."""
 ERRORS = {code: error for error, code in CODES.items()}
 
 
@@ -53,9 +52,7 @@ class answering:  # noqa: N801 - used as a function
     async def __aenter__(self) -> None:
         pass
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, ElcheError):
             return
         code, text = CODES.get(type(error), grpc.StatusCode.FAILED_PRECONDITION), str(error)

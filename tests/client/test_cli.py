@@ -199,6 +199,8 @@ def test_a_script_with_its_own_loop_is_submitted_as_such_and_does_not_run_here(
             assert main(["submit", str(script), *refused, "--coordinator", address]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert line.endswith(said)
+    assert main(["run", str(script), "--verify"]) == 2
+    assert capsys.readouterr().err.endswith("has no rounds: leave out --verify\n")
     (spec,) = jobs.specs
     assert (spec.is_loop, spec.num_ranks) == (True, 2)
     assert not (tmp_path / "ran").exists()

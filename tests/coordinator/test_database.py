@@ -22,13 +22,12 @@ from elche_coordinator.config import Config as CoordinatorConfig
 from elche_coordinator.lifecycle.backup import restore
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.standby import DATABASE, loading, open_store
-from elche_coordinator.storage.sql.database import REVISION, metadata
+from elche_coordinator.storage.sql.database import OLDEST, REVISION, metadata
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, DamagedStore, JobRow, SavedState
 from elche_coordinator.storage.tape import BACKED_UP
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
-RECORD = {"submitted_at": 3.0, "spec": {"name": "old", "source": "text"}}
 
 
 def columns(path: Path) -> dict[str, set[str]]:
@@ -36,11 +35,8 @@ def columns(path: Path) -> dict[str, set[str]]:
     return {table: {column["name"] for column in found.get_columns(table)} for table in found.get_table_names()}
 
 
-def add_job(old: sqlite3.Connection, dump: Path) -> None:
-    """A job as coordinators of that time wrote it: at first with its file, then with its file's hash, in its spec."""
-    if dump.stem in ("before_numbers", "0001", "0002"):
-        old.execute("INSERT INTO jobs (id, record) VALUES ('job', ?)", [json.dumps(RECORD)])
-        return
+def add_job(old: sqlite3.Connection) -> None:
+    """A job as coordinators of that time wrote it."""
     name = hashlib.sha256(b"text").hexdigest()
     row = (json.dumps({"submitted_at": 3.0}), json.dumps({"name": "old", "source_hash": name}), name)
     old.execute("INSERT INTO jobs (id, record, spec, source) VALUES ('job', ?, ?, ?)", row)
@@ -52,9 +48,9 @@ def test_the_newest_migration_is_the_one_that_is_expected() -> None:
     config.set_main_option("script_location", elche_coordinator.storage.sql.migrations.__path__[0])
     scripts = ScriptDirectory.from_config(config)
     assert scripts.get_heads() == [REVISION]
-    assert {path.stem for path in SCHEMAS} == {"before_numbers"} | {
-        one.revision for one in scripts.walk_revisions() if one.revision != REVISION
-    }, "each earlier schema has a file here"
+    earlier = {one.revision for one in scripts.walk_revisions()} - {REVISION}
+    assert {path.stem for path in SCHEMAS} == earlier, "each earlier schema has a file here"
+    assert min(earlier) == OLDEST
 
 
 @pytest.mark.parametrize("dump", SCHEMAS, ids=lambda path: path.stem)
@@ -62,7 +58,7 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
     with sqlite3.connect(path) as old:
         old.executescript(dump.read_text(encoding="utf-8"))
-        add_job(old, dump)
+        add_job(old)
     store = SqlStore.in_file(path)
     new = {table.name: {column.name for column in table.columns} for table in metadata.sorted_tables}
     assert columns(path) == new | {"alembic_version": {"version_num"}}
@@ -71,13 +67,12 @@ def test_an_earlier_schema(dump: Path, tmp_path: Path) -> None:
     assert json.loads(row.record)["submitted_at"] == 3.0
     assert row.spec is not None
     found = json.loads(row.spec)
-    assert store.load_source(str(found.pop("source_hash"))) == RECORD["spec"]["source"]
-    assert found == {name: value for name, value in RECORD["spec"].items() if name != "source"}
+    assert store.load_source(str(found.pop("source_hash"))) == "text"
+    assert found == {"name": "old"}
     store.write([], last=7, entries=b"a piece")
     assert store.load_state().pieces == [b"a piece"]
-    if dump.stem != "before_numbers":
-        assert store.identity().id == "the-store"
-        assert [one.name for one in IssuedTokens(store).all()] == ["ada"]
+    assert store.identity().id == "the-store"
+    assert [one.name for one in IssuedTokens(store).all()] == ["ada"]
     SqlStore.in_file(path)  # once more changes nothing
     assert store.load_state().pieces == [b"a piece"]
 
@@ -89,7 +84,7 @@ def test_a_migration_that_is_cut_short_leaves_the_database_as_it_was(
     path = tmp_path / "elche.sqlite"
     with sqlite3.connect(path) as old:
         old.executescript(dump.read_text(encoding="utf-8"))
-        add_job(old, dump)
+        add_job(old)
     before, create = columns(path), op.create_table
     with monkeypatch.context() as patch:
         patch.setattr(op, "create_table", lambda name, *rest: 1 / 0 if name == "artifacts" else create(name, *rest))
@@ -99,13 +94,22 @@ def test_a_migration_that_is_cut_short_leaves_the_database_as_it_was(
     assert json.loads(SqlStore.in_file(path).load_row("job").record)["submitted_at"] == 3.0
 
 
-def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("revision", "why"),
+    [
+        ("9999", r"newer version \(9999; this one knows .*\): start that"),
+        ("0002", r"a version before the first release \(0002\): begin with another folder"),
+    ],
+)
+def test_a_database_of_another_time_is_refused_and_left_as_it_is(revision: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "elche.sqlite"
     SqlStore.in_file(path).close()
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(BadStore, match=r"newer version \(9999; this one knows .*\): start that"):
+        database.execute("UPDATE alembic_version SET version_num = ?", [revision])
+    before = path.read_bytes()
+    with pytest.raises(BadStore, match=why):
         SqlStore.in_file(path)
+    assert path.read_bytes() == before
 
 
 TABLES = ("alembic_version", *metadata.tables)

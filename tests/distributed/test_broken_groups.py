@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 from elche.errors import PeerLost
 from elche_worker.collectives.world import World
 from elche_worker.trainer import Trainer, TrainerConfig, stepping
-from elche_worker.trainer.attachment import NextGroup, NoAttachment
+from elche_worker.trainer.attachment import Attachment, NextGroup
 from elche_worker.trainer.requests import RequestConsensus
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
 from support.worlds import UNDO, Worlds
 
 
-class SameMembers(NoAttachment):
+class SameMembers(Attachment):
     """In place of a coordinator: all who were there form the next group."""
 
     def __init__(self, world: World, folder: Path) -> None:
@@ -223,7 +223,7 @@ def cannot(folder: Path) -> str:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
     regroup_with(trainer, folder)
-    trainer._together.attachment = NoAttachment()
+    trainer._together.attachment = Attachment()
     if trainer.rank == 1:
         trainer._world.give_up(0)
         return ""

@@ -18,7 +18,7 @@ from elche_worker.device.streams import CudaStreams
 from elche_worker.rank.acts import EnterRound, ResolveCheckpoint, TrainBatch, UseResult
 from elche_worker.rank.main import build
 from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.rank.replica_group import ReplicaGroup
 from elche_worker.session.launch import Launch
 from support.simulated_cuda import CPU, CUDA
 
@@ -106,7 +106,7 @@ class Rank:
         self.said: list[rank_pb2.ConverseRequest] = []
         with self.streams.compute():
             parts, self._accumulators = build(
-                launch, job, SingleProcess(), wake=self._wake, timeline=None, streams=self.streams
+                launch, job, ReplicaGroup(), wake=self._wake, timeline=None, streams=self.streams
             )
             self.replica = Replica(
                 launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]

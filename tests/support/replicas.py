@@ -12,7 +12,7 @@ import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.data.lease_loader import LeasedPart
-from elche_worker.device.streams import HostStreams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.checkpoint import Loaded, load, new_whole
 from elche_worker.rank.acts import EnterRound, JoinGeneration, ResolveCheckpoint, TrainBatch
 from elche_worker.rank.parts import AppliedResult
@@ -105,7 +105,7 @@ def new_rank(folder: Path, rank: int, stack: ExitStack, loaded: Loaded | None = 
         job,
         replace(parts, loaded=loaded),
         channel=nobody,
-        streams=HostStreams(),
+        streams=DeviceStreams(),
         wake=lambda: None,
         tell=lambda message: None,
     )

@@ -1,13 +1,11 @@
 """Rounds of a simulated job, in every way to make them."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from elche.policies import POLICIES
 from elche_coordinator.core.messages.events import ResultReceived
 from elche_coordinator.core.messages.ids import Rank
-from support.watched import Step, WatchedSimulation
+from support.watched import WatchedSimulation
 
 BATCH_SIZE = 10
 LONG_ROUNDS = [name for name, traits in POLICIES.items() if traits.may_overlap]
@@ -34,12 +32,6 @@ def numbered(*values: float) -> dict[Rank, float]:
 def headers(simulation: WatchedSimulation) -> dict[int, list]:
     """Of every committed round."""
     return {event.round: list(event.header) for event in simulation.events(ResultReceived)}
-
-
-def steps_of(simulation: WatchedSimulation, kind: type) -> Iterator[tuple[int, Step]]:
-    for index, step in enumerate(simulation.core.steps):
-        if isinstance(step.event, kind):
-            yield index, step
 
 
 def until_round_is_open(simulation: WatchedSimulation, num_committed: int) -> None:

@@ -17,7 +17,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.model.own_state import build_own_state
 from elche_worker.model.step import build_model
 from elche_worker.rank.parts import Parts
-from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.rank.replica_group import ReplicaGroup
 from elche_worker.session.launch import Launch
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def parts_of(job: TrainingJob, wake: Callable[[], None]) -> Iterator[Parts]:
         dataset=samples,
         loader=loader,
         extent=Extent(dataset_size=SIZE, batch_size=BATCH_SIZE, epochs=job.epochs),
-        group=SingleProcess(),
+        group=ReplicaGroup(),
         batch_size=BATCH_SIZE,
         own_state=build_own_state(job, built.model, "train.py"),
     )

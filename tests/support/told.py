@@ -11,7 +11,7 @@ import torch
 
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted, SoloCollectives
-from elche_worker.device.streams import HostStreams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.rank.loop import Leave, RankLoop
 from elche_worker.session.control import Control
 from support.solo import BATCH_SIZE, JOB, launch, parts_of
@@ -99,7 +99,7 @@ class Rank:
             control=self.control,
             session=session,
             channel=nobody,
-            streams=HostStreams(),
+            streams=DeviceStreams(),
         )
         self.group = Slow()
         self.ended: list[BaseException] = []

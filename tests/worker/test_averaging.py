@@ -19,7 +19,7 @@ from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.collectives.reduction import AverageResult
-from elche_worker.device.streams import DeviceStreams, HostStreams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.layout import Layout
 
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def test_an_overlapped_result_is_a_correction_that_keeps_newer_steps() -> None:
         assert torch.equal(model.weight, torch.full((2, 3), 12.0))
 
 
-class Held(HostStreams):
+class Held(DeviceStreams):
     """Streams whose collectives begin when the test says so."""
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ from elche_worker.data.prefetch import (
     MAX_DEPTH,
     CudaTransfer,
     DeviceMemory,
-    HostTransfer,
+    DeviceTransfer,
     new_transfer,
     prefetch_depth,
 )
-from elche_worker.device.streams import CudaStreams, HostStreams
+from elche_worker.device.streams import CudaStreams, DeviceStreams
 from elche_worker.device.transfer import num_bytes, tensors_in
 from elche_worker.user.device import Device as Found
 from support.simulated_cuda import CUDA, DEFAULT, GB, Device
@@ -46,8 +46,8 @@ def test_the_depth_is_what_training_leaves(activation: int | None, waiting: int,
 
 
 def test_on_the_host_nothing_is_moved() -> None:
-    transfer = new_transfer(torch.device("cpu"), HostStreams())
-    assert isinstance(transfer, HostTransfer)
+    transfer = new_transfer(torch.device("cpu"), DeviceStreams())
+    assert type(transfer) is DeviceTransfer
     data = {"x": torch.ones(3), "name": "a"}
     moved, event = transfer.move(data)
     assert moved is data

@@ -15,11 +15,11 @@ from elche.errors import InvalidJob
 from elche_worker import replay
 from elche_worker.collectives.operations import CollectiveFailed, Collectives
 from elche_worker.data.lease_loader import LeasedPart
-from elche_worker.device.streams import HostStreams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.rank.acts import EnterRound, JoinGeneration, TrainBatch
 from elche_worker.rank.main import build
 from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.rank.replica_group import ReplicaGroup
 from elche_worker.replaying.collectives import ReplayedMeeting
 from elche_worker.session.launch import Launch
 from elche_worker.telemetry.audit import MAGIC
@@ -103,7 +103,7 @@ class Recorded:
         )
         job = load_job(launch.source, launch.file_name)
         wake: Callable[[], None] = lambda: None  # noqa: E731
-        parts, _ = build(launch, job, SingleProcess(), wake=wake, timeline=None, streams=HostStreams())
+        parts, _ = build(launch, job, ReplicaGroup(), wake=wake, timeline=None, streams=DeviceStreams())
         parts.loader.fetch_in_step()
 
         def meet(act: JoinGeneration) -> Collectives:
@@ -112,7 +112,7 @@ class Recorded:
             return cast(Collectives, Failing(inner, fails))
 
         nobody: Any = None
-        streams = HostStreams()
+        streams = DeviceStreams()
         self.replicas.append(
             Replica(
                 launch, job, parts, channel=nobody, streams=streams, wake=wake, tell=lambda message: None, meet=meet

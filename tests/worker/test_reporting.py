@@ -12,11 +12,11 @@ from elche.errors import Misuse
 from elche.v1 import rank_pb2
 from elche_worker.integrations.reporting import MAX_METRICS, Reporting, leave_resume_to_framework
 from elche_worker.trainer import Trainer, TrainerConfig
-from elche_worker.trainer.attachment import NoAttachment
+from elche_worker.trainer.attachment import Attachment
 from elche_worker.user.scalars import Sum, take_scalars
 
 
-class Told(NoAttachment):
+class Told(Attachment):
     """A coordinator's side: what it is told of each epoch, and last."""
 
     is_attached = True

@@ -35,9 +35,8 @@ from states import JOB_STATES, RANK_STATES, TEXTS, coded
 
 THIS = 'job="$job"'
 NAME = "rank {{rank}} · {{device}}"
-# What averaging costs and how far ranks drift: the defaults of overhead_target and divergence_threshold.
+# What averaging costs: the default of overhead_target.
 COST = ((None, GOOD), (0.1, WARN), (0.3, BAD))
-DRIFT = ((None, GOOD), (0.05, WARN))
 
 
 def job() -> Dashboard:

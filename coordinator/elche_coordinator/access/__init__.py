@@ -1,1 +1,1 @@
-"""Who may call: tokens, certificates, the audit log."""
+"""Authentication of callers: tokens, certificates, the audit log."""

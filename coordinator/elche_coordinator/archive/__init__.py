@@ -1,1 +1,1 @@
-"""What ended jobs have left: their records, models and logs."""
+"""Records, models and logs of jobs that have ended."""

@@ -102,7 +102,7 @@ class _Threads:
         self._num = 0
 
     async def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What the function returns, called on one of the threads."""
+        """Calls the function on one of the threads; returns its result."""
         future: Future[Result] = Future()
         self._work.put((future, partial(function, *arguments)))
         if self._num < MAX_AT_ONCE:
@@ -309,7 +309,7 @@ class Artifacts:
     # What is there
 
     async def _in_thread(self, root: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What a function returns that uses the store at `root`."""
+        """Calls a function that uses the store at `root` on a thread; returns its result."""
         return await self._threads[root != self._root].run(function, *arguments)
 
     def has(self, job_id: str, name: str) -> bool:

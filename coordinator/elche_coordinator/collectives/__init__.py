@@ -1,1 +1,1 @@
-"""What ranks do through the coordinator: rendezvous, and averaging where they cannot reach each other."""
+"""Collectives of ranks through the coordinator: rendezvous, and averaging where they cannot reach each other."""

@@ -61,7 +61,7 @@ class Coordinator:
     present phase, change nothing. An exception out of it is a bug of the core.
     """
 
-    def __init__(self, *, first_incarnation: int = 1) -> None:
+    def __init__(self) -> None:
         self.quotas: dict[str, int] = {}
         """Most slots of each project's jobs together; `shares.EVERYONE` names the entry of those without their own."""
         self.jobs: dict[JobId, Job] = {}
@@ -79,7 +79,7 @@ class Coordinator:
         """Times at which to look for silent ranks."""
         self._restarts: Deadlines[tuple[JobId, Rank]] = Deadlines()
         """Times from which lost ranks may be restarted."""
-        self._next_incarnation = first_incarnation
+        self._next_incarnation = 1
         """Larger than every incarnation given out so far, so that a number never names two processes."""
         self._now_s = 0.0
         self._touched: dict[JobId, Job] = {}
@@ -328,27 +328,9 @@ class Coordinator:
                 self._submit(event)
             case LoopAttached():
                 self._attach(event)
-            case JobCancelled():
+            case JobCancelled() | JobBroken() | CheckpointRequested() | PauseRequested() | ScaleRequested():
                 if (job := self._touch(event.job_id)) is not None:
-                    job.cancel()
-                    self._may_place = True  # the job may have held back others in the queue
-            case JobBroken():
-                if (job := self._touch(event.job_id)) is not None:
-                    job.on_broken(event.reason)
-                    self._may_place = True
-            case CheckpointRequested():
-                if (job := self._touch(event.job_id)) is not None:
-                    job.request_checkpoint()
-            case PauseRequested():
-                if (job := self._touch(event.job_id)) is not None:
-                    job.pause(self._now_s, is_paused=event.is_paused)
-                    self._may_place = True  # a paused job is not asked for slots; one that goes on may be
-            case ScaleRequested():
-                if (training := self._touch_training(event.job_id)) is not None:
-                    training.scale(event.num_ranks, self._now_s)
-                    self._may_place = True
-                elif (job := self._touch(event.job_id)) is not None:
-                    job.refuse_now(event, "a loop of the user's own has the ranks that it was started with")
+                    self._take_in_request(job, event)
             case SlotsAsked():
                 if (placed := self._touch_placed(event.job_id)) is not None:
                     placed.give_slots(event.num_ranks, event.by, self._now_s)
@@ -379,6 +361,30 @@ class Coordinator:
                 for job_id in self._checks.take_passed(self._now_s):
                     if (job := self._touch(job_id)) is not None:
                         job.check_silence(self._now_s)
+            case _:
+                assert_never(event)
+
+    def _take_in_request(
+        self, job: Job, event: JobCancelled | JobBroken | CheckpointRequested | PauseRequested | ScaleRequested
+    ) -> None:
+        """Handles a request of a client, or of the shell, for one job."""
+        match event:
+            case JobCancelled():
+                job.cancel()
+                self._may_place = True  # the job may have held back others in the queue
+            case JobBroken():
+                job.on_broken(event.reason)
+                self._may_place = True
+            case CheckpointRequested():
+                job.request_checkpoint()
+            case PauseRequested():
+                job.pause(self._now_s, is_paused=event.is_paused)
+                self._may_place = True  # a paused job is not asked for slots; one that goes on may be
+            case ScaleRequested() if isinstance(job, ManagedJob):
+                job.scale(event.num_ranks, self._now_s)
+                self._may_place = True
+            case ScaleRequested():
+                job.refuse_now(event, "a loop of the user's own has the ranks that it was started with")
             case _:
                 assert_never(event)
 
@@ -420,10 +426,6 @@ class Coordinator:
         if (job := self.jobs.get(job_id)) is not None:
             self._touched[job_id] = job
         return job
-
-    def _touch_training(self, job_id: JobId) -> ManagedJob | None:
-        """As `_touch` for a training; None for a loop."""
-        return self.trainings.get(job_id) if self._touch(job_id) is not None else None
 
     def _touch_placed(self, job_id: JobId) -> PlacedJob | None:
         """As `_touch` for a job that gets slots; None for an attached loop."""

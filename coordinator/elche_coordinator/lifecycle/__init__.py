@@ -1,1 +1,1 @@
-"""How a coordinator starts, leads or stands by, stops, and is backed up."""
+"""Start, leadership, standby, stop and backup of a coordinator."""

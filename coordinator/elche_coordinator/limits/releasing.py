@@ -17,6 +17,11 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def kind_of(handler: Any) -> str:
+    """The attribute of a method's handler that has its function."""
+    return next(name for name in KINDS if getattr(handler, name))
+
+
 class ReleasingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
     """The outermost interceptor: drops a refused call's request, and the frames that refer to it."""
 
@@ -29,7 +34,7 @@ class ReleasingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = next(name for name in KINDS if getattr(handler, name))
+        kind = kind_of(handler)
         behave = getattr(handler, kind)
         releasing = _releasing_stream if inspect.isasyncgenfunction(behave) else _releasing
         return handler._replace(**{kind: partial(releasing, behave)})

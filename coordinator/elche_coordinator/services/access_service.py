@@ -29,7 +29,7 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         self._credentials = credentials
         self._tokens = tokens
 
-    async def MakeToken(self, request: access_pb2.MakeTokenRequest, context: Context) -> access_pb2.MakeTokenResponse:  # noqa: N802
+    async def MakeToken(self, request: access_pb2.MakeTokenRequest, context: Context) -> access_pb2.MakeTokenResponse:
         if not self._credentials.are_needed:
             raise InvalidJob(
                 "this coordinator asks nobody for a token: start it with one of its own (ELCHE_TOKEN or "
@@ -44,13 +44,13 @@ class AccessServicer(access_pb2_grpc.AccessServiceServicer):
         )
         return access_pb2.MakeTokenResponse(token=_message(token), text=text)
 
-    async def ListTokens(  # noqa: N802
+    async def ListTokens(
         self, request: access_pb2.ListTokensRequest, context: Context
     ) -> access_pb2.ListTokensResponse:
         tokens = [_message(one) for one in self._tokens.all()]
         return access_pb2.ListTokensResponse(tokens=tokens)
 
-    async def RevokeToken(  # noqa: N802
+    async def RevokeToken(
         self, request: access_pb2.RevokeTokenRequest, context: Context
     ) -> access_pb2.RevokeTokenResponse:
         token = self._tokens.revoke(request.id)

@@ -33,7 +33,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self._driver = driver
         self._transfers = transfers
 
-    async def Attend(  # noqa: N802
+    async def Attend(
         self, request_iterator: AsyncIterator[agent_pb2.AttendRequest], context: Context
     ) -> AsyncIterator[agent_pb2.AttendResponse]:
         first = await _next(request_iterator, HELLO_S)
@@ -96,7 +96,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         finally:
             queue.close()
 
-    async def Deliver(  # noqa: N802
+    async def Deliver(
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
     ) -> agent_pb2.DeliverResponse:
         transfer = ""

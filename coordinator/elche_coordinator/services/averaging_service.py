@@ -32,7 +32,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
             case SendFormGroup():
                 self._averager.begin(command.job_id, command.attempt)
 
-    async def Average(  # noqa: N802
+    async def Average(
         self, request_iterator: AsyncIterator[averaging_pb2.AverageRequest], context: Context
     ) -> AsyncIterator[averaging_pb2.AverageResponse]:
         address = authenticated(self._driver, context)
@@ -47,7 +47,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
         async for data in take_part(relay, position, request_iterator):
             yield averaging_pb2.AverageResponse(data=data)
 
-    async def GetVerdict(  # noqa: N802
+    async def GetVerdict(
         self, request: averaging_pb2.GetVerdictRequest, context: Context
     ) -> averaging_pb2.GetVerdictResponse:
         job_id = authenticated(self._driver, context)["job_id"]

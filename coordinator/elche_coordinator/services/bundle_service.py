@@ -24,13 +24,13 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
         self._bundles = bundles
         self._announced = Budget("bytes of folders announced", MAX_ANNOUNCED_BYTES_OF_CALLER, MAX_TOTAL_BYTES)
 
-    async def FindBundle(  # noqa: N802
+    async def FindBundle(
         self, request: bundle_pb2.FindBundleRequest, context: Context
     ) -> bundle_pb2.FindBundleResponse:
         size_bytes, is_complete = self._bundles.find(request.bundle)
         return bundle_pb2.FindBundleResponse(size_bytes=size_bytes, is_complete=is_complete)
 
-    async def UploadBundle(  # noqa: N802
+    async def UploadBundle(
         self, request_iterator: AsyncIterator[bundle_pb2.UploadBundleRequest], context: Context
     ) -> bundle_pb2.UploadBundleResponse:
         first = await anext(aiter(request_iterator), None)
@@ -41,7 +41,7 @@ class BundleServicer(bundle_pb2_grpc.BundleServiceServicer):
             await self._bundles.write(first.bundle, first.offset, first.size_bytes, chunks)
         return bundle_pb2.UploadBundleResponse()
 
-    async def FetchBundle(  # noqa: N802
+    async def FetchBundle(
         self, request: bundle_pb2.FetchBundleRequest, context: Context
     ) -> AsyncIterator[bundle_pb2.FetchBundleResponse]:
         spec = self._driver.core.spec(authenticated(self._driver, context)["job_id"])

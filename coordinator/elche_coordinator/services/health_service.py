@@ -10,7 +10,7 @@ from grpc_health.v1._async import HealthServicer
 class Health(HealthServicer):  # type: ignore[misc]  # it has no types
     """Answers `Check`. There is no `Watch`: callers are not authenticated, and streams would stay open."""
 
-    async def Watch(  # noqa: N802
+    async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Health.Watch is not offered: call Check now and then")

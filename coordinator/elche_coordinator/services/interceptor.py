@@ -95,7 +95,7 @@ class Credentials:
 
 
 class RankCaller(NamedTuple):
-    """Who makes a rank's call."""
+    """The caller of a rank's call."""
 
     rank: str
     """The job and the rank."""
@@ -355,7 +355,7 @@ def authenticated(driver: Driver, context: Context) -> Address:
 
 
 def rank_caller(driver: Driver, context: Context) -> RankCaller:
-    """Who is charged for a rank's call. Raises as `authenticated` does."""
+    """The rank and the user whose budgets a rank's call uses. Raises as `authenticated` does."""
     address = authenticated(driver, context)
     spec = driver.core.spec(address["job_id"])
     return RankCaller(f"{address['job_id']} {address['rank']}", spec.submitted_by if spec else "")

@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from elche.errors import InvalidJob, UnknownJob
-from elche.v1 import (
-    job_pb2,
-    job_pb2_grpc,
-)
+from elche.v1 import job_pb2, job_pb2_grpc
 from elche_coordinator import codec
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.best_model import best_weights
@@ -24,20 +21,10 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.limits.budgets import MAX_LOGS, MAX_LOGS_OF_CALLER, Budget
 from elche_coordinator.roles import CALLER, HAS_CHANGED
+from elche_coordinator.services import requests
 from elche_coordinator.services.faults import Faults
 from elche_coordinator.services.link_trials import LinkTrials
 from elche_coordinator.services.log_streams import stream_logs
-from elche_coordinator.services.requests import (
-    cancel,
-    drain,
-    model_chunks,
-    own_view,
-    pause,
-    request_checkpoint,
-    resume,
-    scale,
-    submit,
-)
 from elche_coordinator.services.shared_views import VIEW_EVERY_S, SharedViews
 from elche_coordinator.services.submission import check_settings, check_spec
 from elche_coordinator.storage.bundles import Bundles
@@ -82,7 +69,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
         self._links = LinkTrials(driver.agents, transfers)
 
-    async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:  # noqa: N802
+    async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:
         key = CALLER.get().own_key(request.key)
         known = self._catalogue.submitted_as(key)
         if known:
@@ -96,10 +83,10 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             self._bundles.require(request.spec.bundle)
         spec = codec.spec(request.spec, self._driver.sources.add(request.spec.source))
         spec = replace(spec, submitted_by=CALLER.get().submitter(spec.submitted_by))
-        job_id = await submit(self._driver, spec, key)
+        job_id = await requests.submit(self._driver, spec, key)
         return job_pb2.SubmitJobResponse(job_id=job_id)
 
-    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:  # noqa: N802
+    async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Context) -> job_pb2.ListJobsResponse:
         page = job_pb2.ListJobsResponse()
         page.next_page_token = _fill(
             page.jobs,
@@ -109,7 +96,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         )
         return page
 
-    async def WatchJob(  # noqa: N802
+    async def WatchJob(
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         self._views.newest(request.job_id)
@@ -120,73 +107,75 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         finally:
             self._driver.watchers.unwatch(request.job_id, queue)
 
-    async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:  # noqa: N802
-        before = cancel(self._driver, own_view(self._catalogue, request.job_id))
+    async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:
+        before = requests.cancel(self._driver, requests.own_view(self._catalogue, request.job_id))
         await self._driver.durable()
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
-    async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:  # noqa: N802
+    async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:
         check_settings(request.settings)
-        view = own_view(self._catalogue, request.job_id)
+        view = requests.own_view(self._catalogue, request.job_id)
         submitter = CALLER.get().submitter(request.submitted_by)
-        job_id, path = await resume(self._driver, self._catalogue, self._artifacts, view, request.settings, submitter)
+        job_id, path = await requests.resume(
+            self._driver, self._catalogue, self._artifacts, view, request.settings, submitter
+        )
         return job_pb2.ResumeJobResponse(job_id=job_id, checkpoint=path)
 
-    async def CheckpointJob(  # noqa: N802
+    async def CheckpointJob(
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
-        request_checkpoint(self._driver, own_view(self._catalogue, request.job_id))
+        requests.request_checkpoint(self._driver, requests.own_view(self._catalogue, request.job_id))
         await self._driver.durable()
         return job_pb2.CheckpointJobResponse()
 
-    async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:  # noqa: N802
-        view = own_view(self._catalogue, request.job_id)
+    async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:
+        view = requests.own_view(self._catalogue, request.job_id)
         is_open = view.state not in DECIDED and (view.state == "paused") != request.is_paused
         HAS_CHANGED.set(is_open)
         if is_open:
-            pause(self._driver, view, is_paused=request.is_paused)
+            requests.pause(self._driver, view, is_paused=request.is_paused)
             await self._driver.durable()
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
-    async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:  # noqa: N802
-        before = scale(self._driver, self._catalogue, own_view(self._catalogue, request.job_id), request.num_ranks)
+    async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:
+        before = requests.scale(
+            self._driver, self._catalogue, requests.own_view(self._catalogue, request.job_id), request.num_ranks
+        )
         await self._driver.durable()
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
-    async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:  # noqa: N802
-        num_ranks = drain(self._driver, request.host, is_drained=request.is_drained)
+    async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:
+        num_ranks = requests.drain(self._driver, request.host, is_drained=request.is_drained)
         await self._driver.durable()
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
-    async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:  # noqa: N802
+    async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:
         page = job_pb2.ListHostsResponse(now=time.time())
         page.next_page_token = _fill(page.hosts, self._driver.agents.hosts(), codec.host_message, request)
         return page
 
-    async def MeasureLinks(  # noqa: N802
+    async def MeasureLinks(
         self, request: job_pb2.MeasureLinksRequest, context: Context
     ) -> AsyncIterator[job_pb2.MeasureLinksResponse]:
         async with aclosing(self._links.measure(request.hosts)) as found:
             async for one in found:
                 yield one
 
-    async def InjectFault(  # noqa: N802
-        self, request: job_pb2.InjectFaultRequest, context: Context
-    ) -> job_pb2.InjectFaultResponse:
-        host = self._faults.inject(own_view(self._catalogue, request.job_id), request)
+    async def InjectFault(self, request: job_pb2.InjectFaultRequest, context: Context) -> job_pb2.InjectFaultResponse:
+        host = self._faults.inject(requests.own_view(self._catalogue, request.job_id), request)
         return job_pb2.InjectFaultResponse(host=host)
 
-    async def FetchModel(  # noqa: N802
+    async def FetchModel(
         self, request: job_pb2.FetchModelRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         view = self._catalogue.known_view(request.job_id)
-        find = best_weights if request.best else model_chunks
+        find = best_weights if request.best else requests.model_chunks
         found = find(self._catalogue, self._driver.agents, self._artifacts, view)
         async with aclosing(found) as chunks:
             async for data in chunks:
                 yield job_pb2.FetchModelResponse(data=data)
 
-    async def StreamLogs(  # noqa: N802
+    async def StreamLogs(
         self, request: job_pb2.StreamLogsRequest, context: Context
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
         parts = stream_logs(
@@ -200,14 +189,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             async for part in parts:
                 yield part
 
-    async def FetchTimeline(  # noqa: N802
+    async def FetchTimeline(
         self, request: job_pb2.FetchTimelineRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchTimelineResponse]:
         self._catalogue.known_view(request.job_id)
         async for data in self._timelines.chunks(request.job_id):
             yield job_pb2.FetchTimelineResponse(data=data)
 
-    async def FetchJournal(  # noqa: N802
+    async def FetchJournal(
         self, request: job_pb2.FetchJournalRequest, context: Context
     ) -> AsyncIterator[job_pb2.FetchJournalResponse]:
         self._catalogue.known_view(request.job_id)

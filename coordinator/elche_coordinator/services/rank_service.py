@@ -36,7 +36,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self._driver = driver
         self._timelines = timelines
 
-    async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:  # noqa: N802
+    async def Attach(self, request: rank_pb2.AttachRequest, context: Context) -> rank_pb2.AttachResponse:
         if not 1 <= len(request.ranks) <= MAX_LOOP_RANKS:
             raise InvalidJob(f"a script has 1 to {MAX_LOOP_RANKS} ranks, not {len(request.ranks)}")
         self._driver.open_jobs.require_room(CALLER.get().name)
@@ -64,7 +64,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         await self._driver.durable()
         return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 
-    async def Converse(  # noqa: N802
+    async def Converse(
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
         address, num_heard = authenticated(self._driver, context), num_heard_of(context)

@@ -24,43 +24,39 @@ class StoreServicer(store_pb2_grpc.StoreServiceServicer):
         self._held = Held("keys and values in rendezvous stores", MAX_STORES_BYTES_OF_USER, MAX_STORES_BYTES)
         driver.watchers.on_ended(self._drop)
 
-    async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:  # noqa: N802
+    async def Set(self, request: store_pb2.SetRequest, context: Context) -> store_pb2.SetResponse:
         self._table(context).set(request.key, request.value)
         return store_pb2.SetResponse()
 
-    async def Get(self, request: store_pb2.GetRequest, context: Context) -> store_pb2.GetResponse:  # noqa: N802
+    async def Get(self, request: store_pb2.GetRequest, context: Context) -> store_pb2.GetResponse:
         value = await self._table(context).get(request.key, _seconds(request.timeout))
         return store_pb2.GetResponse(value=value)
 
-    async def Add(self, request: store_pb2.AddRequest, context: Context) -> store_pb2.AddResponse:  # noqa: N802
+    async def Add(self, request: store_pb2.AddRequest, context: Context) -> store_pb2.AddResponse:
         value = self._table(context).add(request.key, request.amount)
         return store_pb2.AddResponse(value=value)
 
-    async def Wait(self, request: store_pb2.WaitRequest, context: Context) -> store_pb2.WaitResponse:  # noqa: N802
+    async def Wait(self, request: store_pb2.WaitRequest, context: Context) -> store_pb2.WaitResponse:
         await self._table(context).wait(request.keys, _seconds(request.timeout))
         return store_pb2.WaitResponse()
 
-    async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckResponse:  # noqa: N802
+    async def Check(self, request: store_pb2.CheckRequest, context: Context) -> store_pb2.CheckResponse:
         exist = self._table(context).has(request.keys)
         return store_pb2.CheckResponse(exist=exist)
 
-    async def CompareSet(  # noqa: N802
-        self, request: store_pb2.CompareSetRequest, context: Context
-    ) -> store_pb2.CompareSetResponse:
+    async def CompareSet(self, request: store_pb2.CompareSetRequest, context: Context) -> store_pb2.CompareSetResponse:
         value = self._table(context).compare_set(request.key, request.expected, request.desired)
         return store_pb2.CompareSetResponse(value=value)
 
-    async def DeleteKey(  # noqa: N802
-        self, request: store_pb2.DeleteKeyRequest, context: Context
-    ) -> store_pb2.DeleteKeyResponse:
+    async def DeleteKey(self, request: store_pb2.DeleteKeyRequest, context: Context) -> store_pb2.DeleteKeyResponse:
         deleted = self._table(context).delete(request.key)
         return store_pb2.DeleteKeyResponse(deleted=deleted)
 
-    async def Append(self, request: store_pb2.AppendRequest, context: Context) -> store_pb2.AppendResponse:  # noqa: N802
+    async def Append(self, request: store_pb2.AppendRequest, context: Context) -> store_pb2.AppendResponse:
         self._table(context).append(request.key, request.value)
         return store_pb2.AppendResponse()
 
-    async def NumKeys(self, request: store_pb2.NumKeysRequest, context: Context) -> store_pb2.NumKeysResponse:  # noqa: N802
+    async def NumKeys(self, request: store_pb2.NumKeysRequest, context: Context) -> store_pb2.NumKeysResponse:
         count = len(self._table(context))
         return store_pb2.NumKeysResponse(count=count)
 

@@ -7,15 +7,19 @@ from elche.artifacts import check_place
 from elche.bundle import check_name, check_path
 from elche.errors import InvalidJob
 from elche.requirements import check_requirements
-from elche.script import check_arguments, check_environment, check_module, check_project, check_secrets
+from elche.script import (
+    MAX_PRIORITY,
+    MAX_SOURCE_BYTES,
+    check_arguments,
+    check_environment,
+    check_module,
+    check_project,
+    check_secrets,
+)
 from elche.selector import check_conditions
 from elche.settings import SETTINGS
 from elche.v1 import job_pb2
 
-MAX_SOURCE_BYTES = 1 << 20
-"""Largest file of a job."""
-MAX_PRIORITY = 1000
-"""Highest priority; the lowest is its negative."""
 MAX_ECHO = 100
 """Longest text of a client, in characters, that an error repeats."""
 
@@ -38,11 +42,7 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
     if spec.bundle:
         check_name(spec.bundle)
         check_path(spec.file_name)
-    for rank, factor in spec.slow_factors.items():
-        if not 1.0 <= factor < 1e6:
-            raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
-        if spec.num_ranks and rank >= spec.num_ranks:
-            raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
+    _check_slow(spec)
     check_settings(spec.settings)
     if spec.is_loop and (spec.settings or spec.min_ranks or spec.verify_rounds or spec.replay or spec.module):
         raise InvalidJob("a script with its own loop takes no settings, least number of ranks, check, replay or module")
@@ -53,6 +53,14 @@ def check_spec(spec: job_pb2.JobSpec) -> None:
         check_module(spec.module)
         if not spec.bundle:
             raise InvalidJob("a job of a module needs the folder that the module is in")
+
+
+def _check_slow(spec: job_pb2.JobSpec) -> None:
+    for rank, factor in spec.slow_factors.items():
+        if not 1.0 <= factor < 1e6:
+            raise InvalidJob(f"rank {rank} cannot be slowed {factor} times: the factor must be at least 1")
+        if spec.num_ranks and rank >= spec.num_ranks:
+            raise InvalidJob(f"there is no rank {rank} to slow: the job has {spec.num_ranks} ranks, from 0")
 
 
 def check_settings(settings: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.samples import MAX_FIGURES, MAX_VALUES, NUM_POSITIONS
 from elche.settings import SETTINGS
 from elche.status import answering
+from elche_coordinator.limits.releasing import kind_of
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ MAX_INTEGER = 2**53
 MAX_DEPTH = 16
 """Deepest nesting of messages: the check calls itself for each level."""
 
+WHOLE = (
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+)
 CHARACTERS = {
     "AgentHello.folder": 64,
     "AgentHello.host": 255,
@@ -206,12 +213,7 @@ def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:
             return lambda values: max(map(len, values)) <= most_characters
         case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
             return lambda values: all(map(math.isfinite, values))
-        case (
-            FieldDescriptor.CPPTYPE_INT32
-            | FieldDescriptor.CPPTYPE_INT64
-            | FieldDescriptor.CPPTYPE_UINT32
-            | FieldDescriptor.CPPTYPE_UINT64
-        ):
+        case kind if kind in WHOLE:
             most = INTEGERS.get(name, MAX_INTEGER)
             return lambda values: -most <= min(values) and max(values) <= most
         case _:
@@ -226,12 +228,7 @@ def _check_one(field: FieldDescriptor, name: str) -> Callable[[Any, int], str]:
             return partial(_text_problem, name, CHARACTERS.get(name, 200 if field.name == "job_id" else MAX_CHARACTERS))
         case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
             return partial(_float_problem, name, name in MAY_BE_NAN, name in MAY_BE_NAN | MAY_BE_INFINITE)
-        case (
-            FieldDescriptor.CPPTYPE_INT32
-            | FieldDescriptor.CPPTYPE_INT64
-            | FieldDescriptor.CPPTYPE_UINT32
-            | FieldDescriptor.CPPTYPE_UINT64
-        ) if field.type not in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_FIXED32):
+        case kind if kind in WHOLE and field.type not in (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_FIXED32):
             return partial(_integer_problem, name, INTEGERS.get(name, MAX_INTEGER))
         case _:  # bytes are bounded by the message size; enums and flags need no bound
             return lambda value, depth: ""
@@ -267,9 +264,7 @@ class ValidationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = next(
-            name for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if getattr(handler, name)
-        )
+        kind = kind_of(handler)
         behave = getattr(handler, kind)
         if handler.request_streaming:
             behave = partial(_with_checked_stream, behave)

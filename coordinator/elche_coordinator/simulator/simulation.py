@@ -12,6 +12,7 @@ from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
 from elche_coordinator.core.jobs.managed_job import ManagedJob
+from elche_coordinator.core.messages import events
 from elche_coordinator.core.messages.commands import (
     AskStacks,
     Command,
@@ -21,17 +22,6 @@ from elche_coordinator.core.messages.commands import (
     SessionCommand,
     StartRank,
     StopRank,
-)
-from elche_coordinator.core.messages.events import (
-    AgentJoined,
-    AgentLost,
-    DeadlinePassed,
-    Event,
-    JobSubmitted,
-    PingSent,
-    RankExited,
-    RankReady,
-    RankStarted,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, Report, RoundReport
@@ -125,7 +115,7 @@ class Simulation:
         self._durable_s = 0.0
         """Time at which the last event that had commands is on disk; later messages leave no sooner."""
         self._write_ends_s, self._is_more_to_write = 0.0, False
-        self._asleep: list[Event] | None = None
+        self._asleep: list[events.Event] | None = None
         self._cut_off: dict[Rank, list[Callable[[], None]]] = {}
         """For each rank whose session is broken, the messages that wait, in both directions."""
         self._arrivals_s: dict[str, float] = {}
@@ -166,7 +156,7 @@ class Simulation:
         num_slots = len(self.ranks) * self.group_size
         for number, host in enumerate(("host", *(f"host-{number}" for number in range(2, self.num_hosts + 1)))):
             slots = (Slot(device="cpu"),) * len(range(number, num_slots, self.num_hosts))
-            self.handle(AgentJoined(agent_id=AgentId(host), host=host, slots=slots))
+            self.handle(events.AgentJoined(agent_id=AgentId(host), host=host, slots=slots))
         spec = JobSpec(
             name="simulated",
             source_hash="",
@@ -176,7 +166,7 @@ class Simulation:
             replay=self.replay,
             verify_rounds=self.verifies,
         )
-        self.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+        self.handle(events.JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
 
     def run(self, *, limit_s: float = 1e6) -> JobResult:
         """Runs the job to its end and returns its result. Raises `TimeoutError` when it does not end."""
@@ -202,7 +192,7 @@ class Simulation:
         for process in self.processes.values():
             if process.agent_id == agent_id and process.is_alive:
                 process.is_alive, process.was_killed = False, True
-        self.handle(AgentLost(agent_id=agent_id))
+        self.handle(events.AgentLost(agent_id=agent_id))
 
     def sleep(self, duration_s: float) -> None:
         """Stops the coordinator for a while: events wait, and a deadline that has passed comes before them."""
@@ -234,14 +224,14 @@ class Simulation:
         for event in waiting:
             self.handle(event)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Gives an event to the core and does what it says."""
         if self._asleep is not None:
-            if not isinstance(event, DeadlinePassed):
+            if not isinstance(event, events.DeadlinePassed):
                 self._asleep.append(event)
             return
         self.num_events += 1
-        if isinstance(event, AgentLost):
+        if isinstance(event, events.AgentLost):
             self._known_losses[event.agent_id] = self._losses[event.agent_id]
         commands = self.core.handle(event, now_s=self.clock.now_s)
         if self.check:
@@ -275,7 +265,7 @@ class Simulation:
     def _pass_deadline(self) -> None:
         next_s = self.core.next_deadline_s()
         if next_s is not None and next_s <= self.clock.now_s:
-            self.handle(DeadlinePassed())
+            self.handle(events.DeadlinePassed())
 
     def _perform(self, command: Command) -> None:
         """Carries out a command: a message leaves once the event before it is on disk, in order. Commands for other
@@ -298,7 +288,7 @@ class Simulation:
             case AskStacks():
                 self._send(f"rank {command.rank}", lambda: None)  # its agent tells them when a test wants it
             case SendPing():
-                sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
+                sent = events.PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
                 self.clock.at(self._durable_s, lambda: self.handle(sent))
                 self._send(f"rank {command.rank}", lambda: self._ping(command))
             case RankCommand():
@@ -324,8 +314,8 @@ class Simulation:
         if command.rank not in self._cut_off:
             self._deliver(command)
 
-    def _tell(self, rank: Rank, event: Event) -> None:
-        if isinstance(event, RankExited | RankStarted):  # its agent says that
+    def _tell(self, rank: Rank, event: events.Event) -> None:
+        if isinstance(event, events.RankExited | events.RankStarted):  # its agent says that
             self._send_up(f"from {rank}", lambda: self.handle(event))
         else:
             self._send_up(f"from {rank}", partial(self._unless_cut_off, rank, lambda: self.handle(event)))
@@ -356,8 +346,8 @@ class Simulation:
             is_alone=lambda: self._asleep is not None or command.rank in self._cut_off,
             is_deadly=self.is_deadly,
         )
-        self._tell(command.rank, RankStarted(**address, agent_id=command.agent_id, log_path=""))
-        ready = RankReady(
+        self._tell(command.rank, events.RankStarted(**address, agent_id=command.agent_id, log_path=""))
+        ready = events.RankReady(
             **address,
             settings=self.settings,
             device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",

@@ -12,46 +12,7 @@ from math import inf
 from typing import Any, assert_never
 
 from elche.header import header_digest
-from elche_coordinator.core.messages.commands import (
-    SendAbandon,
-    SendEpochMetrics,
-    SendFormGroup,
-    SendKeepBest,
-    SendLease,
-    SendMakeMetrics,
-    SendOutcome,
-    SendPauseLoop,
-    SendPermit,
-    SendPing,
-    SendProbe,
-    SendRecall,
-    SendSaveCheckpoint,
-    SendShutdown,
-    SendSyncNow,
-    SendThrottle,
-    SessionCommand,
-    WriteCheckpoint,
-)
-from elche_coordinator.core.messages.events import (
-    BatchesTrained,
-    BestKept,
-    CheckpointFailed,
-    CheckpointSaved,
-    EpochMetricsTaken,
-    EvaluationDone,
-    Event,
-    FinalStateSaved,
-    GenerationAbandoned,
-    GroupFormed,
-    HeaderTold,
-    LinksProbed,
-    PingAnswered,
-    RankExited,
-    ReserveRecalled,
-    ResultReceived,
-    RoundEntered,
-    RoundFailed,
-)
+from elche_coordinator.core.messages import commands, events
 from elche_coordinator.core.messages.ids import AgentId, Attempt, GenerationId, Rank, RoundId
 from elche_coordinator.core.messages.spec import HeaderRow, Lease, TensorSum
 from elche_coordinator.core.records.ranks import Address
@@ -74,7 +35,7 @@ class SyntheticRank:
         *,
         agent_id: AgentId,
         clock: VirtualClock,
-        tell: Callable[[Event], None],
+        tell: Callable[[events.Event], None],
         collective: Collective,
         batch_size: int,
         batch_s: Callable[[float], float],
@@ -124,14 +85,14 @@ class SyntheticRank:
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
         self._sends_digest: dict[GenerationId, bool] = {}
-        self._untold: dict[RoundId, HeaderTold] = {}
+        self._untold: dict[RoundId, events.HeaderTold] = {}
         """Headers of which the digest was sent, and whose rounds are not said to be committed."""
         self._leases: deque[Lease] = deque()
         self._reserve: deque[Lease] = deque()
         """To be trained when that is permitted, or while the coordinator is away."""
         self._permitted = self._processed = self._weight = 0
         """Samples that it may train and has trained since it began, and those since the last average."""
-        self._away: SendSyncNow | None = None
+        self._away: commands.SendSyncNow | None = None
         """The newest announcement, with what it grants for when the coordinator is away."""
         self._pieces: list[Lease] = []
         """Trained since the last average."""
@@ -141,7 +102,7 @@ class SyntheticRank:
         self._last_entered, self._last_announced, self._entered_step = RoundId(0), RoundId(0), 0
         self._last_step, self._alone_step, self._throttle_step = inf, -inf, inf
         """Of the last round of a window that no batch may follow, of one announced to itself since, of Throttle."""
-        self._chores: deque[SendOutcome | SendMakeMetrics] = deque()
+        self._chores: deque[commands.SendOutcome | commands.SendMakeMetrics] = deque()
         self._is_busy = False
         """Trains, does a chore, or waits for a round."""
         self._is_averaging = False
@@ -161,53 +122,53 @@ class SyntheticRank:
         """True if it waits for the result of what it brought."""
         return self._entry is not None and self._entry[1] is entry
 
-    def receive(self, command: SessionCommand) -> None:
+    def receive(self, command: commands.SessionCommand) -> None:
         """A command has arrived; a stopped process takes it when it continues."""
         self.clock.do(partial(self._take, command))
 
-    def _take(self, command: SessionCommand) -> None:
+    def _take(self, command: commands.SessionCommand) -> None:
         if not self.is_alive:
             return
         match command:
-            case SendPing():
-                self._tell(PingAnswered(**self.address))
-            case SendProbe():
+            case commands.SendPing():
+                self._tell(events.PingAnswered(**self.address))
+            case commands.SendProbe():
                 self._try_links([peer.rank for peer in command.peers])
-            case SendSyncNow():
+            case commands.SendSyncNow():
                 self._learn_rounds(command)
-            case SendThrottle():
+            case commands.SendThrottle():
                 self._throttle_step = command.limit_step
-            case SendLease():
+            case commands.SendLease():
                 self._reserve.append(command.lease)
                 if not command.is_reserve:
                     self._permit(sum(lease.size for lease in self._reserve))
-            case SendPermit():
+            case commands.SendPermit():
                 self._permit(command.num_samples - self._permitted)
-            case SendRecall():
+            case commands.SendRecall():
                 self._give_grants_back()
-            case SendOutcome():
+            case commands.SendOutcome():
                 self._untold = {one: told for one, told in self._untold.items() if one > command.round}
                 if command.checkpoint is not None:
                     self._write_checkpoint(command)
                 if command.evaluate is not None or command.save_final:
                     self._chores.append(command)
-            case SendFormGroup():
+            case commands.SendFormGroup():
                 self.attempt, self._forming = command.attempt, command.generation
                 self._sends_digest[command.generation] = command.sends_digest
                 self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
-            case SendAbandon():
+            case commands.SendAbandon():
                 self._abandon(command.generation)
                 self._tell_headers(command.generation)
-                self._tell(GenerationAbandoned(**self.address, generation=command.generation))
-            case SendEpochMetrics():
-                self._tell(EpochMetricsTaken(**self.address, epoch=command.report.epoch))
-            case SendKeepBest():
+                self._tell(events.GenerationAbandoned(**self.address, generation=command.generation))
+            case commands.SendEpochMetrics():
+                self._tell(events.EpochMetricsTaken(**self.address, epoch=command.report.epoch))
+            case commands.SendKeepBest():
                 self._keep_best(command)
-            case SendMakeMetrics():
+            case commands.SendMakeMetrics():
                 self._chores.append(command)
-            case SendShutdown():
+            case commands.SendShutdown():
                 self.exit(0)
-            case SendSaveCheckpoint() | SendPauseLoop():
+            case commands.SendSaveCheckpoint() | commands.SendPauseLoop():
                 raise TypeError(f"{type(command).__name__} is for a loop of the user's own, which is not simulated")
             case _:
                 assert_never(command)
@@ -243,24 +204,26 @@ class SyntheticRank:
         self._away, self._alone_step = None, -inf
         self._rounds = {one: step for one, step in self._rounds.items() if one <= self._last_announced}
         self._reserve.clear()
-        self._tell(ReserveRecalled(**self.address, num_samples=self._permitted))
+        self._tell(events.ReserveRecalled(**self.address, num_samples=self._permitted))
 
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
         if self.is_alive and generation == self._forming:
-            self._tell(GroupFormed(**self.address, generation=generation))
+            self._tell(events.GroupFormed(**self.address, generation=generation))
 
     def on_apart(self, generation: GenerationId) -> None:
         """The process group of a generation cannot be built."""
         if self.is_alive and generation == self._forming:
-            self._tell(GenerationAbandoned(**self.address, generation=generation, reason="the ranks could not meet"))
+            self._tell(
+                events.GenerationAbandoned(**self.address, generation=generation, reason="the ranks could not meet")
+            )
 
     def _try_links(self, ranks: list[Rank]) -> None:
         reached = self._collective.reached(self.address["rank"], ranks)
-        event = LinksProbed(**self.address, ranks=reached)
+        event = events.LinksProbed(**self.address, ranks=reached)
         self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, partial(self._tell_if_alive, event))
 
-    def _tell_if_alive(self, event: Event) -> None:
+    def _tell_if_alive(self, event: events.Event) -> None:
         if self.is_alive:
             self._tell(event)
 
@@ -288,7 +251,7 @@ class SyntheticRank:
             self._abandon(entry.generation)
             self._tell_headers(entry.generation)
             reason = "a collective failed"
-            self._tell(GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
+            self._tell(events.GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
 
     def _tell_headers(self, generation: GenerationId) -> None:
         for told in self._untold.values():
@@ -299,7 +262,7 @@ class SyntheticRank:
     def exit(self, code: int, **more: Any) -> None:
         """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
         self.is_alive, self.was_killed = False, code < 0
-        self._tell(RankExited(**self.address, agent_id=self.agent_id, exit_code=code, **more))
+        self._tell(events.RankExited(**self.address, agent_id=self.agent_id, exit_code=code, **more))
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry
@@ -328,11 +291,11 @@ class SyntheticRank:
             self._kept[round_id] = result
         sends_digest = self._sends_digest.get(entry.generation, False)
         if sends_digest:
-            self._untold[round_id] = HeaderTold(
+            self._untold[round_id] = events.HeaderTold(
                 **self.address, generation=entry.generation, round=round_id, header=header
             )
         self._tell(
-            ResultReceived(
+            events.ResultReceived(
                 **self.address,
                 generation=entry.generation,
                 round=round_id,
@@ -354,7 +317,7 @@ class SyntheticRank:
         self._pieces = entry.pieces + self._pieces
         self._weight += entry.row.weight
         self._compute_s += entry.compute_s
-        self._tell(RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
+        self._tell(events.RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
         self._end_round()
 
     def _take_stall_s(self, entry: RoundEntry) -> float:
@@ -375,7 +338,7 @@ class SyntheticRank:
             self._is_busy = False
         self._go_on()
 
-    def _learn_rounds(self, command: SendSyncNow) -> None:
+    def _learn_rounds(self, command: commands.SendSyncNow) -> None:
         """New rounds, or another target for one that is not entered; a target that comes too late changes nothing."""
         for index in range(command.count):
             round_id, step = RoundId(command.round + index), command.after_step + index
@@ -425,16 +388,18 @@ class SyntheticRank:
         replayed = inf if wanted is None else self._entered_step + wanted
         return self.local_step >= min(max(self._last_step, self._alone_step), self._throttle_step, replayed)
 
-    def _write_checkpoint(self, outcome: SendOutcome) -> None:
+    def _write_checkpoint(self, outcome: commands.SendOutcome) -> None:
         order = outcome.checkpoint
         assert order is not None
         if outcome.round not in self._kept and outcome.round != self._last_entered:
-            self._tell(CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
+            self._tell(events.CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
             return
         parameters = self._kept.pop(outcome.round, self.parameters)
         self.clock.after(self._checkpoint_s, partial(self._finish_checkpoint, outcome, order, parameters))
 
-    def _finish_checkpoint(self, outcome: SendOutcome, order: WriteCheckpoint, parameters: Parameters) -> None:
+    def _finish_checkpoint(
+        self, outcome: commands.SendOutcome, order: commands.WriteCheckpoint, parameters: Parameters
+    ) -> None:
         if not self.is_alive:
             return
         self._saved.pop(outcome.version, None)  # of an attempt before
@@ -442,7 +407,7 @@ class SyntheticRank:
         for version in [version for version, one in self._saved.items() if one.name not in (*order.keep, order.name)]:
             del self._saved[version]
         self._tell(
-            CheckpointSaved(
+            events.CheckpointSaved(
                 **self.address,
                 version=outcome.version,
                 path=f"{FOLDER}/{order.name}",
@@ -484,7 +449,9 @@ class SyntheticRank:
         self._reported_s = self.clock.now_s
         batch_ms, self._unreported_ms = tuple(self._unreported_ms), []
         self._tell(
-            BatchesTrained(**self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms)
+            events.BatchesTrained(
+                **self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms
+            )
         )
 
     def _enter(self, round_id: RoundId) -> None:
@@ -495,7 +462,7 @@ class SyntheticRank:
         del self._rounds[round_id]
         generation = self._generations.pop(round_id)
         self._report()
-        self._tell(RoundEntered(**self.address, generation=generation, round=round_id))
+        self._tell(events.RoundEntered(**self.address, generation=generation, round=round_id))
         row = HeaderRow(
             weight=self._weight,
             cut=self._processed,
@@ -509,15 +476,15 @@ class SyntheticRank:
         self._collective.enter(round_id, entry)
         self._go_on()
 
-    def _do_chore(self, chore: SendOutcome | SendMakeMetrics) -> None:
+    def _do_chore(self, chore: commands.SendOutcome | commands.SendMakeMetrics) -> None:
         self._is_busy = True
-        if isinstance(chore, SendMakeMetrics):
+        if isinstance(chore, commands.SendMakeMetrics):
             self.clock.after(self._evaluation_s, partial(self._make_metrics, chore))
             return
         evaluation_s = self._evaluation_s if chore.evaluate is not None else 0.0
         self.clock.after(evaluation_s, partial(self._finish_chore, chore))
 
-    def _finish_chore(self, outcome: SendOutcome) -> None:
+    def _finish_chore(self, outcome: commands.SendOutcome) -> None:
         if not self.is_alive:
             return
         self._is_busy = False
@@ -527,7 +494,7 @@ class SyntheticRank:
             given = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
             count = part.size or 1
             self._tell(
-                EvaluationDone(
+                events.EvaluationDone(
                     **self.address,
                     epoch=part.epoch,
                     sums={name: (one * count, count) for name, one in given.items() if not isinstance(one, TensorSum)},
@@ -537,10 +504,10 @@ class SyntheticRank:
             )
         if outcome.save_final:
             self.files["model"] = self.parameters
-            self._tell(FinalStateSaved(**self.address, path="model.safetensors"))
+            self._tell(events.FinalStateSaved(**self.address, path="model.safetensors"))
         self._go_on()
 
-    def _make_metrics(self, command: SendMakeMetrics) -> None:
+    def _make_metrics(self, command: commands.SendMakeMetrics) -> None:
         """The first number of each sum."""
         if not self.is_alive:
             return
@@ -549,15 +516,15 @@ class SyntheticRank:
             f"sum of {name}": (float(int.from_bytes(one.data[:8], "little", signed=True)), 1)
             for name, one in command.tensors.items()
         }
-        self._tell(EvaluationDone(**self.address, epoch=command.epoch, sums=made, duration_ms=1.0, is_made=True))
+        self._tell(events.EvaluationDone(**self.address, epoch=command.epoch, sums=made, duration_ms=1.0, is_made=True))
         self._go_on()
 
-    def _keep_best(self, command: SendKeepBest) -> None:
+    def _keep_best(self, command: commands.SendKeepBest) -> None:
         best = {f"{FOLDER}/{one.name}": one.parameters for one in self._saved.values()} | {"": self.files["model"]}
         if command.checkpoint not in best:
-            self._tell(BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
+            self._tell(events.BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
             return
         self.files["best"] = best[command.checkpoint]
         if command.checkpoint and command.restores:
             self.files["last"], self.files["model"] = self.files["model"], self.files["best"]
-        self._tell(BestKept(**self.address))
+        self._tell(events.BestKept(**self.address))

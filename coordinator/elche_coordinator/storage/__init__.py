@@ -1,1 +1,1 @@
-"""What is durable: the tape, saved states, files of users, and the database."""
+"""Durable data: the tape, saved states, files of users, and the database."""

@@ -27,7 +27,7 @@ class SendQueue(Generic[Item]):
         """`limit`: most items; `max_bytes`: most bytes, for receivers that can begin anew."""
         self._items: deque[Item] = deque()
         self._taker: asyncio.Future[None] | None = None
-        """What the task waits for that takes the next item; None while none waits."""
+        """Future of the task that waits for the next item; None while none waits."""
         self._limit = limit
         self._max_bytes = max_bytes
         self._num_bytes = 0

@@ -8,18 +8,8 @@ from typing import assert_never
 from elche.logs import fields
 from elche.v1 import job_pb2
 from elche_coordinator import codec
+from elche_coordinator.core.messages import reports
 from elche_coordinator.core.messages.ids import JobId
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    MembershipReport,
-    Report,
-    RoundReport,
-    StallReport,
-    UserEvent,
-)
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.streams.report_text import describe_report
 from elche_coordinator.streams.send_queue import MAX_WAITING, MAX_WATCHED_BYTES, SendQueue
@@ -36,7 +26,7 @@ class Watchers:
         self._health = health
         self._queues: dict[str, list[WatchQueue]] = {}
         self._on_ended: list[Callable[[JobId], None]] = []
-        self._on_published: list[Callable[[JobId, Report], None]] = []
+        self._on_published: list[Callable[[JobId, reports.Report], None]] = []
 
     @property
     def num_watchers(self) -> int:
@@ -59,11 +49,11 @@ class Watchers:
         """Registers an action to be called with every job that ends."""
         self._on_ended.append(action)
 
-    def on_published(self, action: Callable[[JobId, Report], None]) -> None:
+    def on_published(self, action: Callable[[JobId, reports.Report], None]) -> None:
         """Registers an action to be called with every report of a job."""
         self._on_published.append(action)
 
-    def publish(self, job_id: JobId, report: Report) -> None:
+    def publish(self, job_id: JobId, report: reports.Report) -> None:
         """Sends a report to all watchers and actions, and logs it."""
         for action in self._on_published:
             try:
@@ -79,31 +69,31 @@ class Watchers:
         finally:
             self._log(job_id, report)
 
-    def _log(self, job_id: JobId, report: Report) -> None:
+    def _log(self, job_id: JobId, report: reports.Report) -> None:
         """Logs a report. Also ends the job's watching, even if its watchers could not be reached."""
         match report:
-            case EpochReport():
+            case reports.EpochReport():
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"
                 log.info("job=%s epoch=%d loss=%s %.1f s", job_id, report.epoch, loss, report.duration_s)
-            case EvaluationReport():
+            case reports.EvaluationReport():
                 log.info("job=%s epoch=%d metrics=%s", job_id, report.epoch, report.metrics)
-            case StallReport():
+            case reports.StallReport():
                 text = describe_report(replace(report, stacks=""))
                 log.warning("job=%s %s", job_id, text, extra=fields(rank=report.rank))
-            case MembershipReport():
+            case reports.MembershipReport():
                 level = logging.INFO if report.is_back else logging.WARNING
                 log.log(level, "job=%s %s", job_id, describe_report(report), extra=fields(rank=report.rank))
-            case Checkpoint():
+            case reports.Checkpoint():
                 of_round = fields(round=report.version)
                 log.info("job=%s checkpoint=%s %.1f s", job_id, report.path, report.duration_s, extra=of_round)
-            case JobResult():
+            case reports.JobResult():
                 self._end(job_id, report)
-            case RoundReport() | UserEvent():
+            case reports.RoundReport() | reports.UserEvent():
                 pass  # not logged: there may be many a second
             case _:
                 assert_never(report)
 
-    def _end(self, job_id: JobId, result: JobResult) -> None:
+    def _end(self, job_id: JobId, result: reports.JobResult) -> None:
         of = fields(round=result.rounds, **({} if result.failed_rank is None else {"rank": result.failed_rank}))
         log.info("job=%s %s %s", job_id, result.outcome, result.error, extra=of)
         for queue in self._queues.get(job_id, ()):

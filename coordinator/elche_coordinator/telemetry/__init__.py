@@ -1,1 +1,1 @@
-"""What is exported: metrics, timelines, journals."""
+"""Exports: metrics, timelines, journals."""

@@ -15,37 +15,8 @@ from typing import assert_never
 
 from elche.errors import InvalidJob, TooMuch
 from elche.v1 import rank_pb2
-from elche_coordinator.core.messages.commands import (
-    SendAbandon,
-    SendEpochMetrics,
-    SendFormGroup,
-    SendKeepBest,
-    SendLease,
-    SendMakeMetrics,
-    SendOutcome,
-    SendPauseLoop,
-    SendPermit,
-    SendPing,
-    SendProbe,
-    SendRecall,
-    SendSaveCheckpoint,
-    SendShutdown,
-    SendSyncNow,
-    SendThrottle,
-    SessionCommand,
-)
+from elche_coordinator.core.messages import commands, reports
 from elche_coordinator.core.messages.ids import JobId
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    MembershipReport,
-    Report,
-    RoundReport,
-    StallReport,
-    UserEvent,
-)
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_TIMELINES_BYTES, MAX_TIMELINES_BYTES_OF_USER, Held
 from elche_coordinator.streams.report_text import describe_report
@@ -64,15 +35,15 @@ EVERY_S = 0.5
 """Seconds between two writes of waiting lines."""
 CLOCK_EVERY_S = 2.0
 """Seconds between two messages with the coordinator's clock to each rank."""
-NAMES: dict[type[Report], str] = {
-    RoundReport: "round",
-    StallReport: "stall",
-    MembershipReport: "membership",
-    EpochReport: "epoch",
-    EvaluationReport: "evaluation",
-    Checkpoint: "checkpoint",
-    UserEvent: "user event",
-    JobResult: "end",
+NAMES: dict[type[reports.Report], str] = {
+    reports.RoundReport: "round",
+    reports.StallReport: "stall",
+    reports.MembershipReport: "membership",
+    reports.EpochReport: "epoch",
+    reports.EvaluationReport: "evaluation",
+    reports.Checkpoint: "checkpoint",
+    reports.UserEvent: "user event",
+    reports.JobResult: "end",
 }
 
 
@@ -176,25 +147,25 @@ class Timelines:
         for stream in self._driver.streams.ranks.get(JobId(job_id), {}).values():
             stream.pass_on(message)
 
-    def _take_command(self, command: SessionCommand, why: str) -> None:
+    def _take_command(self, command: commands.SessionCommand, why: str) -> None:
         if command.job_id in self._open and (told := _told(command)) is not None:
             name, details = told
             row = {"told": command.rank, "at": time.time(), "name": name, **details}
-            self._add(command.job_id, {**row, "why": why} if isinstance(command, SendSyncNow) else row)
+            self._add(command.job_id, {**row, "why": why} if isinstance(command, commands.SendSyncNow) else row)
 
-    def _take_report(self, job_id: str, report: Report) -> None:
+    def _take_report(self, job_id: str, report: reports.Report) -> None:
         if job_id not in self._open:
             return
         row = {"event": NAMES[type(report)], "at": time.time(), "text": describe_report(report)}
-        if isinstance(report, RoundReport):
+        if isinstance(report, reports.RoundReport):
             row |= {"round": report.round, "anchor": report.anchor, "batches": list(report.rank_batches)}
             row |= {"averaging_ms": report.sync_ms, "waited_ms": list(report.rank_waited_ms)}
             self._take_anchor(job_id, report)
         self._add(job_id, row)
-        if isinstance(report, JobResult):
+        if isinstance(report, reports.JobResult):
             asyncio.get_running_loop().create_task(self._end(job_id))
 
-    def _take_anchor(self, job_id: str, report: RoundReport) -> None:
+    def _take_anchor(self, job_id: str, report: reports.RoundReport) -> None:
         before = self._anchors.get(job_id, report.anchor)
         self._anchors[job_id] = report.anchor
         if before != report.anchor:
@@ -270,34 +241,40 @@ class Timelines:
         return self._folder / f"{job_id}.jsonl"
 
 
-def _told(command: SessionCommand) -> tuple[str, dict[str, object]] | None:
+def _told(command: commands.SessionCommand) -> tuple[str, dict[str, object]] | None:
     """A command's name and facts for the timeline; None for one that does not concern when ranks train."""
     match command:
-        case SendSyncNow():
+        case commands.SendSyncNow():
             return "sync now", {"round": command.round, "after_step": command.after_step, "count": command.count}
-        case SendThrottle():
+        case commands.SendThrottle():
             return "throttle", {"limit_step": min(command.limit_step, 2**53)}
-        case SendLease():
+        case commands.SendLease():
             lease = command.lease
             name = "lease in reserve" if command.is_reserve else "lease"
             return name, {"epoch": lease.epoch, "offset": lease.offset, "size": lease.size}
-        case SendPermit():
+        case commands.SendPermit():
             return "begin the reserve", {"num_samples": command.num_samples}
-        case SendRecall():
+        case commands.SendRecall():
             return "give the reserve back", {}
-        case SendOutcome():
+        case commands.SendOutcome():
             return "round committed", {"round": command.round, "version": command.version}
-        case SendFormGroup():
+        case commands.SendFormGroup():
             return "form a group", {"generation": command.generation, "world_size": command.world_size}
-        case SendAbandon():
+        case commands.SendAbandon():
             return "give a generation up", {"generation": command.generation}
-        case SendShutdown():
+        case commands.SendShutdown():
             return "leave", {"reason": command.reason}
-        case SendEpochMetrics():
+        case commands.SendEpochMetrics():
             return "epoch metrics", {"epoch": command.report.epoch}
-        case SendMakeMetrics():
+        case commands.SendMakeMetrics():
             return "make metrics", {"epoch": command.epoch}
-        case SendSaveCheckpoint() | SendPauseLoop() | SendKeepBest() | SendPing() | SendProbe():
+        case (
+            commands.SendSaveCheckpoint()
+            | commands.SendPauseLoop()
+            | commands.SendKeepBest()
+            | commands.SendPing()
+            | commands.SendProbe()
+        ):
             return None
         case _:
             assert_never(command)

@@ -28,17 +28,8 @@ from elche_coordinator.core.describe import JobView
 from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
 from elche_coordinator.roles import CALLER
+from elche_coordinator.services import requests
 from elche_coordinator.services.interceptor import Credentials
-from elche_coordinator.services.requests import (
-    cancel,
-    drain,
-    model_chunks,
-    own_view,
-    pause,
-    request_checkpoint,
-    resume,
-    scale,
-)
 from elche_coordinator.services.validation import MAX_RANKS
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
@@ -311,7 +302,7 @@ class Web:
         return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
-        chunks = model_chunks(self._catalogue, self._driver.agents, self._artifacts, view)
+        chunks = requests.model_chunks(self._catalogue, self._driver.agents, self._artifacts, view)
         return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
     async def _link(self, download: Download) -> str:
@@ -326,18 +317,18 @@ class Web:
 
     async def _change_job(self, request: Request) -> Response:
         job_id, verb = request.path_params["job"], request.path_params["verb"]
-        view = self._known(request) if verb in FETCHED else own_view(self._catalogue, job_id)
+        view = self._known(request) if verb in FETCHED else requests.own_view(self._catalogue, job_id)
         match verb:
             case "cancel":
-                cancel(self._driver, view)
+                requests.cancel(self._driver, view)
             case "pause" | "unpause":
-                pause(self._driver, view, is_paused=verb == "pause")
+                requests.pause(self._driver, view, is_paused=verb == "pause")
             case "checkpoint":
-                request_checkpoint(self._driver, view)
+                requests.request_checkpoint(self._driver, view)
             case "scale":
-                scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
+                requests.scale(self._driver, self._catalogue, view, _num_ranks(request.query_params))
             case "resume":
-                new_id, path = await resume(
+                new_id, path = await requests.resume(
                     self._driver, self._catalogue, self._artifacts, view, {}, submitted_by=CALLER.get().name
                 )
                 return JSONResponse({"job": new_id, "checkpoint": path})
@@ -357,7 +348,7 @@ class Web:
         agent_id = AgentId(request.path_params["agent"])
         if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
-        drain(self._driver, agent_id, is_drained=verb == "drain")
+        requests.drain(self._driver, agent_id, is_drained=verb == "drain")
         await self._driver.durable()
         return JSONResponse({})
 

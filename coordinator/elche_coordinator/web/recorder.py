@@ -8,17 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import nan
 
 from elche_coordinator.core.describe import JobView, RankView
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    MembershipReport,
-    Report,
-    RoundReport,
-    StallReport,
-    UserEvent,
-)
+from elche_coordinator.core.messages import reports
 from elche_coordinator.streams.report_text import describe_report
 
 MAX_POINTS = 600
@@ -37,14 +27,14 @@ MAX_JOBS = 100
 """Recordings in memory; more ended jobs are dropped, oldest first."""
 STALLED = "stalled"
 
-KINDS: dict[type[Report], str] = {
-    EpochReport: "epoch",
-    EvaluationReport: "epoch",
-    StallReport: "error",
-    MembershipReport: "error",
-    Checkpoint: "checkpoint",
-    UserEvent: "user",
-    JobResult: "state",
+KINDS: dict[type[reports.Report], str] = {
+    reports.EpochReport: "epoch",
+    reports.EvaluationReport: "epoch",
+    reports.StallReport: "error",
+    reports.MembershipReport: "error",
+    reports.Checkpoint: "checkpoint",
+    reports.UserEvent: "user",
+    reports.JobResult: "state",
 }
 """Kinds of events by report, except for ranks that train again and jobs that end with an error (`_kind`)."""
 
@@ -174,12 +164,12 @@ class JobRecording:
                 if self.moments.halvings > halvings:
                     columns[name] = columns[name][1::2]
 
-    def take_epoch(self, report: EpochReport, now: float) -> None:
+    def take_epoch(self, report: reports.EpochReport, now: float) -> None:
         """Adds the means of an epoch."""
         self.num_batches += sum(report.rank_batches)
         self.epochs.offer(now, self.num_batches, report.epoch + 1, {"loss": report.loss, **report.scalars})
 
-    def take_evaluation(self, report: EvaluationReport, now: float) -> None:
+    def take_evaluation(self, report: reports.EvaluationReport, now: float) -> None:
         """Adds the metrics of an evaluation."""
         self.evaluations.offer(now, self.num_batches, report.epoch + 1, report.metrics)
 
@@ -218,16 +208,16 @@ class Recorder:
             if (view.num_epochs or view.state in ("training", "waiting", "paused")) and not has_ended:
                 recording.add(view, now)
 
-    def take_report(self, job_id: str, report: Report) -> None:
+    def take_report(self, job_id: str, report: reports.Report) -> None:
         """Records a report."""
-        if isinstance(report, RoundReport):
+        if isinstance(report, reports.RoundReport):
             return  # there are too many to read
         recording = self._recording(job_id)
-        if isinstance(report, EpochReport):
+        if isinstance(report, reports.EpochReport):
             recording.take_epoch(report, self._wall())
-        elif isinstance(report, EvaluationReport):
+        elif isinstance(report, reports.EvaluationReport):
             recording.take_evaluation(report, self._wall())
-        limit = MAX_STACKS if isinstance(report, StallReport) else MAX_TEXT
+        limit = MAX_STACKS if isinstance(report, reports.StallReport) else MAX_TEXT
         self._note(recording, _kind(report), describe_report(report), limit)
 
     def _recording(self, job_id: str) -> JobRecording:
@@ -251,11 +241,11 @@ class Recorder:
         recording.events.append(JobEvent(self._num_events, self._wall(), kind, text[:limit]))
 
 
-def _kind(report: Report) -> str:
+def _kind(report: reports.Report) -> str:
     match report:
-        case JobResult() if report.error:
+        case reports.JobResult() if report.error:
             return "error"
-        case MembershipReport() if report.is_back:
+        case reports.MembershipReport() if report.is_back:
             return "state"
         case _:
             return KINDS[type(report)]

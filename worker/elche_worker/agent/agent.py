@@ -137,24 +137,7 @@ class Agent:
             hand_in(self._coordinator, self._tls, self._folders, self._stopped)
         retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
         while not self._stopped.is_set():
-            self._is_welcome = False
-            try:
-                with open_channel(self._coordinator, self._tls) as channel:
-                    for response in self._attend(channel):
-                        self._do(response)
-                reason = "it closed the stream"
-            except BadCertificate as error:
-                reason = str(error)
-                if not self._store:
-                    self._processes.close()
-                    raise
-            except grpc.RpcError as error:
-                reason = explained(error.details() or error.code().name)
-                refused = error.code() in REFUSALS
-                refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
-                if not self._stopped.is_set() and refused:
-                    self._processes.close()
-                    raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
+            reason = self._serve()
             if self._stopped.is_set():
                 break
             if self._is_welcome:  # the stream was open until now, even if nothing was said on it
@@ -171,6 +154,28 @@ class Agent:
             self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
+
+    def _serve(self) -> str:
+        """Carries out orders until the stream ends; returns why it has. Raises as `run` does, with all ranks ended."""
+        self._is_welcome = False
+        try:
+            with open_channel(self._coordinator, self._tls) as channel:
+                for response in self._attend(channel):
+                    self._do(response)
+            return "it closed the stream"
+        except BadCertificate as error:
+            if not self._store:
+                self._processes.close()
+                raise
+            return str(error)
+        except grpc.RpcError as error:
+            reason = explained(error.details() or error.code().name)
+            refused = error.code() in REFUSALS
+            refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
+            if not self._stopped.is_set() and refused:
+                self._processes.close()
+                raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
+            return reason
 
     def _give_up_ranks(self) -> None:
         """Ends all ranks, since the coordinator does not know them or has given them up, and drops the reports about

@@ -20,7 +20,7 @@ from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import Collectives
 from elche_worker.collectives.outliers import StepWatch
 from elche_worker.collectives.reduction import AverageResult, Reduction, Sent
-from elche_worker.device.streams import DeviceStreams, HostStreams
+from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.layout import CPU, Layout
 
 ABORT_AGAIN_S = 0.5
@@ -56,7 +56,7 @@ class Averaging:
         self._agree = agree
         self._layout = layout
         self._wake = wake
-        self._streams = streams or HostStreams()
+        self._streams = streams or DeviceStreams()
         self._measures_divergence = measures_divergence
         self.reduction = Reduction(layout, options, agree=agree)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")

@@ -73,7 +73,7 @@ def check_alike_at_end(model: nn.Module, text: str, world: World) -> None:
 
 
 def comparable(model: nn.Module, rates: Sequence[float]) -> str:
-    """What is compared of this rank's model and learning rates; "" for a model that each rank has a part of."""
+    """Text by which ranks compare models and learning rates; "" for a model that each rank has a part of."""
     compared = _compared(model)
     if any(is_divided(one) for one in compared.values()):
         return ""

@@ -1,4 +1,4 @@
-"""What a rank keeps between rounds for the parameters of one dtype."""
+"""State of a rank between rounds, for the parameters of one dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.timeline import COPY, FETCH
 from elche_worker.data.dataset import Order
 from elche_worker.data.fetching import Collate, Fetch, FetchError, Indices
-from elche_worker.data.prefetch import DeviceTransfer, HostTransfer
+from elche_worker.data.prefetch import DeviceTransfer
 from elche_worker.device.transfer import InParts, num_bytes
 from elche_worker.process.parent import end_with_parent
 from elche_worker.telemetry.timeline import SpanRecorder
@@ -181,7 +181,7 @@ class LeaseLoader:
         """Samples leased so far."""
         self._order = order
         self._batch_size = batch_size
-        self.transfer = transfer or HostTransfer(torch.device("cpu"))
+        self.transfer = transfer or DeviceTransfer(torch.device("cpu"))
         self._wake = wake
         self._leases: deque[LeasedPart] = deque()
         """Leases whose first batch was not asked for yet."""

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -73,78 +73,50 @@ def prefetch_depth(
     return max(0, min(MAX_DEPTH, (spare - set_aside_bytes) // batch_bytes))
 
 
-class DeviceTransfer(Protocol):
-    """Moves fetched batches to the device. `HostTransfer` and `CudaTransfer` implement it."""
+class DeviceTransfer:
+    """Moves fetched batches to the device. This one is for the CPU, and for devices to which batches are copied when
+    they are trained.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.set_aside_bytes = 0
+        """Bytes of the device's memory that batches leave free for rounds, as far as there are so many."""
+        self.spare_bytes: int | None = None
+        """Bytes that training left free at the last `plan`; None before that is measured."""
 
     @property
     def room(self) -> int | None:
         """Number of further batches that may wait on the device; None when batches wait in host memory."""
-        ...
-
-    set_aside_bytes: int
-    """Bytes of the device's memory that batches leave free for rounds, as far as there are so many."""
-
-    @property
-    def spare_bytes(self) -> int | None:
-        """Bytes that training left free at the last `plan`; None before that is measured."""
-        ...
+        return None
 
     def stream(self) -> AbstractContextManager[Any]:
         """Context in which the fetching thread runs."""
-        ...
+        return nullcontext()
 
     def place(self, dataset: Any) -> Any:
         """The data set, on the device if it fits."""
-        ...
+        return dataset
 
     def move(self, data: Any) -> tuple[Any, Any]:
         """Returns the batch, on the device if there is room, and the event after which its copy is complete, if any."""
-        ...
+        return data, None
 
     def receive(self, data: Any, event: Any) -> Any:
         """The batch, on the device, usable by the stream that computes."""
-        ...
+        return to_device(data, self._device)
 
     def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
         """Moves batches that wait on the device, given with their events, to host memory, and lowers the depth. Called
         by the thread that receives.
         """
-        ...
-
-    def plan(self) -> None:
-        """Called between batches when more are to come: measures training's memory, and adapts the depth."""
-        ...
-
-
-class HostTransfer:
-    """Transfer for the CPU, and for devices to which batches are copied when they are trained."""
-
-    room = spare_bytes = None
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.set_aside_bytes = 0
-
-    def stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def place(self, dataset: Any) -> Any:
-        return dataset
-
-    def move(self, data: Any) -> tuple[Any, Any]:
-        return data, None
-
-    def receive(self, data: Any, event: Any) -> Any:
-        return to_device(data, self._device)
-
-    def take_back(self, batches: list[tuple[Any, Any]]) -> list[Any]:
         return [data for data, _ in batches]
 
     def plan(self) -> None:
-        return
+        """Called between batches when more are to come: measures training's memory, and adapts the depth."""
 
 
-class CudaTransfer:
+class CudaTransfer(DeviceTransfer):
     """Transfer for CUDA: copies on a separate stream while the device computes. Prefetches nothing until training's
     peak memory is measured.
 
@@ -152,10 +124,8 @@ class CudaTransfer:
     """
 
     def __init__(self, device: torch.device, streams: DeviceStreams) -> None:
-        self._device = device
+        super().__init__(device)
         self._streams = streams
-        self.set_aside_bytes = 0
-        self.spare_bytes: int | None = None
         self._depth = 0
         """Most batches that may wait on the device now."""
         self._max_depth = MAX_DEPTH
@@ -243,4 +213,4 @@ class CudaTransfer:
 
 def new_transfer(device: torch.device, streams: DeviceStreams) -> DeviceTransfer:
     """The transfer for a device."""
-    return CudaTransfer(device, streams) if device.type == "cuda" else HostTransfer(device)
+    return CudaTransfer(device, streams) if device.type == "cuda" else DeviceTransfer(device)

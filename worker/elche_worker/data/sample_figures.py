@@ -36,7 +36,7 @@ MAX_DIMS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Looked:
-    """What was seen of a data set."""
+    """Facts that reading samples of a data set has shown."""
 
     samples: tuple[rank_pb2.SampleRead, ...] = ()
     are_random: bool = False

@@ -1,102 +1,58 @@
-"""The CUDA streams of a rank, one each for computing, communicating and copying batches; events order them (W2).
-
-On the CPU calls are synchronous, and `HostStreams` does nothing.
-"""
+"""The CUDA streams of a rank, one each for computing, communicating and copying batches; events order them (W2)."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class DeviceStreams(Protocol):
-    """The queues of a rank's device. `HostStreams` and `CudaStreams` implement it."""
+class DeviceStreams:
+    """The queues of a rank's device. This one is for the CPU, on which every operation has finished when its call
+    returns.
+    """
 
     def compute(self) -> AbstractContextManager[Any]:
         """Context of the computing stream."""
-        ...
+        return nullcontext()
 
     def communication(self) -> AbstractContextManager[Any]:
         """Context of the communicating stream."""
-        ...
+        return nullcontext()
 
     def copies(self) -> AbstractContextManager[Any]:
         """Context of the stream that copies batches."""
-        ...
+        return nullcontext()
 
     def hand_over(self) -> None:
         """Has later communication wait for all queued computation."""
-        ...
 
     def take_back(self, *tensors: torch.Tensor) -> None:
         """Has later computation wait for all queued communication, after which it may read the tensors."""
-        ...
 
     def finish_compute(self) -> None:
         """Waits on the host for all queued computation."""
-        ...
 
     def finish_communication(self) -> None:
         """Waits on the host for all queued communication, and the computation that was handed over before it."""
-        ...
 
     def communicated(self) -> Any:
         """An event after all queued communication; None on the CPU."""
-        ...
+        return None
 
     def copied(self) -> Any:
         """An event after all queued copies; None on the CPU."""
-        ...
+        return None
 
     def receive(self, event: Any, *tensors: torch.Tensor) -> None:
         """Has later work of the current stream wait for the event, after which it may use the tensors."""
-        ...
 
     def finish_copies(self) -> None:
         """Waits on the host for all queued copies."""
-        ...
 
 
-class HostStreams:
-    """For the CPU, on which every operation has finished when its call returns."""
-
-    def compute(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def communication(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def copies(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def hand_over(self) -> None:
-        return
-
-    def take_back(self, *tensors: torch.Tensor) -> None:
-        return
-
-    def finish_compute(self) -> None:
-        return
-
-    def finish_communication(self) -> None:
-        return
-
-    def communicated(self) -> Any:
-        return None
-
-    def copied(self) -> Any:
-        return None
-
-    def receive(self, event: Any, *tensors: torch.Tensor) -> None:
-        return
-
-    def finish_copies(self) -> None:
-        return
-
-
-class CudaStreams:
+class CudaStreams(DeviceStreams):
     """Three streams, none of them the default stream, which would synchronise with all others."""
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +107,7 @@ def _lend(tensors: Iterable[torch.Tensor], stream: Any) -> None:
 
 def new_streams(device: torch.device) -> DeviceStreams:
     """The streams for a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else DeviceStreams()
 
 
 def pin_accumulators(model: nn.Module) -> list[object]:

@@ -32,7 +32,7 @@ WRITTEN = (
     "kth_value",
     "last_model_path",
 )
-"""What a `ModelCheckpoint` knows of the checkpoints that it has written."""
+"""Attributes in which a `ModelCheckpoint` keeps the checkpoints that it has written."""
 
 
 class ElcheCallback(pl.Callback):

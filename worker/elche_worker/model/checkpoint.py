@@ -80,7 +80,7 @@ class CheckpointData:
     state: dict[str, Any]
     """Everything else: plain values, tensors and pieces only."""
     frozen: str = ""
-    """The moving average of the weights and of other buffers; empty if the job has none."""
+    """Digest of the frozen parameters, if the weights are without them."""
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
     """The moving average of the weights, and of buffers that are not among them; empty if the job has none."""
 

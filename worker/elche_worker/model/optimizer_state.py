@@ -1,4 +1,4 @@
-"""What an optimizer's state in a checkpoint says of the optimizer that it came from."""
+"""Checks that an optimizer's state in a checkpoint is of the job's optimizer."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elche_worker.model.checkpoint import weights_of
 from elche_worker.model.frozen import completed, metadata_of, read_weights
 from elche_worker.model.tensors import write_tensors
 
@@ -31,16 +30,11 @@ class TrainedState:
         )
 
 
-def save_state(model: nn.Module, path: Path) -> None:
-    """Writes the model's parameters and persistent buffers; `load_state_dict(load_file(path))` reads them.
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = "") -> None:
+    """Writes weights that `weights_of` returned; `frozen` is the digest of frozen parameters that they leave out.
 
     A tied tensor appears under each of its names. The file appears complete or not at all.
     """
-    save_weights(weights_of(model), path)
-
-
-def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = "") -> None:
-    """Writes weights that `weights_of` returned; `frozen` is the digest of frozen parameters that they leave out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     write_tensors(draft, weights, metadata_of(frozen))
@@ -48,7 +42,7 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = 
 
 
 def load_state(model: nn.Module, path: Path | str) -> None:
-    """Reads a file of `save_state` into a model of the same architecture. Raises `RuntimeError` for another
+    """Reads a file of `save_weights` into a model of the same architecture. Raises `RuntimeError` for another
     architecture, and `InvalidJob` if the file leaves out frozen parameters and the model's are different.
     """
     weights, frozen = read_weights(Path(path))

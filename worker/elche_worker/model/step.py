@@ -76,16 +76,7 @@ def build_model(
     `shard` shards the model over the processes of a replica group instead of moving the whole to the device.
     """
     seed_all(job.seed)
-    try:
-        model = job.model()
-    except BaseException as error:
-        raise refused(error, file_name) from None
-    if not isinstance(model, nn.Module):
-        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
-    if problem := problem_of_wrappers(model):
-        raise InvalidJob(f"{file_name}: {problem}")
+    model = _called_model(job, file_name)
     came_in_eval_mode = not model.training
     if came_in_eval_mode:
         model.train()
@@ -102,6 +93,30 @@ def build_model(
         built = Built(model, job.optimizer(model), sharded, came_in_eval_mode)
     except BaseException as error:
         raise refused(error, file_name) from None
+    _check_optimizers(built, file_name)
+    if not job.manual_optimization:
+        check_steps(built.all_optimizers)
+    begin_training(built.all_optimizers)
+    return built
+
+
+def _called_model(job: JobDefinition, file_name: str) -> nn.Module:
+    """The model that `model()` returns. Raises as `build_model` does."""
+    try:
+        model = job.model()
+    except BaseException as error:
+        raise refused(error, file_name) from None
+    if not isinstance(model, nn.Module):
+        raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
+    if problem := problem_of_wrappers(model):
+        raise InvalidJob(f"{file_name}: {problem}")
+    return model
+
+
+def _check_optimizers(built: Built, file_name: str) -> None:
+    """Raises `InvalidJob` unless the file has left gradients on, and returned optimizers of the model's parameters."""
     if not torch.is_grad_enabled():
         raise InvalidJob(
             f"{file_name}: it has switched gradients off (torch.set_grad_enabled(False)), so nothing could be trained: "
@@ -112,12 +127,8 @@ def build_model(
             raise InvalidJob(f"{file_name}: optimizer() must return a torch Optimizer, not {type(optimizer).__name__}")
     if not built.all_optimizers:
         raise InvalidJob(f"{file_name}: optimizer() returned no optimizer")
-    if sharded is None:
+    if built.sharded is None:
         _check_parameters(built, file_name)
-    if not job.manual_optimization:
-        check_steps(built.all_optimizers)
-    begin_training(built.all_optimizers)
-    return built
 
 
 def _check_parameters(built: Built, file_name: str) -> None:

@@ -69,7 +69,7 @@ def keep_source(folder: Path, source: str) -> None:
 
 
 class Audited:
-    """What one rank trains. Without a `log`, in jobs without `audit`, nothing is written."""
+    """Writes one rank's work to its audit file. Without a `log`, in jobs without `audit`, it writes nothing."""
 
     def __init__(self, log: AuditLog | None, options: AveragingOptions) -> None:
         self.log = log

@@ -28,7 +28,7 @@ from elche_worker.data.lease_loader import LoadedBatch
 from elche_worker.model.layout import Layout
 from elche_worker.model.norms import of_parts
 from elche_worker.rank.acts import Act, decode, encode
-from elche_worker.rank.replica_group import T
+from elche_worker.rank.replica_group import ReplicaGroup, T
 from elche_worker.session.launch import Launch
 from elche_worker.sharding.mesh import build_mesh
 from elche_worker.telemetry.meter import RoundWork
@@ -48,8 +48,8 @@ FRAME_BYTES = 512
 """Bytes of the first broadcast of an act, header included; longer acts need a second one."""
 
 
-class DistributedGroup:
-    """A `ReplicaGroup` over gloo, which becomes torch's default group. The constructor waits for all processes.
+class DistributedGroup(ReplicaGroup):
+    """Several processes, connected by gloo, torch's default group. The constructor waits for all processes.
 
     Raises `CollectiveFailed` when they cannot connect, such as when the coordinator, whose store they need, is away.
     """
@@ -77,10 +77,6 @@ class DistributedGroup:
             """The same processes, for the thread that averages."""
         except RuntimeError as error:
             raise CollectiveFailed(f"the processes of the rank could not meet: {error}") from error
-
-    @property
-    def is_leader(self) -> bool:
-        return self.position == 0
 
     def send(self, act: Act) -> None:
         raw = encode(act)

@@ -50,7 +50,7 @@ from elche_worker.rank.loop import Leave, RankLoop, StoppedAlone
 from elche_worker.rank.packages import enter_packages
 from elche_worker.rank.parts import Parts
 from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup, SingleProcess
+from elche_worker.rank.replica_group import MEMBER_SEED, ReplicaGroup
 from elche_worker.rank.script import become_script
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
@@ -88,7 +88,7 @@ READ_BETWEEN = (
     "samples are read between batches and not ahead of them: only the thread that made the data set can read it. With "
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
-"""What is said of a data set that another thread cannot read."""
+"""Notice for a data set that another thread cannot read."""
 ROUNDS_FORMAT = 3
 """Version of what ranks tell each other in rounds (rows of the header, digests), and of what they compute of it: only
 ranks of one train together.
@@ -299,7 +299,7 @@ def _prepare(
 
 def _new_group(launch: Launch, job: JobDefinition, channel: grpc.Channel) -> ReplicaGroup:
     if launch.group_size == 1:
-        return SingleProcess()
+        return ReplicaGroup()
     return DistributedGroup(launch, channel, cast(Strategy, job.shard))
 
 

@@ -1,4 +1,4 @@
-"""What a replica is built from, and what it reports of a round."""
+"""Parts from which a replica is built, and its report of a round."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ class Parts:
     backs_off: bool = False
     """True if batches are split into more parts when memory runs out."""
     looked: Looked = field(default_factory=Looked)
-    """What was found when samples of the data set were read."""
+    """Facts that reading samples of the data set has shown."""
     eval_dataset: Any = None
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None

@@ -34,7 +34,7 @@ class Exchange:
 
 
 class Added:
-    """What the coordinator's relay computes (backend "cpu"): sums in order of position."""
+    """Sums in order of position, as the coordinator's relay computes them (backend "cpu")."""
 
     def __init__(self, exchange: Exchange, act: JoinGeneration) -> None:
         self.position, self.size = act.position, act.world_size

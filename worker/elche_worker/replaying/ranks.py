@@ -21,7 +21,7 @@ from elche_worker.rank.acts import EnterRound, JoinGeneration, TrainBatch, UseRe
 from elche_worker.rank.main import build
 from elche_worker.rank.parts import AppliedResult
 from elche_worker.rank.replica import Replica
-from elche_worker.rank.replica_group import SingleProcess
+from elche_worker.rank.replica_group import ReplicaGroup
 from elche_worker.replaying.recording import Recording
 from elche_worker.session.launch import Launch
 from elche_worker.user.callbacks import be_this_rank
@@ -89,7 +89,7 @@ class ReplayedRank:
         job = replace(job, audit=False, timeline=False, num_workers=0)
         kind_of(torch.device(launch.device)).select(torch.device(launch.device))
         wake: Callable[[], None] = lambda: None  # noqa: E731
-        parts, kept = build(launch, job, SingleProcess(), wake=wake, timeline=None, streams=self._streams)
+        parts, kept = build(launch, job, ReplicaGroup(), wake=wake, timeline=None, streams=self._streams)
         parts.loader.fetch_in_step()
         replica = Replica(
             launch,

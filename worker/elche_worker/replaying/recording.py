@@ -231,7 +231,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def worth_repeating(file: RankFile, last: RecordedAveraging) -> list[Any]:
-    """What the process did up to the last round: no batches that are in no round."""
+    """The process's records up to the last round: no batches that are in no round."""
     kept: list[Any] = []
     for one in file.records:
         if isinstance(one, Entered | Joined) and _is_after(one, last):

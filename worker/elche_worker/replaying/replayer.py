@@ -21,7 +21,7 @@ from elche_worker.replaying.recording import RecordedAveraging, Recording, read_
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay has made: all as it was in the run when the round's result had come."""
+    """Outcome of a replay: the state of the run when the round's result had come."""
 
     round: int
     generation: int
@@ -42,14 +42,14 @@ class Replayed:
     difference: str
     """The first round that differs from the run, and in what; empty if none was seen to."""
     notes: Sequence[str]
-    """What may make a difference."""
+    """Conditions that may cause differences."""
     path: Path | None
     """The written model."""
 
 
 @dataclass(slots=True)
 class _Course:
-    """How far a process has been repeated."""
+    """Progress of one process's repetition."""
 
     file: RankFile
     records: list[Any]

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -84,28 +84,17 @@ def _train(
         max_steps=job.max_steps,
     )
     wake = threading.Event()
-    loader = LeaseLoader(
-        dataset,
-        order=build_order(job, dataset, FILE),
-        batch_size=batch_size,
-        seed=job.seed,
-        collate_fn=job.collate_fn,
-        wake=wake.set,
-        num_workers=job.num_workers,
-        pins_memory=target.type == "cuda",
-        transfer=new_transfer(target, streams),
-        num_parts=job.accumulate,
-    )
-    if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).is_for_one_thread:
-        loader.fetch_in_step()
+    loader = _new_loader(job, dataset, batch_size, target, streams, wake)
     accumulators = pin_accumulators(built.model)
     own_state = build_own_state(job, built.model, FILE)
     seed_all(job.seed)  # as rank 0 of a job does
-    step = TrainStep(job, built, target, FILE, backs_off=is_auto(job, chosen), make_room=loader.make_room)
+    backs_off = is_auto(job, chosen)
+    step = TrainStep(job, built, target, FILE, backs_off=backs_off, make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     if said := rates.said_of_epochs(extent):
         print(f"elche: {said}", file=sys.stderr)
-    leases = _Leases(extent, dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,), job.seed)
+    sizes = dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,)
+    lease_ids = count(1)
     watch, callbacks = _Watch(job), Callbacks()
     mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
     rank = _OnlyRank(built, rates, callbacks, chosen.device, own_state)
@@ -116,15 +105,21 @@ def _train(
         num_trained = 0
         with own_state.on_trial():
             if eval_dataset is not None:
-                fits = batch_size // step.num_parts or 1
-                off, some = is_auto(job, chosen), built.all_optimizers
-                rehearse(job, built.model, eval_dataset, FILE, batch_size=fits, backs_off=off, optimizers=some)
+                rehearse(
+                    job,
+                    built.model,
+                    eval_dataset,
+                    FILE,
+                    batch_size=batch_size // step.num_parts or 1,
+                    backs_off=backs_off,
+                    optimizers=built.all_optimizers,
+                )
         for epoch in range(extent.num_epochs):
             rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
             callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
             loader.plan()
-            for lease in leases.of(epoch):
-                loader.add(lease)
+            for offset, size in _parts_of(epoch, extent, sizes, job.seed):
+                loader.add(LeasedPart(id=next(lease_ids), epoch=epoch, offset=offset, size=size))
             for batch in _batches(loader, wake, extent.epoch_size(epoch)):
                 if not rates.is_constant:
                     rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
@@ -161,6 +156,31 @@ def _train(
     watch.end()
     with mean.in_model(), evaluated_weights(built.all_optimizers):
         return best or TrainedState.of(built.model)
+
+
+def _new_loader(
+    job: JobDefinition,
+    dataset: Any,
+    batch_size: int,
+    target: torch.device,
+    streams: DeviceStreams,
+    wake: threading.Event,
+) -> LeaseLoader:
+    loader = LeaseLoader(
+        dataset,
+        order=build_order(job, dataset, FILE),
+        batch_size=batch_size,
+        seed=job.seed,
+        collate_fn=job.collate_fn,
+        wake=wake.set,
+        num_workers=job.num_workers,
+        pins_memory=target.type == "cuda",
+        transfer=new_transfer(target, streams),
+        num_parts=job.accumulate,
+    )
+    if not job.num_workers and look_at(dataset, job.seed, collate_fn=job.collate_fn).is_for_one_thread:
+        loader.fetch_in_step()
+    return loader
 
 
 class _OnlyRank(RateSetters):
@@ -210,24 +230,13 @@ def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], durat
     )
 
 
-class _Leases:
-    """The leases of an epoch: one for all samples, or one per shard in the epoch's order."""
-
-    def __init__(self, extent: Extent, sizes: tuple[int, ...], seed: int) -> None:
-        self._extent = extent
-        self._sizes = sizes
-        self._starts = [0, *accumulate(sizes)]
-        self._seed = seed
-        self._last = 0
-
-    def of(self, epoch: int) -> Iterator[LeasedPart]:
-        end = self._extent.epoch_size(epoch)
-        for shard in shuffled_shards(self._sizes, seed=self._seed, epoch=epoch):
-            start = self._starts[shard]
-            size = min(self._sizes[shard], end - start)
-            if size > 0:
-                self._last += 1
-                yield LeasedPart(id=self._last, epoch=epoch, offset=start, size=size)
+def _parts_of(epoch: int, extent: Extent, sizes: tuple[int, ...], seed: int) -> Iterator[tuple[int, int]]:
+    """Yields the start and size of each part of an epoch: one of all samples, or one per shard in the epoch's order."""
+    starts, end = [0, *accumulate(sizes)], extent.epoch_size(epoch)
+    for shard in shuffled_shards(sizes, seed=seed, epoch=epoch):
+        size = min(sizes[shard], end - starts[shard])
+        if size > 0:
+            yield starts[shard], size
 
 
 def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: int) -> dict[str, float]:
@@ -242,7 +251,7 @@ def _evaluated(job: JobDefinition, built: Built, eval_dataset: Any, batch_size: 
 
 
 class _Watch:
-    """Judges evaluations: whether the monitored metric improves, and whether metrics are finite."""
+    """Judges evaluations: finds the best by the monitored metric, and metrics that are not finite."""
 
     def __init__(self, job: JobDefinition) -> None:
         self._job = job

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -10,79 +10,57 @@ MAX_AHEAD = 2
 """Batches that the host may queue ahead: more would delay control, fewer could leave the device idle."""
 
 
-class BatchTimer(Protocol):
-    """Times batches in order. `HostTimer` and `DeviceTimer` implement it."""
-
-    def start(self) -> None:
-        """Begins a batch."""
-        ...
-
-    def stop(self) -> None:
-        """Ends the batch: all its work is queued."""
-        ...
-
-    def drop(self) -> None:
-        """Discards the batch that began."""
-        ...
-
-    def take(self) -> list[float]:
-        """Times in ms of batches that have ended since the last call. Does not synchronise."""
-        ...
-
-    def finish(self) -> list[float]:
-        """Like `take`, after waiting for the last batch."""
-        ...
-
-    def take_intervals(self) -> list["Interval"]:
-        """Intervals in which those batches ran, if recorded."""
-        ...
-
-
 Interval = tuple[float, float]
 """(start, end), times of `time.perf_counter` in seconds."""
 
 
-class HostTimer:
-    """Timer for the CPU, on which a batch has ended when its call returns."""
+class BatchTimer:
+    """Times batches in order. This one is for the CPU, on which a batch has ended when its call returns."""
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
         self._ended: list[float] = []
+        """Times in ms of batches that have ended and were not taken."""
         self._started_s = 0.0
         self._intervals: list[Interval] | None = [] if keeps_intervals else None
 
     def start(self) -> None:
+        """Begins a batch."""
         self._started_s = time.perf_counter()
 
     def stop(self) -> None:
+        """Ends the batch: all its work is queued."""
         ended_s = time.perf_counter()
         self._ended.append((ended_s - self._started_s) * 1000)
         if self._intervals is not None:
             self._intervals.append((self._started_s, ended_s))
 
     def drop(self) -> None:
-        return
+        """Discards the batch that began."""
 
     def take(self) -> list[float]:
+        """Times in ms of batches that have ended since the last call. Does not synchronise."""
         ended, self._ended = self._ended, []
         return ended
 
     def finish(self) -> list[float]:
+        """Like `take`, after waiting for the last batch."""
         return self.take()
 
     def take_intervals(self) -> list[Interval]:
+        """Intervals in which those batches ran, if recorded."""
         ended = self._intervals or []
         if ended:
             self._intervals = []
         return ended
 
 
-class DeviceTimer:
+class DeviceTimer(BatchTimer):
     """Timer for CUDA, by events that are read after they have passed. Intervals are relative to an event for which the
     host has waited, a new one at every `finish`.
     """
 
     def __init__(self, *, keeps_intervals: bool = False) -> None:
-        self._intervals: list[Interval] | None = [] if keeps_intervals else None
+        super().__init__(keeps_intervals=keeps_intervals)
         self._base: Any = None
         self._base_s = 0.0
         """Host time at which the event `_base` had passed. Events know only the time between two of them."""
@@ -92,8 +70,6 @@ class DeviceTimer:
         """Start and end of each batch that has not ended on the device yet."""
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """Pairs to use again: creating an event takes longer than recording one."""
-        self._ended: list[float] = []
-        """Times in ms of batches that have ended and were not taken."""
 
     def start(self) -> None:
         if len(self._pending) >= MAX_AHEAD:
@@ -111,8 +87,7 @@ class DeviceTimer:
 
     def take(self) -> list[float]:
         self._collect()
-        ended, self._ended = self._ended, []
-        return ended
+        return super().take()
 
     def finish(self) -> list[float]:
         if self._pending:
@@ -120,12 +95,6 @@ class DeviceTimer:
         ended = self.take()
         if self._intervals is not None:
             self._rebase()
-        return ended
-
-    def take_intervals(self) -> list[Interval]:
-        ended = self._intervals or []
-        if ended:
-            self._intervals = []
         return ended
 
     def _rebase(self) -> None:
@@ -151,5 +120,5 @@ def _new_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 def new_timer(device: torch.device, *, keeps_intervals: bool = False) -> BatchTimer:
     """The timer for a device; with `keeps_intervals` it also records the interval of each batch."""
-    kind = DeviceTimer if device.type == "cuda" else HostTimer
+    kind = DeviceTimer if device.type == "cuda" else BatchTimer
     return kind(keeps_intervals=keeps_intervals)

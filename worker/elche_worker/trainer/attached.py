@@ -33,7 +33,7 @@ from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import SpanRecorder
-from elche_worker.trainer.attachment import NextGroup, OperatorRequests
+from elche_worker.trainer.attachment import Attachment, NextGroup
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.user.events import send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
@@ -57,7 +57,7 @@ MAX_NAME_CHARS = 100
 MAX_REASON_CHARS = 300
 
 
-class CoordinatorAttachment:
+class CoordinatorAttachment(Attachment):
     """One rank's session with the coordinator. Methods are called by the loop's thread unless they say otherwise."""
 
     is_attached = True
@@ -74,9 +74,9 @@ class CoordinatorAttachment:
         is_submitted: bool = False,
     ) -> None:
         """`is_submitted`: an agent has started this process, and reports its end."""
+        super().__init__()
         self.job_id = job_id
         self._is_submitted = is_submitted
-        self.operator = OperatorRequests()
         self._world = world
         self._store = CoordinatorStore(channel, secret)
         self._goes_on = goes_on

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from elche.v1 import rank_pb2
 from elche_worker.user.scalars import Sum
@@ -40,67 +40,13 @@ class NextGroup:
     """The `torch.distributed.Store` for the group's rendezvous."""
 
 
-class Attachment(Protocol):
-    """A loop's connection to a coordinator. `CoordinatorAttachment` and `NoAttachment` implement it."""
-
-    operator: OperatorRequests
-
-    @property
-    def is_attached(self) -> bool:
-        """True if there is a coordinator, so that values must be computed for it."""
-        ...
-
-    def add_batches(
-        self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]
-    ) -> None:
-        """Adds the batches of one step, and the sum of the losses that are known."""
-        ...
-
-    def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
-        """Adds times in ms: of each batch, spent averaging, and spent waiting for data."""
-        ...
-
-    def add_span(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
-        """Adds a span to the timeline, if one is recorded."""
-        ...
-
-    def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
-        """Reports this rank's progress, and on rank 0 the loop's, at most once per interval."""
-        ...
-
-    def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
-        """Reports that this rank has ended an epoch, of which all ranks together have trained `num_done` samples. Reads
-        the losses from the device.
-        """
-        ...
-
-    def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Reports the metrics of an evaluation."""
-        ...
-
-    def report_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
-        """Reports a complete checkpoint. From any thread."""
-        ...
-
-    def report_not_saved(self, version: int, reason: str) -> None:
-        """Reports that a checkpoint cannot be written. From any thread."""
-        ...
-
-    def leave(self, error: BaseException | None) -> None:
-        """Reports that the loop has ended, with `error` if it raised one."""
-        ...
-
-    def next_group(self, generation: int, reason: str) -> NextGroup | None:
-        """Reports that this rank has left the group, and waits for the next one. None if none can be formed, or the
-        loop is to end.
-        """
-        ...
-
-
-class NoAttachment:
-    """Without a coordinator: drops reports, and has no requests."""
+class Attachment:
+    """A loop's connection to a coordinator. This one, of a loop without a coordinator, drops reports and has no
+    requests; `CoordinatorAttachment` has a coordinator.
+    """
 
     is_attached = False
+    """True if there is a coordinator, so that values must be computed for it."""
 
     def __init__(self) -> None:
         self.operator = OperatorRequests()
@@ -108,31 +54,36 @@ class NoAttachment:
     def add_batches(
         self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]
     ) -> None:
-        return
+        """Adds the batches of one step, and the sum of the losses that are known."""
 
     def add_times(self, batch_ms: list[float], waited_ms: float, data_wait_ms: float) -> None:
-        return
+        """Adds times in ms: of each batch, spent averaging, and spent waiting for data."""
 
     def add_span(self, kind: int, start_s: float, end_s: float, detail: int = 0) -> None:
-        return
+        """Adds a span to the timeline, if one is recorded."""
 
     def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
-        return
+        """Reports this rank's progress, and on rank 0 the loop's, at most once per interval."""
 
     def end_epoch(self, epoch: int, num_done: int, duration_s: float) -> None:
-        return
+        """Reports that this rank has ended an epoch, of which all ranks together have trained `num_done` samples. Reads
+        the losses from the device.
+        """
 
     def report_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        return
+        """Reports the metrics of an evaluation."""
 
     def report_saved(self, version: int, path: str, size_bytes: int, duration_s: float) -> None:
-        return
+        """Reports a complete checkpoint. From any thread."""
 
     def report_not_saved(self, version: int, reason: str) -> None:
-        return
+        """Reports that a checkpoint cannot be written. From any thread."""
 
     def leave(self, error: BaseException | None) -> None:
-        return
+        """Reports that the loop has ended, with `error` if it raised one."""
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
+        """Reports that this rank has left the group, and waits for the next one. None if none can be formed, or the
+        loop is to end.
+        """
         return None

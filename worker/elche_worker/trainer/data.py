@@ -87,7 +87,6 @@ class Data:
         self._world = world
         self._together = together
         self._names = tuple(names) if names is not None else None
-        self._planner = planner
         self.batch_size = loader.batch_size or 0
         self._epoch_size = len(loader.sampler)  # type: ignore[arg-type]  # that of a map-style data set has a length
         """Samples in the present epoch's order: a data set may grow from epoch to epoch."""

@@ -7,7 +7,7 @@ import torch
 
 from elche import timeline
 from elche.v1 import rank_pb2
-from elche_worker.trainer.attachment import Attachment, NoAttachment
+from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.plans import Step
 from elche_worker.trainer.saving import Position
 from elche_worker.user.scalars import take_scalars
@@ -17,7 +17,7 @@ class ProgressTracker:
     """The loop's position, equal on every rank, and this rank's reports on it to the coordinator."""
 
     def __init__(self) -> None:
-        self.attachment: Attachment = NoAttachment()
+        self.attachment: Attachment = Attachment()
         self.num_steps = 0
         self.epoch = 0
         self.done = 0

@@ -107,7 +107,7 @@ class Stepper:
         self._num_stepped = 0
         """`num_given` at the latest step."""
         self._taken_ahead = ""
-        """What to say at a second step that no batch was taken for: the first one had all those of an epoch."""
+        """Warning to print at a second step that no batch was taken for: the first one had all those of an epoch."""
         self._takes_own: bool | None = None
         """True if the latest step used batches that the loop took itself; None before the first."""
         self._has_warned = False
@@ -120,7 +120,7 @@ class Stepper:
         self._is_closed = False
         self._has_said_not_finite = self._has_said_clipped = False
         self._left = (-1, "")
-        """What is compared of the model, as the loop over batches was left, and `_num_averaged` then."""
+        """When the loop over batches was left: `_num_averaged`, and the text by which models are compared."""
         parts = model, optimizers, world, self.averager
         self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
         watch_scalers()
@@ -186,7 +186,7 @@ class Stepper:
             print(f"elche: {how}", file=sys.stderr, flush=True)
 
     def untrained(self) -> str:
-        """What is not trained any more in a loop that takes its batches itself, since ranks have died; else ""."""
+        """Warning of data that nobody trains since ranks have died, if the loop takes its batches itself; else ""."""
         members = self._world.members
         lost = [str(number) for number in range(self._num_began) if number not in members]
         if not lost or not self._takes_own or self.last_sizes:  # elche has split the batches, and splits them anew

@@ -13,7 +13,7 @@ from weakref import WeakMethod
 from elche.errors import PeerLost
 from elche_worker.collectives.calls import Parted, differ, difference
 from elche_worker.collectives.world import World
-from elche_worker.trainer.attachment import Attachment, NoAttachment
+from elche_worker.trainer.attachment import Attachment
 
 Outcome = TypeVar("Outcome")
 PAUSE_POLL_S = 0.1
@@ -29,7 +29,7 @@ class Together:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.attachment: Attachment = NoAttachment()
+        self.attachment: Attachment = Attachment()
         self.where: Callable[[], str] = lambda: ""
         """Returns the loop's position as text, equal on every rank."""
         self.on_regrouped: Callable[[], None] = lambda: None

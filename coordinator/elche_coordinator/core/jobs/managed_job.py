@@ -47,12 +47,7 @@ from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnati
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
 from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
-from elche_coordinator.core.records.ranks import (
-    RankRecord,
-    highest_staying,
-    present,
-    staying,
-)
+from elche_coordinator.core.records.ranks import RankRecord, highest_staying, present, staying
 from elche_coordinator.core.results.counts import Counts
 from elche_coordinator.core.rounds.generation import Generation
 
@@ -69,13 +64,7 @@ class ManagedJob(PlacedJob):
     """
 
     def __init__(self, event: JobSubmitted) -> None:
-        super().__init__(
-            event.job_id,
-            event.spec,
-            submitted_at=event.submitted_at,
-            key=event.key,
-            last_incarnation=event.last_incarnation,
-        )
+        super().__init__(event)
         self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self.retry_at_s = 0.0
         """Time from which a job that has gone back may be placed again."""

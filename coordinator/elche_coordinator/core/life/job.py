@@ -8,6 +8,8 @@ from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
 from elche_coordinator.core.messages.events import (
     JobEvent,
+    JobSubmitted,
+    LoopAttached,
     PingAnswered,
     PingSent,
     RankFailed,
@@ -17,9 +19,8 @@ from elche_coordinator.core.messages.events import (
     UserEventRecorded,
     WorkEvent,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, Rank
 from elche_coordinator.core.messages.reports import ENDED_EARLY, JobResult, Outcome, UserEvent
-from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
@@ -48,21 +49,13 @@ class Job(ABC):
     An outcome is decided once; then the ranks leave; then the job has ended and has a result.
     """
 
-    def __init__(
-        self,
-        job_id: JobId,
-        spec: JobSpec,
-        *,
-        submitted_at: float,
-        key: str = "",
-        last_incarnation: Incarnation = Incarnation(0),  # noqa: B008
-    ) -> None:
-        self.id = job_id
-        self.spec = spec
+    def __init__(self, event: JobSubmitted | LoopAttached) -> None:
+        self.id = event.job_id
+        self.spec = event.spec
         """The submission, as the client sent it."""
-        self.key = key
+        self.key = event.key if isinstance(event, JobSubmitted) else ""
         """The client's key for the submission, by which a repeated one is recognized; empty: it sent none."""
-        self.submitted_at = submitted_at
+        self.submitted_at = event.submitted_at
         """Time of the submission, in seconds since 1970."""
         self.reason = "waits for free slots"
         """The reason of the job's phase, for people."""
@@ -70,14 +63,15 @@ class Job(ABC):
         """Time at which each phase began, for people."""
         self.result: JobResult | None = None
         """Set once, when the outcome is decided and no process is left; the job changes no more then."""
-        self.outbox = Outbox(job_id)
+        self.outbox = Outbox(self.id)
         """Commands and refusals since `Coordinator` took them."""
-        self.roster = Roster(self.outbox, last_incarnation)
+        before = event.last_incarnation if isinstance(event, JobSubmitted) else Incarnation(0)
+        self.roster = Roster(self.outbox, before)
         """Its ranks' records, and the start and end of their processes."""
         self.timers: dict[Timer, float | None] = {}
         """Changes of timers since `Coordinator` took them, in seconds from now; None: cancelled."""
         self.silence = SilenceWatch(self.ranks, self.outbox, set_check=self._set_check)
-        self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {job_id}", JOB_PHASES, JobPhase.QUEUED)
+        self.life: Machine[JobPhase, JobTrigger] = Machine(f"job {self.id}", JOB_PHASES, JobPhase.QUEUED)
         self._decided: tuple[Outcome, Failure | None] | None = None
         """The outcome, and the failure if there was one; None while the job is open. Never changed once set."""
 

@@ -25,7 +25,7 @@ class AttachedLoop(Loop):
     can_begin_again = False
 
     def __init__(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:
-        super().__init__(event.job_id, event.spec, now_s, submitted_at=event.submitted_at)
+        super().__init__(event, now_s)
         self.policy = event.policy
         self._joined: set[Rank] = set()
         """Ranks that have opened their session."""

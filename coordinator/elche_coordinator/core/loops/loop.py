@@ -12,19 +12,14 @@ from elche_coordinator.core.messages.events import (
     CheckpointFailed,
     CheckpointSaved,
     EvaluationDone,
+    JobSubmitted,
+    LoopAttached,
     LoopEpochEnded,
     LoopProgressed,
     WorkEvent,
 )
-from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
-from elche_coordinator.core.messages.reports import (
-    Checkpoint,
-    EpochReport,
-    EvaluationReport,
-    JobResult,
-    RankResult,
-)
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank
+from elche_coordinator.core.messages.reports import Checkpoint, EpochReport, EvaluationReport, JobResult, RankResult
 from elche_coordinator.core.records.ranks import RankRecord
 from elche_coordinator.core.results.tally import EpochTally
 
@@ -42,17 +37,8 @@ class Loop(Job):
     attempt = Attempt(1)
     is_paused = False
 
-    def __init__(
-        self,
-        job_id: JobId,
-        spec: JobSpec,
-        now_s: float,
-        *,
-        submitted_at: float,
-        key: str = "",
-        last_incarnation: Incarnation = Incarnation(0),  # noqa: B008
-    ) -> None:
-        super().__init__(job_id, spec, submitted_at=submitted_at, key=key, last_incarnation=last_incarnation)
+    def __init__(self, event: JobSubmitted | LoopAttached, now_s: float) -> None:
+        super().__init__(event)
         self.policy = ""
         """Description of how its steps are split among ranks."""
         self.latest_s = now_s

@@ -29,14 +29,7 @@ class SubmittedLoop(Loop, PlacedJob):
     when_placed = "its ranks start the script"
 
     def __init__(self, event: JobSubmitted, now_s: float) -> None:
-        super().__init__(
-            event.job_id,
-            event.spec,
-            now_s,
-            submitted_at=event.submitted_at,
-            key=event.key,
-            last_incarnation=event.last_incarnation,
-        )
+        super().__init__(event, now_s)
         self.places = Places(self.roster, self.outbox, event.spec.num_ranks)
         self._left: set[Rank] = set()
         """Ranks that have ended their loop, and whose processes may run on."""

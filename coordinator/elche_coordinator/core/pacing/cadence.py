@@ -23,7 +23,7 @@ from elche_coordinator.core.pacing.counts import (
     within,
 )
 from elche_coordinator.core.pacing.divergence import Drift
-from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
+from elche_coordinator.core.pacing.policy import Pace, Policy, RoundPlan, Work
 
 SHORTER = 0.8
 """Factor by which a round is shortened until the work that is left suffices for it."""
@@ -42,7 +42,7 @@ NUDGE = 0.5
 """Factor on the anchor when the ranks keep drifting apart."""
 
 
-class Cadence:
+class Cadence(Policy):
     """Averages when the slowest rank has made `anchor` batches; the others make as many as fit in that time (row
     C1).
     """
@@ -181,9 +181,6 @@ class Cadence:
         if self._el_che.is_calibrated:
             return min(self.anchor * max(times), self._el_che.anchor_wall_ms)
         return min(self.anchor, self._probe) * max(times)
-
-    def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        return False
 
     def _go_on(self, paces: Sequence[Pace], work: Work, counts: dict[Rank, int]) -> RoundPlan:
         """Leases what the counts need, and each rank's spare: of this epoch, then of the next."""

@@ -72,7 +72,9 @@ class RoundPlan:
 
 
 class Policy(Protocol):
-    """Decides when ranks average, and how many batches each makes until then."""
+    """Decides when ranks average, and how many batches each makes until then. The methods with a body are those of a
+    policy that announces its rounds as it plans them, and learns no more than `is_calibrated`.
+    """
 
     can_revise: bool
     """True if announced rounds may get other targets."""
@@ -95,15 +97,15 @@ class Policy(Protocol):
 
     def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
         """New counts for an announced round, counted as its old ones are; only when `can_revise`."""
-        ...
+        return {}
 
     def spare(self, pace: Pace, work: Work) -> int:
         """Batches to lease beyond the next round, so that the rank has work until the round after is planned."""
-        ...
+        return 0
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
         """True if a round that was planned and not announced should be announced now."""
-        ...
+        return False
 
     def learn(
         self,
@@ -119,10 +121,10 @@ class Policy(Protocol):
 
     def to_json(self) -> dict[str, object]:
         """Its learned state, as plain values."""
-        ...
+        return {}
 
     def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
         """Goes on from what `to_json` gave. `like` has for each rank those of the earlier training whose speed it takes
         over; by default the one of its number (row E10).
         """
-        ...
+        return

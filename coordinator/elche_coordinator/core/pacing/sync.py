@@ -1,12 +1,11 @@
 """The policy `sync`: ranks average after every batch, as data parallelism does."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.pacing.counts import equal_shares
 from elche_coordinator.core.pacing.divergence import Drift
-from elche_coordinator.core.pacing.policy import Pace, RoundPlan, Work
+from elche_coordinator.core.pacing.policy import Pace, Policy, RoundPlan, Work
 
 SYNC_LEASE = 64
 """Batches to which a rank's leases are topped up; not all of the epoch, so that work is left for a rank that joins."""
@@ -14,15 +13,13 @@ SYNC_WINDOW = 16
 """Rounds that are open at once: with one, every batch would wait for a commit and its disk write (protocol P10.1)."""
 
 
-class Sync:
+class Sync(Policy):
     """A round after every batch; equal shares; several rounds are announced at once (row C1, protocol P10)."""
 
     can_revise = False
     stops_ranks = True
     anchor = 1
-
-    def __init__(self) -> None:
-        self.is_calibrated = False
+    is_calibrated = False
 
     def plan(self, paces: Sequence[Pace], work: Work) -> RoundPlan | None:
         leased = {pace.rank: pace.leased for pace in paces}
@@ -51,18 +48,3 @@ class Sync:
         drift: Drift = Drift.CALM,
     ) -> None:
         self.is_calibrated |= any(num_batches.values())
-
-    def revise(self, paces: Sequence[Pace], elapsed_ms: float) -> dict[Rank, int]:
-        return {}
-
-    def spare(self, pace: Pace, work: Work) -> int:
-        return 0
-
-    def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        return False
-
-    def to_json(self) -> dict[str, object]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any], like: Sequence[Sequence[int]] | None = None) -> None:
-        return

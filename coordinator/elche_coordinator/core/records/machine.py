@@ -157,7 +157,7 @@ def rank_machine(census: "Counter[RankPhase] | None" = None) -> Machine[RankPhas
 
 
 class Departure(StrEnum):
-    """Whether, and how, a rank that has not exited has to leave: a second state machine in addition to its phase."""
+    """The way in which a rank that has not exited leaves: a second state machine in addition to its phase."""
 
     STAYS = "stays"
     LEAVING = "leaving"

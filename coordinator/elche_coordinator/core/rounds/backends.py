@@ -6,7 +6,7 @@ from elche_coordinator.core.messages.ids import Rank
 from elche_coordinator.core.messages.spec import Build
 
 BACKENDS = ("auto", "nccl", "gloo", "cpu")
-"""What the setting `backend` may be; "cpu" averages through the coordinator."""
+"""Values of the setting `backend`; "cpu" averages through the coordinator."""
 UNENCRYPTED = "hosts would average unencrypted: elche-worker --interface names a network where they may"
 """The reason of the choice "cpu" between hosts that are joined by TLS: NCCL and gloo do not encrypt."""
 

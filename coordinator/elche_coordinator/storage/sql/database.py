@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 REVISION = "0004"
 """The newest one in `migrations/versions`."""
+OLDEST = "0003"
+"""The oldest one there; of those before it no version was published."""
 POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 REFUSALS = (
     *("does not exist", "authentication failed", "password", "no pg_hba.conf entry", "permission denied"),
@@ -226,11 +228,14 @@ class Database:
                 )
                 connection.execute(sa.text("INSERT INTO alembic_version VALUES (:now)"), {"now": REVISION})
                 return
-            found = ""
-            if "alembic_version" not in tables and "bundles" in tables:  # which came after numbers
+            if "alembic_version" not in tables:
                 raise DamagedStore(self.name, "it lacks the table alembic_version")
-            if "alembic_version" in tables:
-                found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or ""
+            found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or ""
+            if found < OLDEST:
+                raise BadStore(
+                    f"its tables are those of a version before the first release ({found or 'no number'}): begin with "
+                    "another folder or database; checkpoints of its jobs can be resumed (elche resume)"
+                )
             if found > REVISION:
                 raise BadStore(
                     f"its tables are those of a newer version ({found}; this one knows {REVISION}): start that, or go "
@@ -245,7 +250,7 @@ class Database:
         from alembic import command  # needed only here, and slow to import
         from alembic.config import Config
 
-        log.info("the tables of %s go from %s to %s", self.name, found or "those before numbers", REVISION)
+        log.info("the tables of %s go from %s to %s", self.name, found, REVISION)
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         config.attributes["connection"] = connection
