@@ -11,7 +11,6 @@ import click
 from fresh import ROOT, write
 
 from elche_client.cli import cli
-from elche_client.cli_options import Program
 from elche_coordinator.main import main as coordinator
 from elche_worker.agent.main import main as worker
 
@@ -53,7 +52,7 @@ WIDTH = 118
 
 def sections() -> Iterator[tuple[str, list[str]]]:
     """The titles of `elche --help`, each with the help of its commands; the other programs come last."""
-    for title, names in Program.SECTIONS.items():
+    for title, names in cli.sections.items():
         yield title, [text for name in names for text in helps(f"elche {name}", cli.commands[name])]
     yield "Programs", [*helps("elche-coordinator", coordinator, is_own=True), help_of("elche-worker", worker)]
 

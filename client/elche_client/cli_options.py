@@ -161,16 +161,17 @@ class Program(CommandGroup):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._sections: dict[str, list[str]] = {}
+        self.sections: dict[str, list[str]] = {}
+        """Names of commands, by the title under which the help lists them."""
 
     def add_section(self, title: str, *commands: click.Command) -> None:
         """Adds commands, and lists them in the help in this order."""
         for command in commands:
             self.add_command(command)
-        self._sections[title] = [str(command.name) for command in commands]
+        self.sections[title] = [str(command.name) for command in commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, names in self._sections.items():
+        for title, names in self.sections.items():
             self.format_section(formatter, title, names)
 
 

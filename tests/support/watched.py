@@ -135,9 +135,10 @@ class WatchedSimulation(Simulation):
         final = dict[Rank, Parameters]()
         for rank, process in attempt.items():
             record = self.job.ranks.get(rank)
-            has_left = self.job.roster.num_lost or record is None or record.is_done_without or not record.has_model
-            if has_left and (process.was_killed or process.parameters.version < self.training.version):
-                continue  # died (perhaps with the only result of a round), left, or not ready before the end
+            if record is None or record.is_done_without or not record.has_model:
+                continue  # it has left, or was left out, perhaps with a result of its own, or was not ready before the end
+            if self.job.roster.num_lost and (process.was_killed or process.parameters.version < self.training.version):
+                continue  # it has died, perhaps with the only result of a round
             final[rank] = process.parameters
         assert final or self.job.result is not None
         for rank, process in attempt.items() if not final else ():  # all have died after one had written it

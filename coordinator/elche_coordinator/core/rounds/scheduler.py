@@ -172,6 +172,8 @@ class RoundScheduler:
         self._training.replay = None
         plan = self._policy.plan(self._paces(now_s), self._work())
         if plan is None:
+            if self._training.is_complete and not self._training.is_over and not self.rounds:
+                self._announce({rank: record.base_step for rank, record in self._members.items()}, now_s)
             return
         self.reason = plan.reason
         for rank, num_samples in plan.lease_samples.items():
