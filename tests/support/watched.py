@@ -136,7 +136,7 @@ class WatchedSimulation(Simulation):
         for rank, process in attempt.items():
             record = self.job.ranks.get(rank)
             if record is None or record.is_done_without or not record.has_model:
-                continue  # it has left, or was left out, perhaps with a result of its own, or was not ready before the end
+                continue  # it has left, was left out, perhaps with a result of its own, or was not ready
             if self.job.roster.num_lost and (process.was_killed or process.parameters.version < self.training.version):
                 continue  # it has died, perhaps with the only result of a round
             final[rank] = process.parameters
