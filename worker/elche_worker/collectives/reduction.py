@@ -144,8 +144,7 @@ class Reduction:
         """True if the round in progress sends the errors in `_unsent`."""
         self._watch = BoundsWatch()
         self.bounds: dict[Kind, Bounds] = {}
-        """Of each kind the bounds of trained parameters in the latest round in which ranks averaged while they trained
-        on."""
+        """Of each kind the bounds of trained parameters in the latest round; empty where rounds make only the mean."""
         self.has_header = False
         """True if the latest round's header was received."""
         self._header_s = 0.0
@@ -253,8 +252,6 @@ class Reduction:
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
                 said = self._hear_spread(values, weights)
-            elif self._options.overlaps:
-                self.bounds = {kind: bounds_of(self._seen_bounds(kind)) for kind in self._layout.flat_buffers}
             has_newcomers = _has_newcomers(rows)
             # Compression sends differences from the last result, which newcomers do not have.
             self._average(values, weights, None if is_first or has_newcomers else self._codec(rows[source].level))
@@ -329,7 +326,7 @@ class Reduction:
         for kind, flat in self._layout.flat_buffers.items():
             trained = flat[: self._layout.num_trained(kind)]
             squares.append(self._rows(kind).squares(trained, self._memory(kind, trained).last))
-            seen = self._seen_bounds(kind)
+            seen = self._watch.say(kind, list(self._rows(kind).parts(trained)), trained.device)
             bounds.append(seen if weights[group.position] else torch.zeros_like(seen))
         mean, by_all = mean_squares(torch.cat(squares), [weight / sum(weights) for weight in weights], group)
         seen = torch.cat(bounds)
@@ -339,11 +336,6 @@ class Reduction:
         found = [bounds_of(one) for one in torch.split(seen, [len(one) for one in bounds])]
         self.bounds = dict(zip(self._layout.flat_buffers, found, strict=True))
         return Said(most_gain(weights), torch.split(mean, sizes), torch.split(by_all, sizes), found)
-
-    def _seen_bounds(self, kind: Kind) -> torch.Tensor:
-        """What this rank's own values say of bounds."""
-        trained = self._layout.flat_buffers[kind][: self._layout.num_trained(kind)]
-        return self._watch.say(kind, list(self._rows(kind).parts(trained)), trained.device)
 
     def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
