@@ -31,7 +31,7 @@ def test_a_job_averages_as_it_says(cluster: Cluster, job_file: JobFile, how: str
     assert result.committed_samples == (NUM_SAMPLES,) * 6
     trained = [int(i) for rank in (0, 1) for i in path.with_suffix(f".rank-{rank}").read_text().split()]
     assert sorted(trained) == sorted(list(range(NUM_SAMPLES)) * 6)
-    assert result.metrics["mse"] < 4.0  # 8 before training; how many rounds there are depends on the machine's load
+    assert result.metrics["mse"] < 6.0  # 8 before training; how many rounds there are depends on the machine's load
 
 
 def bytes_per_round(cluster: Cluster, path: Path) -> int:
