@@ -221,8 +221,9 @@ def test_data_that_are_dear_to_read_are_not_read_for_long_and_streams_not_at_all
             time.sleep(0.01)
             return index
 
-    assert not look_at(Slow(), 0, budget_s=0).samples
+    assert not look_at(Slow(), 0, budget_s=0, least_s=0).samples
     assert len(reads) == 2, "by this thread, and by another one"
+    assert len(look_at(Slow(), 0, budget_s=0, least_s=100).samples) == 2, "as many as are compared at least"
     assert not look_at(Shards([5], lambda index: pytest.fail("opened")), 0).samples
 
 

@@ -20,7 +20,9 @@ from elche_worker.device.rng import host_state, seeded
 from elche_worker.device.transfer import tensors_in
 
 BUDGET_S = 0.2
-"""Seconds after which no further sample is read."""
+"""Seconds after which no further sample is read, once there are as many as are compared at least."""
+LEAST_BUDGET_S = 5.0
+"""Seconds for these few: on a busy machine, or with slow samples, ranks with different data would train in silence."""
 NUM_READS = 3
 """Number of times that each sample is read: if it comes out different, it is random, and is not compared."""
 LEAST_SAMPLES = 2
@@ -52,14 +54,23 @@ class Looked:
         return self.draws or self.is_bound
 
 
-def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budget_s: float = BUDGET_S) -> Looked:
+def look_at(
+    dataset: Any,
+    seed: int,
+    *,
+    collate_fn: Collate | None = None,
+    budget_s: float = BUDGET_S,
+    least_s: float = LEAST_BUDGET_S,
+) -> Looked:
     """Reads some samples, each several times with random generators seeded differently. Leaves out samples that raise,
-    and those for which there is no time. Reads none of a stream, since it would be read from its beginning.
+    and those for which there is no time: `least_s` for the fewest that are compared, then `budget_s` in all. Reads none
+    of a stream, since it would be read from its beginning.
     `collate_fn` is called with one sample, to see if it draws random numbers.
     """
     if isinstance(dataset, Shards):
         return Looked()
-    fetch, until_s = Fetch(dataset, collate_fn, ""), time.monotonic() + budget_s
+    fetch, began_s = Fetch(dataset, collate_fn, ""), time.monotonic()
+    until_s = began_s + max(budget_s, least_s)
     found: list[rank_pb2.SampleRead] = []
     draws = False
     is_bound: bool | None = None
@@ -75,6 +86,8 @@ def look_at(dataset: Any, seed: int, *, collate_fn: Collate | None = None, budge
         if len(reads) == NUM_READS:
             values = [rank_pb2.ValueFigures(figures=one) for one in reads[0]]
             found.append(rank_pb2.SampleRead(index=index, values=values))
+        if len(found) >= LEAST_SAMPLES:
+            until_s = began_s + budget_s
         if time.monotonic() > until_s:
             break
     samples = tuple(found) if len(found) >= min(LEAST_SAMPLES, len(dataset)) else ()
