@@ -114,7 +114,7 @@ class Membership:
     def take_over(self, now_s: float) -> Failure | None:
         """Makes the formed generation the standing one, once no round of the present one is open."""
         forming, standing, training = self.forming, self.standing, self._training
-        if forming is None or not forming.is_formed or not self._closes(standing, now_s):
+        if training.is_over or forming is None or not forming.is_formed or not self._closes(standing, now_s):
             return None
         before = list(training.members)
         if standing is not None or before != list(forming.members):  # a rank may die before the first group stands

@@ -162,8 +162,7 @@ class Run:
         """Records that a rank's process group stands. When all do, rounds begin in it."""
         assert self.membership is not None
         self.membership.on_formed(record, event)
-        is_over = self.training is not None and self.training.is_over
-        return None if is_over else self.membership.take_over(now_s)
+        return self.membership.take_over(now_s)
 
     def on_rounds(self, record: RankRecord, event: RoundEvent, now_s: float) -> Failure | None:
         """Handles reports of batches and rounds."""

@@ -158,7 +158,9 @@ class RoundScheduler:
         self._limits.update(self.rounds)
 
     def plan_next(self, now_s: float) -> None:
-        """Leases work and announces the next rounds, unless enough are open."""
+        """Leases work and announces the next rounds, unless enough are open, or the final model is committed."""
+        if self._training.is_over:
+            return
         if self._training.is_paused:
             self.reason = "paused"
             return
@@ -172,7 +174,7 @@ class RoundScheduler:
         self._training.replay = None
         plan = self._policy.plan(self._paces(now_s), self._work())
         if plan is None:
-            if self._training.is_complete and not self._training.is_over and not self.rounds:
+            if self._training.is_complete and not self.rounds:
                 self._announce({rank: record.base_step for rank, record in self._members.items()}, now_s)
             return
         self.reason = plan.reason
