@@ -25,7 +25,7 @@ FOUND = {
     10001587: "the late word of a dead rank that it has written the last model",
     10000640: "results after a round that was given up, forgotten when a rank died before all had said that it was",
     10001781: "a round that was given up in a pause, after which the next group was to take over",
-    10003194: "a training that ended early while no rank had work, before the round that makes its final model",
+    10001590: "a training that ended early while no rank had work, before the round that makes its final model",
     10003085: "a job that went back to the end of its own training, and had nothing to train",
     10021602: "a host that was drained no more after the last round, for which another round was announced",
     10013863: "ranks that died with the last work of a training that was to end early: no round made its final model",

@@ -140,7 +140,6 @@ class WatchedSimulation(Simulation):
             if self.job.roster.num_lost and (process.was_killed or process.parameters.version < self.training.version):
                 continue  # it has died, perhaps with the only result of a round
             final[rank] = process.parameters
-        assert final or self.job.result is not None
         for rank, process in attempt.items() if not final else ():  # all have died after one had written it
             if "model" in process.files and process.agent_id == self.job.result.model_agent_id:
                 final[rank] = process.files.get("last", process.files["model"])

@@ -465,8 +465,9 @@ def _finder(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Callable
     return lambda: optimizer.state[parameter].get(key)
 
 
-FIRST_VALUES = {"mu_product": 1.0, "eta": None, "step_size": None}
-"""Of NAdam, ASGD and Rprop: what a step without gradients and rate changes, and its first value; None: the rate."""
+FIRST_VALUES = {"step": 0.0, "mu_product": 1.0, "eta": None, "step_size": None}
+"""Initial values of the state that a step with zero gradients and rate 0 changes, in PyTorch's optimizers (the last
+three are of NAdam, ASGD and Rprop); None: the learning rate."""
 
 
 def _materialize(optimizer: Optimizer) -> None:
@@ -492,12 +493,13 @@ def _materialize(optimizer: Optimizer) -> None:
         group.update(values)
     optimizer.zero_grad(set_to_none=True)
     for group in optimizer.param_groups:
-        for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
-            for name, first in (("step", 0.0), *FIRST_VALUES.items()):
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, first in FIRST_VALUES.items():
                 if isinstance(value := state.get(name), torch.Tensor):
                     value.fill_(group["lr"] if first is None else first)
-                elif isinstance(value, int):  # others' optimizers count their steps in one
-                    state[name] = 0
+            if isinstance(state.get("step"), int):  # as optimizers outside of PyTorch count steps
+                state["step"] = 0
 
 
 def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:

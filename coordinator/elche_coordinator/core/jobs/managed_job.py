@@ -226,7 +226,7 @@ class ManagedJob(PlacedJob):
                 if self._goes_back(is_violent=True):
                     self.go_back(problem.rank, problem.reason, now_s)
                 else:
-                    self.fail(Failure(problem.reason or "the ranks could not meet"))
+                    self.fail(Failure(problem.reason))
                 return
         if self.run.generation is not before and self.phase is JobPhase.GROUPING:
             self.advance(JobTrigger.GROUP_FORMED, "trains")

@@ -258,12 +258,11 @@ class Membership:
         group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job
         fails, or, if it has gone back before, does so again.
         """
-        if self.standing is None and self._attempt > 1:
-            return BackToCheckpoint(next(iter(forming.members)), reason)
+        reason = reason or "the ranks could not meet"
+        if self.standing is None:
+            return BackToCheckpoint(next(iter(forming.members)), reason) if self._attempt > 1 else Failure(reason)
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
         self._num_failed += not newcomers
-        if self.standing is None:
-            return Failure(reason or "the ranks could not meet")
         if self._num_failed >= MAX_ABANDONED:
             return BackToCheckpoint(next(iter(forming.members)), reason)
         for record in newcomers:
