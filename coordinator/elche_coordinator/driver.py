@@ -36,6 +36,7 @@ from elche_coordinator.core.messages.events import (
     RankEvent,
     ResultReceived,
     RoundEntered,
+    RoundFailed,
     ScaleRequested,
     SessionLost,
     SessionOpened,
@@ -126,6 +127,7 @@ class Driver:
         self.watchers = Watchers(self.health)
         self.watchers.on_ended(self.streams.end_job)
         self._performed: list[Callable[[SessionCommand, str], None]] = []
+        self._round_failed: list[Callable[[RoundFailed], None]] = []
         self._is_stopped = False
         self.agents = Agents(self.core, self.streams)
         self.presence = Presence(self.core, self.streams, self._handle_own)
@@ -238,6 +240,9 @@ class Driver:
                     self.streams.give_up_rank(address)
             case SessionLost():
                 self.streams.give_up_rank(address_of(event))
+            case RoundFailed():
+                for action in self._round_failed:
+                    action(event)
 
     def _repeat(self, recorded: Recorded) -> None:
         """Repeats the previous coordinator's events, which were durable, and whose effects may have been visible."""
@@ -275,6 +280,10 @@ class Driver:
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
         self._performed.append(action)
+
+    def on_round_failed(self, action: Callable[[RoundFailed], None]) -> None:
+        """Registers an action to be called when a rank has lost a round, after the core has handled it."""
+        self._round_failed.append(action)
 
     def stop(self) -> None:
         """Closes every stream, writes pending records and ends the writer. No stream is opened afterwards."""

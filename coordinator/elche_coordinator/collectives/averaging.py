@@ -112,10 +112,12 @@ class RelayRound:
         return max(1, MAX_PART_BYTES // len(self._members)) if is_gathered else MAX_PART_BYTES
 
     def leave(self, position: int, member: RelayedRank) -> None:
-        """Removes a member whose stream has ended. Before all have joined, it may join again."""
+        """Removes a member whose stream has ended. Before all have joined, that aborts the round: the rank has lost it,
+        and does not come back, so the others would wait for it without end.
+        """
         member.leave()
-        if self._running is None and self._members[position] is member:
-            self._members[position] = None
+        if self._running is None and not member.replaced.is_set():
+            self.abort(f"rank {position} left the averaging")
 
     def abort(self, reason: str) -> None:
         """Aborts the round on all members."""
@@ -225,6 +227,12 @@ class Averager:
         if self._attempts.setdefault(job_id, attempt) != attempt:
             self.drop(job_id)
             self._attempts[job_id] = attempt
+
+    def abort(self, job_id: JobId, round_id: RoundId, reason: str) -> None:
+        """Aborts a round if it is relayed here and has not ended."""
+        relay = self._relays.get(job_id, OrderedDict()).get(round_id)
+        if relay is not None and not relay.ended.is_set():
+            relay.abort(reason)
 
     def give_up(self, job_id: JobId) -> None:
         """Aborts the open rounds of a job, whose generation is abandoned."""

@@ -303,12 +303,19 @@ class Coordinator:
     def position_in_round(
         self, address: Address, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
-        """A rank's position among the members of an open round, and their number; None when it is no member."""
+        """A rank's position among the members of an open round, and their number. None if it is no member, or another
+        member has lost the round.
+        """
         training = self.trainings.get(address["job_id"])
         record = training.ranks.get(address["rank"]) if training else None
         if training is None or record is None or record.incarnation != address["incarnation"] or record.is_ending:
             return None
         return training.run.position_in_round(record, generation, round_id)
+
+    def has_lost_round(self, job_id: JobId, generation: GenerationId, round_id: RoundId) -> bool:
+        """True if a member will not receive the result of a job's open round."""
+        training = self.trainings.get(job_id)
+        return training is not None and training.run.has_lost(generation, round_id)
 
     def unsaved(self) -> list[JobId]:
         """The trainings that would lose committed rounds now, and can write a checkpoint of them."""

@@ -8,6 +8,7 @@ import grpc
 from elche.v1 import averaging_pb2, averaging_pb2_grpc
 from elche_coordinator.collectives.averaging import Averager, RelayAborted, take_part
 from elche_coordinator.core.messages.commands import SendAbandon, SendFormGroup, SessionCommand
+from elche_coordinator.core.messages.events import RoundFailed
 from elche_coordinator.core.messages.ids import GenerationId, RoundId
 from elche_coordinator.driver import Driver
 from elche_coordinator.services.interceptor import authenticated
@@ -23,6 +24,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
         self._averager = Averager()
         driver.watchers.on_ended(self._averager.drop)
         driver.on_performed(self._follow)
+        driver.on_round_failed(self._lose)
 
     def _follow(self, command: SessionCommand, _: str) -> None:
         """Aborts rounds whose generation is abandoned, and rounds of earlier attempts."""
@@ -31,6 +33,11 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
                 self._averager.give_up(command.job_id)
             case SendFormGroup():
                 self._averager.begin(command.job_id, command.attempt)
+
+    def _lose(self, event: RoundFailed) -> None:
+        """Aborts a round that a member has lost, perhaps before it has joined: the others would wait for it."""
+        if self._driver.core.has_lost_round(event.job_id, event.generation, event.round):
+            self._averager.abort(event.job_id, event.round, f"rank {event.rank} has lost it: {event.reason}")
 
     async def Average(
         self, request_iterator: AsyncIterator[averaging_pb2.AverageRequest], context: Context

@@ -279,11 +279,18 @@ class Run:
     def position_in_round(
         self, record: RankRecord, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
-        """The rank's position among an open round's members, and their number; None if it is no member."""
+        """The rank's position among an open round's members, and their number. None if it is no member, or another member
+        has lost the round.
+        """
         opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
-        if opened is None or record.rank not in opened.targets:
+        if opened is None or opened.failures or record.rank not in opened.targets:
             return None
         return list(opened.targets).index(record.rank), len(opened.targets)
+
+    def has_lost(self, generation: GenerationId, round_id: RoundId) -> bool:
+        """True if a member will not receive an open round's result."""
+        opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
+        return opened is not None and bool(opened.failures)
 
     def is_evaluating(self, rank: Rank) -> bool:
         """True while the rank has a part of an evaluation to make."""
