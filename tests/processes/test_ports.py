@@ -120,7 +120,7 @@ def test_after_ctrl_c_a_port_goes_on_bit_for_bit(name: str, mark: Mark, tmp_path
     whole = begun(mark, tmp_path / "whole", name, *more)
     assert whole.wait(LIMIT_S) == 0, text_of(tmp_path / "whole")
     folder = tmp_path / "parts"
-    first = begun(mark, folder, name, *more)
+    first = begun(mark, folder, name, "--slow", "0=4", *more)  # Ctrl-C comes before the end on busy machines, too
     first.send_signal(signal.SIGINT)
     assert first.wait(LIMIT_S) == 130, text_of(folder)
     rest = start(mark, folder, "resume", "run", "--out", "rest", "--device", "cpu")

@@ -279,8 +279,8 @@ class Run:
     def position_in_round(
         self, record: RankRecord, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
-        """The rank's position among an open round's members, and their number. None if it is no member, or another member
-        has lost the round.
+        """The rank's position among an open round's members, and their number. None if it is no member, or another
+        member has lost the round.
         """
         opened = self.generation.open_round(round_id, generation) if self.generation is not None else None
         if opened is None or opened.failures or record.rank not in opened.targets:
