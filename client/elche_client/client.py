@@ -103,6 +103,7 @@ class Client:
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._was_answered = False
         """True once a coordinator has answered; before, the address may be wrong, and a watch is not retried."""
+        self._is_closed = False
         connection = connect(address, token, tls)
         self.address, self._metadata, self._channel = connection.address, connection.metadata, connection.channel
         self._stub = JobServiceStub(self._channel)
@@ -116,7 +117,7 @@ class Client:
     def close(self) -> None:
         """Closes the connection and cancels its open calls."""
         # First: a watch on another thread would take the end of its call for a lost coordinator.
-        self._reconnect_s = 0.0
+        self._reconnect_s, self._is_closed = 0.0, True
         self._channel.close()
 
     def submit(
@@ -454,6 +455,10 @@ class Client:
             self._was_answered = True
         except UnknownJob as error:
             raise UnknownJob(job_id) from error
+        except ValueError as error:  # by gRPC, for each call on a closed channel
+            if self._is_closed:
+                raise Unreachable("this client is closed: make another one") from error
+            raise
         except ElcheError as error:
             cause = error.__cause__
             if isinstance(cause, grpc.Call) and cause.code() in NO_ANSWER:

@@ -319,6 +319,14 @@ def test_a_coordinator_that_stops_breaks_the_watch() -> None:
         next(events)
 
 
+def test_a_client_that_is_closed_says_so() -> None:
+    with connected(ScriptedJobs(VIEW)) as client:
+        job = client.job("j-1")
+    for call in (client.jobs, lambda: next(job.watch()), job.result):
+        with pytest.raises(Unreachable, match="this client is closed"):
+            call()
+
+
 def test_leaving_a_watch_ends_its_call() -> None:
     jobs = ScriptedJobs(VIEW, UNTIL_CANCELLED)
     with connected(jobs) as client:
