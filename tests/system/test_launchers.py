@@ -106,7 +106,9 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
         is_exact_so_far(job)
 
         job = one.train(3)
-        urgent = told(slurm, "sbatch", "--parsable", "--partition=urgent", "--output=/dev/null", "--wrap=sleep 600").strip()
+        urgent = told(
+            slurm, "sbatch", "--parsable", "--partition=urgent", "--output=/dev/null", "--wrap=sleep 600"
+        ).strip()
         one.until_ranks(job, 2)
         eventually(lambda: [urgent] in [[id] for id, *_ in running(slurm)], "it has the node", 60)
         told(slurm, "scancel", urgent)
