@@ -1,13 +1,16 @@
 """Ranks that cannot reach each other: the most that can go on without the rest, and those come back."""
 
+import re
+
 import pytest
 from core.test_lost_ranks import by_policy, succeeds
 from core.test_scaling import joins, submit
 
 from elche_coordinator.core.jobs.links import _apart
-from elche_coordinator.core.messages.commands import SendProbe, StartRank, StopRank
+from elche_coordinator.core.jobs.membership import MAX_ABANDONED
+from elche_coordinator.core.messages.commands import SendFormGroup, SendProbe, StartRank, StopRank
 from elche_coordinator.core.messages.events import AgentLost
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from support.disasters import deaths
 from support.stories import in_mid_training
@@ -122,10 +125,40 @@ def test_ranks_that_have_trained_together_and_cannot_meet_any_more_go_back(simul
     simulation.assert_exactly_once()
 
 
-def test_ranks_that_have_never_met_fail_the_job(simulate):
+@pytest.mark.parametrize("options", [{}, {"backend": "gloo", "num_hosts": 2}])
+def test_ranks_that_have_never_met_fail_the_job(simulate, options):
+    """On several hosts where the job says how they average; else they would do so through the coordinator."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000, **options)
+    simulation.part((0, 1))
+    error = simulation.run(limit_s=1_000).error
+    assert re.fullmatch(r"the ranks could not meet \(rank 1: it and rank 0 on \S+ cannot reach each other\)", error)
+    assert len(simulation.sent(SendFormGroup)) == 2
+
+
+def test_ranks_that_reach_each_other_and_cannot_meet_try_again_and_not_for_ever(simulate):
     simulation = simulate(ranks(25.0, 30.0), dataset_size=8000)
+    simulation.collective.mistaken = {0, 1}
     simulation.part((0, 1))
     assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
+    assert len(simulation.sent(SendFormGroup)) == 2 * MAX_ABANDONED
+
+
+@pytest.mark.parametrize("known_s", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_rank_that_dies_as_the_first_group_is_built_is_replaced(simulate, backend, known_s):
+    """The other one may find the group broken before its worker has told of the death."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000, backend=backend, build_ms=50)
+    simulation.collective.death_seen_s = 0.01
+    simulation.run_until(lambda: simulation.sent(SendFormGroup))
+    died = simulation.processes[Rank(1)]
+
+    def die() -> None:
+        died.is_alive = False
+        simulation.clock.after(known_s, lambda: died.exit(-9))
+
+    simulation.clock.after(0.02, die)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("policy", ["cadence", "sync"])
@@ -196,12 +229,6 @@ def test_hosts_that_have_met_do_not_average_through_the_coordinator_later(simula
     succeeds(simulation)
     assert simulation.generation.backend.backend == "gloo"
     assert len(simulation.generation.members) == 2
-
-
-def test_they_do_not_where_the_job_says_how(simulate):
-    simulation = simulate(ranks(25.0, 30.0), dataset_size=8000, num_hosts=2, backend="gloo")
-    simulation.part((0, 1))
-    assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
 
 
 def test_of_as_well_connected_ones_the_lowest_go_on():

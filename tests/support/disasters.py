@@ -27,6 +27,7 @@ WITH_PARTITIONS = 10_000
 WITH_SHORT_ROUNDS = 100_000
 WITH_RIVALS = 200_000
 WITH_HOSTS = 10_000_000
+WITH_STARTS = 20_000_000
 """Seeds from these on may have them; so those below stay what they were."""
 MOST_LOSSES = 4
 """How often all ranks die, or a host is lost, in one run: a job that goes back each time would not end."""
@@ -212,6 +213,19 @@ def savings(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None
     simulation.clock.after(random.expovariate(1 / every_s), strike)
 
 
+def starts(simulation: WatchedSimulation, seed: int) -> None:
+    """Ranks die in the first moments, as they start or build their first group."""
+    random = Random(f"starts {seed}")
+
+    def strike() -> None:
+        alive = [rank for rank, process in simulation.processes.items() if process.is_alive]
+        if simulation.job.result is None and alive:
+            simulation.kill(random.choice(alive))
+
+    for _ in range(random.randint(1, 3)):
+        simulation.clock.after(random.uniform(0.0, random.choice([0.3, 1.0])), strike)
+
+
 class OnFullDisk(SyntheticRank):
     """A rank that can write checkpoints of every second version only."""
 
@@ -274,6 +288,9 @@ def random_run(seed: int) -> RandomRun:
     models, world = ranks(*speeds, jitter=dice.choice([0, 0.1])), dict[str, Any]()
     if seed >= WITH_HOSTS:
         models, world = _wider(settings, models, Random(f"wider {seed}"))
+    more = Random(f"starts {seed}")
+    if seed >= WITH_STARTS:
+        settings["backend"] = more.choice(["auto", "gloo", "cpu"])
     simulation = WatchedSimulation(
         settings=AgreedSettings(**settings),
         ranks=models,
@@ -289,8 +306,13 @@ def random_run(seed: int) -> RandomRun:
     )
     if simulation.group_size > 1:
         simulation.num_hosts = 1  # which has the slots of a whole group
+    if seed >= WITH_STARTS:
+        simulation.collective.death_seen_s = more.choice([None, 0.01, 0.5])
     simulation.start()
     befallen = []
+    if seed >= WITH_STARTS and more.random() < 0.5:
+        befallen.append("starts")
+        starts(simulation, seed)
     for name, disaster, share, every in (
         ("deaths", deaths, 0.7, (0.7, 3.0)),
         ("hangs", hangs, 0.4, (4.0,)),

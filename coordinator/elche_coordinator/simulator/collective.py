@@ -117,6 +117,8 @@ class Collective:
         """Pairs of ranks that cannot reach each other."""
         self.unreached_s = 30.0
         """Seconds until the building of a group over a broken link fails; without any link it fails at once."""
+        self.death_seen_s: float | None = None
+        """Seconds until the building of a group in which a rank has died fails on the others; None: it does not end."""
         self.mistaken: set[int] = set()
         """Ranks that say that they reach all."""
         self._relayed: set[tuple[Attempt, GenerationId]] = set()
@@ -147,13 +149,18 @@ class Collective:
 
     def _stand(self, generation: GenerationId, members: "list[GroupMember]") -> None:
         if not self.can_meet(generation, members):
-            for member in members:
-                self._clock.after(self.unreached_s, partial(member.on_apart, generation))
+            self._fail_to_build(generation, members, self.unreached_s)
         elif any(member.is_frozen for member in members):
             self._clock.after(FROZEN_S, partial(self._stand, generation, members))
         elif all(member.is_alive for member in members):
             for member in members:
                 member.on_formed(generation)
+        elif self.death_seen_s is not None:
+            self._fail_to_build(generation, members, self.death_seen_s)
+
+    def _fail_to_build(self, generation: GenerationId, members: "list[GroupMember]", after_s: float) -> None:
+        for member in members:
+            self._clock.after(after_s, partial(member.on_apart, generation))
 
     def enter(self, round_id: RoundId, entry: RoundEntry) -> None:
         """One rank's part; the last one's entry starts the averaging."""

@@ -363,7 +363,10 @@ class ManagedJob(PlacedJob):
             forming = membership.forming if self.run.links.is_of(membership.forming) else None
             has_relayed = bool(apart) and forming is not None and membership.relay(next(iter(apart.values())))
             if forming is not None and forming.failure and not has_relayed:
-                self._go_on(membership.try_others(forming, forming.failure, now_s), self.run.generation, now_s)
+                reasons = [f"rank {rank}: {why}" for rank, why in apart.items()]
+                reason = f"{forming.failure} ({reasons[0]})" if reasons else forming.failure
+                problem = membership.try_again(forming, reason, now_s, are_apart=bool(apart))
+                self._go_on(problem, self.run.generation, now_s)
             return
         for rank in filter(lambda rank: self._can_lose(self.ranks[rank]), apart):
             self._leave_out(self.ranks[rank], apart[rank], now_s)

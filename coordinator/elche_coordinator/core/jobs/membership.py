@@ -20,6 +20,8 @@ DIGESTS_FROM = 8
 sent the rows of all, the coordinator's work for a round would grow with the square of their number."""
 MAX_ABANDONED = 5
 """Generations in a row, without a death and without a round, after which the job fails."""
+NOT_MET = "the ranks could not meet"
+"""The reason of a group that could not form, where its ranks gave none."""
 Problem = Failure | BackToCheckpoint
 """Reasons for which a training cannot go on as before."""
 
@@ -241,25 +243,29 @@ class Membership:
             self.standing.reopen(now_s)
 
     def _fail_to_form(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
-        """Handles a group that could not form. The first group is relayed through the coordinator, if allowed. If
-        others train meanwhile, the ranks first test their links: a rank may just have ended.
+        """Handles a group that could not form. Ranks of the first group, or of the first one on several hosts, test
+        their links before anything else: one of them may just have ended.
         """
-        if self.standing is None and self.relay("its hosts cannot reach each other"):
-            return None
-        is_first = forming is self.first_of_several_hosts and not forming.backend.is_relayed
+        is_first = self.standing is None or forming is self.first_of_several_hosts
         num_with_links = sum(bool(one.links_address) for one in forming.members.values())
-        if is_first and self.standing is not None and num_with_links > 1:
-            forming.failure = forming.failure or reason or "the ranks could not meet"
+        if is_first and not forming.backend.is_relayed and num_with_links > 1:
+            forming.failure = forming.failure or reason or NOT_MET
             return None
-        return self.try_others(forming, reason, now_s)
+        return self.try_again(forming, reason or NOT_MET, now_s, are_apart=False)
 
-    def try_others(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
-        """Handles a group that could not form and is not relayed: newcomers are restarted later; without newcomers the
-        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job
-        fails, or, if it has gone back before, does so again.
+    def try_again(self, forming: Generation, reason: str, now_s: float, *, are_apart: bool) -> Problem | None:
+        """Handles a group that could not form, of which some ranks cannot reach each other (`are_apart`) or might do
+        better: newcomers are restarted later; without newcomers the group is tried again, and in the end the job goes
+        back to a checkpoint. If no group has stood yet, the next one is relayed through the coordinator, or the job
+        fails, unless it has gone back before.
         """
-        reason = reason or "the ranks could not meet"
         if self.standing is None:
+            self._num_failed += 1
+            if self._num_failed < MAX_ABANDONED and not are_apart:
+                self.form(present(forming.members))
+                return None
+            if self.relay(reason):
+                return None
             return BackToCheckpoint(next(iter(forming.members)), reason) if self._attempt > 1 else Failure(reason)
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
         self._num_failed += not newcomers
