@@ -5,9 +5,9 @@ from core.test_lost_ranks import by_policy, succeeds
 from core.test_scaling import joins, submit
 
 from elche_coordinator.core.jobs.links import _apart
-from elche_coordinator.core.messages.commands import SendProbe, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentLost
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.commands import SendFormGroup, SendProbe, StartRank, StopRank
+from elche_coordinator.core.messages.events import AgentLost, GenerationAbandoned
+from elche_coordinator.core.messages.ids import AgentId, GenerationId
 from elche_coordinator.core.messages.reports import MembershipReport
 from support.disasters import deaths
 from support.stories import in_mid_training
@@ -126,6 +126,17 @@ def test_ranks_that_have_never_met_fail_the_job(simulate):
     simulation = simulate(ranks(25.0, 30.0), dataset_size=8000)
     simulation.part((0, 1))
     assert simulation.run(limit_s=1_000).error == "the ranks could not meet"
+    assert [command.generation for command in simulation.sent(SendFormGroup)] == [1, 1, 2, 2]
+
+
+def test_ranks_whose_first_group_fails_once_are_asked_again(simulate):
+    """Such as by a restart of the coordinator with the keys by which they were meeting: it failed the job."""
+    simulation = simulate(ranks(25.0, 30.0), build_ms=200.0)
+    simulation.run_until(lambda: len(simulation.sent(SendFormGroup)) == 2)
+    address = simulation.job.ranks[1].address(simulation.job.id)
+    simulation.handle(GenerationAbandoned(**address, generation=GenerationId(1), reason="the store was lost"))
+    succeeds(simulation)
+    assert simulation.generation.id == 2
 
 
 @pytest.mark.parametrize("policy", ["cadence", "sync"])

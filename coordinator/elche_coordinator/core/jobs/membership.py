@@ -158,10 +158,19 @@ class Membership:
         standing = self.standing
         if standing is None or standing.abandoned is not None or self.forming is not None:
             return
-        stay, there = self._staying(standing.members), staying(self._roster.ranks)
-        newcomers = {rank: record for rank, record in there.items() if record.phase is RankPhase.READY}
+        stay, newcomers = self._staying(standing.members), self._newcomers(standing)
         if newcomers or len(stay) < len(present(standing.members)):
             self.form(stay | newcomers)
+
+    def _newcomers(self, standing: Generation) -> RankRecords:
+        """The ranks that are ready, and in no generation that stood. One of them may have been in a group that took
+        over nothing, since another of its members was lost.
+        """
+        return {
+            rank: record
+            for rank, record in staying(self._roster.ranks).items()
+            if record.phase is not RankPhase.STARTING and standing.members.get(rank) is not record
+        }
 
     def _staying(self, ranks: RankRecords) -> RankRecords:
         """The present ranks without those that leave; all of them if none of the rest can go on with the model."""
@@ -255,10 +264,15 @@ class Membership:
 
     def try_others(self, forming: Generation, reason: str, now_s: float) -> Problem | None:
         """Handles a group that could not form and is not relayed: newcomers are restarted later; without newcomers the
-        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, the job
+        group is tried again, and in the end the job goes back to a checkpoint. If no group has stood yet, it is tried
+        once more, since the coordinator may have been restarted with the keys by which the ranks meet; then the job
         fails, or, if it has gone back before, does so again.
         """
         reason = reason or "the ranks could not meet"
+        if self.standing is None and not self._num_failed:
+            self._num_failed = 1
+            self.form(present(forming.members))
+            return None
         if self.standing is None:
             return BackToCheckpoint(next(iter(forming.members)), reason) if self._attempt > 1 else Failure(reason)
         newcomers = [record for record in present(forming.members).values() if not record.has_model]
