@@ -12,6 +12,9 @@ KEY = "elche-protocol"
 """Metadata key of the version. A call without it was made by hand, and is accepted."""
 RELEASE_KEY = "elche-release"
 """Metadata key of the program's release, for the error."""
+TABLE = "elche-table"
+"""Metadata key of the name of the rendezvous store's tables, which end with the coordinator's process: in each answer
+of the store, and in each later call of who has got one."""
 
 
 def call_metadata(token: str | None = "") -> tuple[tuple[str, str], ...]:

@@ -106,13 +106,22 @@ def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(
     options = {"policy": policy, "averaging": averaging, "backend": "cpu"} | OFTEN
     survived = simulate(ranks(5, 11.5), broken_rounds=frozenset({5, 6, 7, 8, 10, 11, 12, 13}), **options)
     assert survived.run().outcome is Outcome.SUCCEEDED
+    # under `sync` several rounds are announced together, and count once
+    num_broken = 100 if policy == "sync" else MAX_GIVEN_UP
     for first in (1, 5):
-        failed = simulate(ranks(5, 11.5), broken_rounds=frozenset(range(first, first + MAX_GIVEN_UP)), **options)
+        failed = simulate(ranks(5, 11.5), broken_rounds=frozenset(range(first, first + num_broken)), **options)
         result = failed.run()
         assert result.outcome is Outcome.FAILED
         assert not result.invalid
         assert f"{MAX_GIVEN_UP} averagings in a row were given up" in result.error
         assert "it broke" in result.error
+
+
+def test_an_outage_that_takes_all_rounds_of_a_window_counts_once(simulate):
+    """Under `sync` a rank whose connection was refused for a third of a second lost five rounds, and so the job."""
+    simulation = simulate(ranks(5, 11.5), policy="sync", backend="cpu", broken_rounds=frozenset(range(20, 32)))
+    assert simulation.run().outcome is Outcome.SUCCEEDED
+    assert simulation.generation.num_given_up == 12
 
 
 @every_way

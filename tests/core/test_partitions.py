@@ -9,8 +9,8 @@ from core.test_scaling import joins, submit
 from elche_coordinator.core.jobs.links import _apart
 from elche_coordinator.core.jobs.membership import MAX_ABANDONED
 from elche_coordinator.core.messages.commands import SendFormGroup, SendProbe, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentLost
-from elche_coordinator.core.messages.ids import AgentId, Rank
+from elche_coordinator.core.messages.events import AgentLost, GenerationAbandoned
+from elche_coordinator.core.messages.ids import AgentId, GenerationId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from support.disasters import deaths
 from support.stories import in_mid_training
@@ -159,6 +159,16 @@ def test_a_rank_that_dies_as_the_first_group_is_built_is_replaced(simulate, back
     simulation.clock.after(0.02, die)
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 1]
+
+
+def test_ranks_whose_first_group_fails_once_are_asked_again(simulate):
+    """Such as by a restart of the coordinator with the keys by which they were meeting: it failed the job."""
+    simulation = simulate(ranks(25.0, 30.0), build_ms=200.0)
+    simulation.run_until(lambda: len(simulation.sent(SendFormGroup)) == 2)
+    address = simulation.job.ranks[1].address(simulation.job.id)
+    simulation.handle(GenerationAbandoned(**address, generation=GenerationId(1), reason="the store was lost"))
+    succeeds(simulation)
+    assert simulation.generation.id == 2
 
 
 @pytest.mark.parametrize("policy", ["cadence", "sync"])

@@ -4,7 +4,7 @@ import pytest
 from core.test_lost_ranks import by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendShutdown, StartRank
-from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobSubmitted, ScaleRequested
+from elche_coordinator.core.messages.events import AgentJoined, AgentLost, GroupFormed, JobSubmitted, ScaleRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
@@ -130,6 +130,23 @@ def test_scaling_up_does_not_disturb_a_rank_that_is_joining(simulate):
     scale(simulation, 4)
     assert simulation.job.run.membership.forming is forming
     succeeds(simulation)
+
+
+def test_a_newcomer_whose_group_stands_joins_the_next_one_when_another_newcomer_dies(simulate):
+    """It was in no group any more: it kept its slot to the job's end, and never trained."""
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000, build_ms=200.0)
+    submit(simulation, num_ranks=1, num_slots=4)
+    in_mid_training(simulation)
+    scale(simulation, 4)
+    membership = simulation.job.run.membership
+    simulation.run_until(lambda: membership.forming is not None and len(membership.forming.members) == 4)
+    first, second = (rank for rank in membership.forming.members if rank not in membership.standing.members)
+    address = simulation.job.ranks[first].address(JOB)
+    simulation.handle(GroupFormed(**address, generation=membership.forming.id))
+    simulation.kill(second)
+    simulation.run_until(lambda: num_training(simulation) == 4)
+    succeeds(simulation)
+    assert [command.rank for command in simulation.sent(StartRank)].count(first) == 1
 
 
 @by_policy

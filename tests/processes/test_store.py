@@ -13,10 +13,13 @@ import grpc
 import pytest
 import torch.distributed as dist
 
+from elche.network import CHANNEL_OPTIONS
 from elche.v1 import rank_pb2, rank_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_client import Client
 from elche_client.events import JobState
+from elche_worker.collectives import store as store_module
 from elche_worker.collectives.store import CoordinatorStore
+from support.cutter import cutting
 from support.fakes import READY, FakeAgent, fake_agent
 from support.real_processes import Coordinator, Mark, coordinator, eventually
 
@@ -166,11 +169,49 @@ def test_a_store_of_torch_says_what_is_wrong_in_torchs_errors(store: Any, alone:
         store.queue_push("queue", "value")
 
 
-def test_a_store_whose_coordinator_is_away_says_so() -> None:
+def test_a_store_whose_coordinator_is_away_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "AWAY_S", 0.0)
     with grpc.insecure_channel("127.0.0.1:1") as nobody:
         store = dist.PrefixStore("1", CoordinatorStore(nobody, "secret"))
         with pytest.raises(dist.DistNetworkError, match="rendezvous through the coordinator failed"):
             store.set("key", "value")
+
+
+def test_a_call_whose_connection_breaks_is_made_again(
+    alone: Coordinator, client: Client, agent: FakeAgent, job_file: JobFile
+) -> None:
+    """One broken connection failed the group that ranks were building by it, and with their first group the job."""
+    client.submit(job_file(), num_ranks=1)
+    secret, got = agent.started().secret, []
+    with cutting(alone.address) as way, grpc.insecure_channel(way.address, options=CHANNEL_OPTIONS) as channel:
+        store = CoordinatorStore(channel, secret)
+        store.set("mine", b"1")
+        num_before = way.num_uploaded
+        waiter = threading.Thread(target=lambda: got.append(store.get("later")))
+        waiter.start()
+        eventually(lambda: way.num_uploaded > num_before, "it waits for the key")
+        way.cut()
+        with grpc.insecure_channel(alone.address) as direct:
+            CoordinatorStore(direct, secret).set("later", b"now")
+        waiter.join(100)
+        assert got == [b"now"]
+        way.cut()
+        store.set("mine", b"2")
+        assert store.get("mine") == b"2"
+
+
+def test_a_store_whose_coordinator_was_restarted_lacks_the_keys(
+    client: Client, agent: FakeAgent, channel: grpc.Channel, job_file: JobFile
+) -> None:
+    """Who went on to wait in the new one would wait for keys that nobody sets again."""
+    client.submit(job_file(), num_ranks=1)
+    store = CoordinatorStore(channel, agent.started().secret)
+    store.set("key", b"1")
+    store._table = "that of the process before"
+    with pytest.raises(dist.DistNetworkError, match="started again, without the keys"):
+        store.get("key")
+    store.set("key", b"2")
+    assert store.get("key") == b"2"
 
 
 def test_a_rank_sees_its_own_jobs_keys_only(

@@ -160,10 +160,19 @@ class Membership:
         standing = self.standing
         if standing is None or standing.abandoned is not None or self.forming is not None:
             return
-        stay, there = self._staying(standing.members), staying(self._roster.ranks)
-        newcomers = {rank: record for rank, record in there.items() if record.phase is RankPhase.READY}
+        stay, newcomers = self._staying(standing.members), self._newcomers(standing)
         if newcomers or len(stay) < len(present(standing.members)):
             self.form(stay | newcomers)
+
+    def _newcomers(self, standing: Generation) -> RankRecords:
+        """The ranks that are ready, and in no generation that stood. One of them may have been in a group that took
+        over nothing, since another of its members was lost.
+        """
+        return {
+            rank: record
+            for rank, record in staying(self._roster.ranks).items()
+            if record.phase is not RankPhase.STARTING and standing.members.get(rank) is not record
+        }
 
     def _staying(self, ranks: RankRecords) -> RankRecords:
         """The present ranks without those that leave; all of them if none of the rest can go on with the model."""
