@@ -1,6 +1,7 @@
 """Batches that a loop takes before it makes steps with them, and epochs whose size changes."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
 from support.loops import NAMES, close, flat, new_model, new_optimizer, samples, train_alone
 from support.worlds import Worlds
@@ -41,6 +43,31 @@ def test_a_list_of_an_epochs_batches_is_said_once(worlds: Worlds, size: int, is_
     said, *others = worlds.run(size, train_listed, is_listed, per_step)
     assert said.count("as list(trainer.epoch(0)) does") == int(is_listed), said
     assert not any(others)
+
+
+def test_batches_that_another_thread_fetches_ahead_are_refused() -> None:
+    """With two ranks it was left to the threads how many a step counted: "the ranks have parted"."""
+    trainer, ahead = set_up(samples(16)), ThreadPoolExecutor(1)
+    batch = ahead.submit(next, trainer.epoch(0)).result()
+    ahead.shutdown()
+    cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+    with pytest.raises(Misuse, match="batches are taken in another thread than the one that calls step"):
+        trainer.step()
+    trainer.close()
+
+
+def test_batches_that_were_only_looked_at_are_not_counted_by_a_step() -> None:
+    """The next one had them all as trained, so that a resumed loop left out as many samples of its epoch."""
+    with set_up(samples(16)) as trainer:
+        for epoch in (0, 0, 1):
+            with torch.no_grad():
+                trained = [trainer.forward_batch(batch) for batch in trainer.epoch(epoch)]
+        assert len(trained) == 4
+        batch = next(batches := trainer.epoch(1))
+        cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+        trainer.step()
+        assert trainer._progress.position.done == 4
+        assert len(list(batches)) == 3
 
 
 def train_another(says: bool) -> str:

@@ -1,6 +1,7 @@
 """Loops with several optimizers, as a GAN has: each steps its own parameters, on all ranks as one process would."""
 
 import io
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elche.errors import Misuse
@@ -278,6 +279,37 @@ def test_a_checkpoint_of_more_groups_says_how_a_script_that_adds_some_is_resumed
         trainer.save(str(tmp_path))
     with (
         Trainer.setup(model, SGD(model[0].parameters(), lr=0.1), TrainerConfig(device="cpu")) as other,
-        pytest.raises(Misuse, match=r"different number of parameter groups\. If the script adds groups"),
+        pytest.raises(Misuse, match=r"the job's have 2\. If the script adds groups"),
     ):
         other.load(str(tmp_path))
+
+
+def resumed_with(place: Path, build: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
+    """A loop with SGD is saved, and goes on with what `build` returns."""
+    model = nn.Linear(2, 2)
+    config = TrainerConfig(device="cpu")
+    with Trainer.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9), config) as trainer:
+        model(torch.ones(1, 2)).sum().backward()
+        trainer.step()
+        trainer.set_lr(0.05)
+        trainer.save(str(place))
+    with Trainer.setup(model, build(model.parameters()), config) as other:
+        other.load(str(place))
+
+
+def test_a_loop_that_goes_on_says_which_options_of_its_script_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went on with the rate of before in silence. What the script sets as it trains, as a schedule does, is none."""
+    resumed_with(tmp_path, lambda parameters: SGD(parameters, lr=0.02, momentum=0.5))
+    words = (
+        "goes on as in the checkpoint, with momentum=0.9 (the job has 0.5), the rates of a loop that began with lr=0.1 "
+    )
+    assert f"{words}(the script has 0.02;" in capsys.readouterr().err
+    resumed_with(tmp_path, lambda parameters: SGD(parameters, lr=0.1, momentum=0.9))
+    assert "goes on as" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(Misuse, match="had dampening, momentum, nesterov, and the job's Adam has amsgrad"):
+        resumed_with(tmp_path, Adam)

@@ -57,6 +57,23 @@ def test_a_loop_goes_on_in_the_middle_of_an_epoch(worlds: Worlds, tmp_path: Path
     assert sum(sum(sizes) for _, _, sizes in told) == (64 - 32 if el_che else 64 - 8)
 
 
+def test_a_data_set_that_has_become_smaller_is_refused_within_its_epoch(tmp_path: Path) -> None:
+    """It was an IndexError of the data set, some batches later."""
+    for size, resumes in ((16, False), (8, True)):
+        model = new_model()
+        with Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu")) as trainer:
+            trainer.set_data_loader(DataLoader(samples(size), batch_size=4), forward_input="inputs", names=NAMES)
+            if resumes:
+                trainer.load(str(tmp_path))
+                with pytest.raises(Misuse, match="of which sample 15 is still to be trained, and the data set has 8"):
+                    next(trainer.epoch(0))
+                return
+            batch = next(trainer.epoch(0))
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+            trainer.save(str(tmp_path))
+
+
 def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
     model = new_model()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -656,3 +657,11 @@ def test_a_step_that_accelerate_would_skip_is_refused_before_its_gradients_are_c
     trainer.close()
     accelerate.state.GradientState._reset_state()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_script_that_its_own_process_imports_does_not_train_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a spawned pool tried to listen where rank 0 does, as often as the pool started it anew."""
+    monkeypatch.setattr(current_process(), "_inheriting", True, raising=False)  # as multiprocessing sets it
+    model = nn.Linear(1, 1)
+    with pytest.raises(Misuse, match="put what trains under `if __name__ == '__main__':`"):
+        Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

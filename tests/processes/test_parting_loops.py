@@ -108,8 +108,10 @@ def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_p
 
 
 def test_elche_run_follows_one_trainer_after_the_other(elche: Callable[..., Command], tmp_path: Path) -> None:
-    done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env={"OMP_NUM_THREADS": "1"})
+    env = {"OMP_NUM_THREADS": "1", "LOOP_READS": "1"}
+    done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env=env)
     assert done.code == 0, done.err
+    assert done.err.count("read 0 characters") == 2, "input() of a rank waited for ever"
     for fold in range(3):
         assert done.err.count(f"fold {fold}: 8 steps") == 2, done.err
     assert done.err.count("succeeded") + done.out.count('"succeeded"') >= 2, "one that is over at once may not be seen"

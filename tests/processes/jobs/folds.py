@@ -1,8 +1,9 @@
 """Three trainers in turn, as cross validation has them; LOOP_MORE is how many more rank 1 sets up, LOOP_FAILS the fold
-that fails on all ranks, after which the next one is trained all the same.
+that fails on all ranks, after which the next one is trained all the same; LOOP_READS ends with all of its input.
 """
 
 import os
+import sys
 
 import torch
 from torch import nn
@@ -35,3 +36,5 @@ for fold in range(3 + MORE):
         print(f"fold {fold}: {train(fold)} steps", flush=True)
     except ValueError as error:
         print(f"fold {fold}: {error}", flush=True)
+if os.environ.get("LOOP_READS"):
+    print(f"read {len(sys.stdin.read())} characters", flush=True)

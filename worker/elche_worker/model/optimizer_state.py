@@ -26,7 +26,7 @@ def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
         if new and gone:  # one of them alone: a version of it that has more options, or one that keeps figures there
             raise InvalidJob(
                 f"the optimizer has changed since the checkpoint {path}: it had {', '.join(gone)}, and the job's "
-                f"{type(optimizer).__name__} has {', '.join(new)}. Begin a new training, with model() loading the "
+                f"{type(optimizer).__name__} has {', '.join(new)}. Begin a new training, whose model has the "
                 "checkpoint's weights"
             )
 

@@ -1,5 +1,6 @@
 """`python -m elche_worker.trainer PARENT_PID SCRIPT [ARGUMENT...]`: runs a loop's script; ends with its parent."""
 
+import os
 import sys
 
 from elche_worker.process.parent import end_with_parent
@@ -7,9 +8,10 @@ from elche_worker.session.script import run_script
 
 
 def main() -> None:
-    """Runs the script as `python SCRIPT ARGUMENT...` would."""
+    """Runs the script as `python SCRIPT ARGUMENT...` would, with an empty standard input: ranks share no keyboard."""
     parent_pid, script, *arguments = sys.argv[1:]
     end_with_parent(int(parent_pid))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     run_script(script, arguments, left_alone_code=1)
 
 

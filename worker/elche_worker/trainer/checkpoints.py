@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import Optimizers
 from elche_worker.trainer.resumption import Resumption
-from elche_worker.trainer.saving import Position, Saver, is_there, restore
+from elche_worker.trainer.saving import Position, Restored, Saver, is_there, restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class LoopCheckpoints:
         """Names of the objects that have received theirs."""
         self._settings: list[dict[str, Any]] = []
         """The optimizers' settings in the loaded checkpoint."""
+        self._rates = optimizers.rates
+        """The learning rates with which the script has built its optimizers."""
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
         self._has_hinted = False
@@ -184,6 +186,7 @@ class LoopCheckpoints:
                 "registered": {name: one.state_dict() for name, one in self._registered.items()} | at_step.loaders,
                 "begun": self.resumption.begun,
                 "frozen": _frozen_in(self._model),
+                "rates": self._rates,
             },
             self._world.size,
             attachment.report_saved,
@@ -206,12 +209,22 @@ class LoopCheckpoints:
         self._loader = restored.plan.get("data", {})
         self._states, self._settings = dict(restored.registered), self._optimizers.settings()
         self._frozen = restored.frozen
+        self._say_others(restored)
         for name in self._registered:
             if name in self._states:
                 self._give_state(name)
             else:
                 self._say(f"the checkpoint has no state of {name!r}, which begins anew")
         return restored.position, restored.plan
+
+    def _say_others(self, restored: Restored) -> None:
+        """Says which options of the optimizers the script gives in vain: the checkpoint's count, as with PyTorch."""
+        others = [restored.others] if restored.others else []
+        if restored.rates not in (None, self._rates):
+            others.append(f"the rates of a loop that began with lr={_listed(restored.rates)}")
+            others[-1] += f" (the script has {_listed(self._rates)}; trainer.set_lr() sets another)"
+        if others:
+            self._say(f"the optimizer goes on as in the checkpoint, with {', '.join(others)}")
 
     def take_loader(self) -> Mapping[str, Any]:
         """The loader's state in the checkpoint. Returned once."""
@@ -222,6 +235,10 @@ class LoopCheckpoints:
         """Waits until all checkpoints are written."""
         if self._saver is not None:
             self._saver.close()
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _frozen_in(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing import current_process
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,17 @@ from elche_worker.model.savable import problem_of_wrappers
 from elche_worker.model.tensors import described, is_plain
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
+
+
+def check_is_main() -> None:
+    """Raises `Misuse` in a process that imports the script because the script has started it by spawn or forkserver:
+    each would train on its own, or wait for the other ranks.
+    """
+    if getattr(current_process(), "_inheriting", False):  # what multiprocessing itself looks at before it starts one
+        raise Misuse(
+            "Trainer.setup() is called again in a process that the script has started by spawn or forkserver, since "
+            "such a process imports the script: put what trains under `if __name__ == '__main__':`"
+        )
 
 
 def problem_of(model: Any, optimizers: Any) -> str:

@@ -185,6 +185,8 @@ class Data:
         if set_epoch is not None:
             set_epoch(epoch)
         self._order = self._shared_order(order, epoch)
+        if order is not None:
+            _check_has_all(self._loader.dataset, self._order[1 + start :], epoch)
         self._epoch_size = len(self._order) - 1
         self._generator.manual_seed(int(self._order[0]) % 2**62)
         next_start: int | None = start
@@ -269,6 +271,16 @@ class Data:
 
     def _fields(self, data: Any) -> Fields:
         return named(data, self._names)
+
+
+def _check_has_all(dataset: Any, remaining: torch.Tensor, epoch: int) -> None:
+    """Raises `Misuse` if the data set has become smaller since the checkpoint that has these samples to be trained."""
+    if len(remaining) and int(remaining.max()) >= len(dataset):
+        raise Misuse(
+            f"the checkpoint was made within epoch {epoch}, of which sample {int(remaining.max())} is still to be "
+            f"trained, and the data set has {len(dataset)} samples now: resume with the data set of then, or begin a "
+            "new training with the checkpoint's weights"
+        )
 
 
 class _Parts:

@@ -113,7 +113,7 @@ class LoopEpochs:
 
     def _begin(self, *, gives_samples: bool) -> object:
         """Returns the token of a new iterator, and forgets batches of the one before that were not trained."""
-        if self._in_progress is not None:
+        if self._in_progress is not None or self._stepper.has_only_looked:
             self._stepper.forget_batches()
         self._in_progress, self._progress.gives_samples = object(), gives_samples
         return self._in_progress

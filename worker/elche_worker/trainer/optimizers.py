@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from elche.errors import Misuse
+from elche_worker.model.optimizer_state import check_is_alike, other_options
 
 Key = str | int
 Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -93,15 +94,20 @@ class Optimizers:
         for group, given in zip((group for one in self for group in one.param_groups), settings, strict=True):
             group.update(given)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the result of `state_dict`. Raises `ValueError` if it is of other optimizers."""
-        if not self.are_several:
-            self.first.load_state_dict(dict(state))
-            return
-        if set(state) != set(map(str, self.by_key)):
-            raise ValueError(f"it has the optimizers {sorted(state)}, and the loop {sorted(map(str, self.by_key))}")
+    def load_state_dict(self, state: Mapping[str, Any], path: str) -> str:
+        """Loads the result of `state_dict`, of the checkpoint `path`. Returns text of the options, beside learning
+        rates, that it had otherwise. Raises `ValueError` or `InvalidJob` if it is of other optimizers.
+        """
+        states = dict(state) if self.are_several else {"0": dict(state)}
+        if set(states) != set(map(str, self.by_key)):
+            raise ValueError(f"it has the optimizers {sorted(states)}, and the loop {sorted(map(str, self.by_key))}")
+        others = []
         for key, one in self.by_key.items():
-            one.load_state_dict(state[str(key)])
+            groups = states[str(key)]["param_groups"]
+            check_is_alike(one, groups, path)
+            others.append(other_options(one, groups))
+            one.load_state_dict(states[str(key)])
+        return ", ".join(filter(None, others))
 
 
 def make_step(optimizer: Optimizer) -> None:

@@ -56,6 +56,10 @@ class Restored:
     """`Resumption.begun`; empty in older checkpoints."""
     frozen: list[str] | None
     """Names of parameters that were not trained; None in older checkpoints."""
+    rates: list[float] | None
+    """The learning rates with which its loop began; None in older checkpoints."""
+    others: str
+    """The optimizers' options in which the checkpoint differs from the script, in words."""
 
 
 class Saver:
@@ -157,19 +161,22 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
         )
     try:
         loaded.restore_model(model)
-        optimizers.load_state_dict(loaded.state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        text = str(error).splitlines()[0]
-        if "parameter group" in text:
-            text += (
+        others = optimizers.load_state_dict(loaded.state["optimizer"], loaded.path)
+    except InvalidJob as error:
+        more = ""
+        if "groups had" in str(error):
+            more = (
                 ". If the script adds groups to the optimizer as it trains, let it add those before Trainer.setup "
                 "when it is resumed (ELCHE_RESUME is set)"
             )
+        raise Misuse(f"{error}{more}") from None
+    except (RuntimeError, ValueError, KeyError) as error:
+        text = str(error).splitlines()[0]
         raise Misuse(f"the checkpoint {loaded.path} does not fit: {text}") from None
     position = Position(loop["num_steps"], loop["epoch"], loop["done"], loop.get("epoch_steps", 0))
     state = loaded.state
-    own = state.get("registered", {}), state.get("begun", {}), state.get("frozen")
-    return Restored(position, state["plan"], state["random"], *own)
+    own = state.get("registered", {}), state.get("begun", {}), state.get("frozen"), state.get("rates")
+    return Restored(position, state["plan"], state["random"], *own, others)
 
 
 def is_there(path: str) -> bool:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
@@ -104,6 +105,8 @@ class Stepper:
         """True if there is a loader whose batches elche gives out."""
         self.num_given = 0
         """Batches that elche has given out to each rank."""
+        self._given_in = 0
+        """The thread that has taken the latest of them."""
         self._num_stepped = 0
         """`num_given` at the latest step."""
         self._taken_ahead = ""
@@ -218,7 +221,7 @@ class Stepper:
     def begin_batch(self, num_samples: int, step: Step) -> None:
         """Records a batch that is given out; this rank's part of `step` has `num_samples` that count."""
         is_first, self._takes_own, self._taken_ahead = self.share.plan is None, False, ""
-        self.num_given += 1
+        self.num_given, self._given_in = self.num_given + 1, get_ident()
         self.share.add(step)
         if self._world.size > 1:
             self.last_sizes = step.among(self._world.members).samples
@@ -230,13 +233,21 @@ class Stepper:
 
     def end_epoch(self, epoch: int) -> None:
         """Called when the batches of an epoch have all been given out."""
-        is_untrained = all(one.grad is None for one in self._model.parameters())
-        if self.num_given - self._num_stepped > 1 and is_untrained:
+        if self.num_given - self._num_stepped > 1 and not self._has_any_gradient:
             self._taken_ahead = (
                 f"elche: all batches of epoch {epoch} were taken before a step was made with the first of them, as "
                 f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
                 "every step counts as one of all its samples. Take each batch after the step before it"
             )
+
+    @property
+    def has_only_looked(self) -> bool:
+        """True if batches were given out since the last step, and none was trained: an evaluation, or statistics."""
+        return self.share.plan is not None and not self._has_any_gradient
+
+    @property
+    def _has_any_gradient(self) -> bool:
+        return any(one.grad is not None for one in self._model.parameters())
 
     def forget_batches(self) -> None:
         """Forgets the batches of an epoch that was left before they were trained."""
@@ -264,6 +275,12 @@ class Stepper:
         """
         if self.averager.averaged:
             raise Misuse("the gradients of this step are averaged already: call step() next, or finish_step()")
+        if self.share.known is not None and self._given_in != get_ident():
+            raise Misuse(
+                "batches are taken in another thread than the one that calls step(), so that a step counts those that "
+                "are fetched ahead, as many as the threads' timing makes them: take them where they are trained. elche "
+                "fetches ahead itself, as far as DataLoader(num_workers=..., prefetch_factor=...) says"
+            )
         if not self._takes_own and self.share.known is None:
             self._take_own_batch(is_weighted=samples is not None)
         if self._taken_ahead and self.num_given == self._num_stepped:  # the second of the steps

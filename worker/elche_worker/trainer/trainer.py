@@ -28,7 +28,14 @@ from elche_worker.model.savable import take_form
 from elche_worker.session.submitted import is_submitted, take_launch
 from elche_worker.trainer.attached import attach, attach_submitted, checked_metrics, coordinator_address
 from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
-from elche_worker.trainer.checks import check_same_config, check_shares, module_of, problem_of, problem_of_synced
+from elche_worker.trainer.checks import (
+    check_is_main,
+    check_same_config,
+    check_shares,
+    module_of,
+    problem_of,
+    problem_of_synced,
+)
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
@@ -102,6 +109,7 @@ class Trainer:
         Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part.
         """
         check_not_loading("Trainer.setup()")
+        check_is_main()
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
