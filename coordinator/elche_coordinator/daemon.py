@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elche.network import MAX_MESSAGE_BYTES, SERVER_CONNECTIONS, SERVER_KEEPALIVE, join_address, split_address
 from elche.v1 import (
@@ -43,7 +42,7 @@ from elche_coordinator.services.agent_service import AgentServicer
 from elche_coordinator.services.averaging_service import AveragingServicer
 from elche_coordinator.services.bundle_service import BundleServicer
 from elche_coordinator.services.faults import Faults
-from elche_coordinator.services.health_service import Health
+from elche_coordinator.services.health_service import health_handler
 from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, rank_caller
 from elche_coordinator.services.job_service import JobServicer
 from elche_coordinator.services.rank_service import RankServicer
@@ -114,7 +113,7 @@ async def _serve(
     rank_pb2_grpc.add_RankServiceServicer_to_server(RankServicer(driver, timelines), server)
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
-    await _add_health(server)
+    server.add_generic_rpc_handlers((health_handler(),))
     driver.handle(QuotasSet(quotas=config.quotas))
     for unfinished in history.unfinished:
         driver.handle(unfinished)
@@ -214,12 +213,6 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", MAX_STREAMS_OF_CONNECTION),
         ("grpc.so_reuseport", 0),
     ]
-
-
-async def _add_health(server: grpc.aio.Server) -> None:
-    servicer = Health()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
 
 def _bind_http(address: str) -> WebServer:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 
@@ -14,17 +14,16 @@ from elche.network import SERVER_CONNECTIONS
 from elche_coordinator.daemon import server_options
 from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import OTHER_FILES, max_connections
-from elche_coordinator.services.health_service import Health
+from elche_coordinator.services.health_service import health_handler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """How a client begins, with settings that are empty."""
 
 
-class Slow(Health):
+class Slow(health_pb2_grpc.HealthServicer):
     """Answers when it is told to."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.may_answer = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:  # noqa: N802
@@ -85,6 +84,29 @@ async def story() -> None:
 
 def test_who_says_nothing_and_who_makes_no_call_is_disconnected() -> None:
     asyncio.run(story())
+
+
+async def check_without_a_message() -> None:
+    server, is_answered = grpc.aio.server(options=server_options(OTHER_FILES + 100)), asyncio.Event()
+    server.add_generic_rpc_handlers((health_handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def sent() -> AsyncIterator[bytes]:
+        await is_answered.wait()
+        for message in ():
+            yield message
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = channel.stream_unary("/grpc.health.v1.Health/Check", None, health_pb2.HealthCheckResponse.FromString)
+        assert (await check(sent(), timeout=20)).status == health_pb2.HealthCheckResponse.SERVING
+        is_answered.set()
+    await server.stop(None)
+
+
+def test_what_strangers_send_with_a_health_check_is_not_received() -> None:
+    """Their messages, which nobody had asked for, took 228 MB."""
+    asyncio.run(check_without_a_message())
 
 
 async def settings_of_a_server() -> bytes:

@@ -4,14 +4,28 @@ from collections.abc import AsyncIterator
 
 import grpc
 from grpc_health.v1 import health_pb2
-from grpc_health.v1._async import HealthServicer
+
+NAME = "grpc.health.v1.Health"
+
+Context = grpc.aio.ServicerContext[object, object]
 
 
-class Health(HealthServicer):  # type: ignore[misc]  # it has no types
-    """Answers `Check`. There is no `Watch`: callers are not authenticated, and streams would stay open."""
+def health_handler() -> "grpc.GenericRpcHandler[bytes, health_pb2.HealthCheckResponse]":
+    """Answers `Check` with SERVING, whichever service the call names. Callers are not authenticated, so what they send
+    is never received: as streams, calls reach these methods before their message does. There is no `Watch`, whose
+    streams would stay open.
+    """
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    async def check(_sent: object, _context: Context) -> health_pb2.HealthCheckResponse:
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    async def watch(_sent: object, context: Context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Health.Watch is not offered: call Check now and then")
         yield health_pb2.HealthCheckResponse()  # the `yield` makes this a generator
+
+    serialize = health_pb2.HealthCheckResponse.SerializeToString
+    methods = {
+        "Check": grpc.stream_unary_rpc_method_handler(check, None, serialize),
+        "Watch": grpc.stream_stream_rpc_method_handler(watch, None, serialize),
+    }
+    return grpc.method_handlers_generic_handler(NAME, methods)
