@@ -72,6 +72,10 @@ class Lab:
 
         eventually(is_so, f"{number} ranks", 90)
 
+    def until_lost(self, number: int) -> None:
+        """Until so many ranks have been lost so far. Each may have a slot again at once, on a host that is back."""
+        eventually(lambda: self.said("is lost") >= number, f"{number} ranks are lost", 90)
+
     def said(self, text: str) -> int:
         """How often the coordinator has said this."""
         return self.coordinator.log.read_text().count(text)

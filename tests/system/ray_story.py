@@ -39,7 +39,7 @@ def tell(folder: Path, mark: Mark) -> None:
 
         killed_s = time.monotonic()
         ray.kill(ray.get_actor("elche-0"), no_restart=False)
-        one.until_ranks(job, 2)
+        one.until_lost(1)
         one.until_ranks(job, 3)
         print(f"an actor that was killed: three ranks again after {time.monotonic() - killed_s:.1f} s")
 

@@ -100,7 +100,7 @@ def test_slurm(slurm: dict[str, str], tmp_path: Path, mark: Mark) -> None:
 
         lost, *_ = running(slurm)
         lose_node(lost[1])
-        one.until_ranks(job, 2)
+        one.until_lost(1)
         one.until_ranks(job, 3)
         assert (one.said("has left"), one.said("is lost")) == (2, 1)
         is_exact_so_far(job)
@@ -194,7 +194,7 @@ def test_ssh(hosts: list[str], tmp_path: Path, mark: Mark) -> None:
 
         killed = min(mark.living("elche_worker.agent --devices"))
         os.kill(killed, signal.SIGKILL)
-        one.until_ranks(job, 2)
+        one.until_lost(1)
         one.until_ranks(job, 3)
         is_exact_so_far(job)
 
