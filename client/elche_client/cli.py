@@ -103,7 +103,7 @@ def cli(context: click.Context) -> None:
     \b
     Examples:
       elche run examples/digits.py --ranks 2          train on this machine
-      elche submit train.py --coordinator gpu1:7717   train on a coordinator's devices
+      elche submit train.py --coordinator gpu1:7717   train at a coordinator
       elche jobs
       elche watch JOB
     """
