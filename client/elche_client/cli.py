@@ -102,8 +102,8 @@ def cli(context: click.Context) -> None:
 
     \b
     Examples:
-      elche run examples/digits.py --ranks 2          everything on this machine
-      elche submit train.py --coordinator gpu1:7717   to a coordinator that runs
+      elche run examples/digits.py --ranks 2          train on this machine
+      elche submit train.py --coordinator gpu1:7717   train at a coordinator
       elche jobs
       elche watch JOB
     """
@@ -119,7 +119,7 @@ def cli(context: click.Context) -> None:
 @out_option
 @logs_option
 @json_option
-@click.option("--events", "as_events", is_flag=True, help="Print one JSON object a line: everything as it happens.")
+@click.option("--events", "as_events", is_flag=True, help="Print everything as it happens, one JSON object per line.")
 def run(
     file: Path,
     device: str,
@@ -131,9 +131,9 @@ def run(
 ) -> int:
     """Train the job in FILE on this machine. FILE may also be a script with its own training loop and elche's Trainer.
 
-    Without --ranks there is one rank per GPU, or one on the CPU. The folder for model, record and logs is
-    runs/NAME-DATE-TIME unless --out names one. The output of the ranks is shown as it comes. Ctrl-C writes a checkpoint
-    and cancels the job.
+    Without --ranks there is one rank per GPU, or one on the CPU. Model, record and logs are written to
+    runs/NAME-DATE-TIME, or to the folder that --out names. The output of the ranks is shown as it comes. Ctrl-C writes
+    a checkpoint and cancels the job.
 
     \b
     Examples:
@@ -228,8 +228,8 @@ def replay(
 ) -> int:
     """Repeat the run in folder RUN: the same samples on each rank, rounds at the same steps.
 
-    With --one-process all is as in the run, also deaths of ranks and those that joined. It says whether the parameters
-    are equal: then the exit code is 0, else 1, and 2 if the recording lacks anything.
+    With --one-process everything is repeated as in the run, also ranks that died or joined. The command then says
+    whether the parameters are equal. Exit codes: 0 equal, 1 different, 2 the recording lacks something.
 
     \b
     Examples:
@@ -269,11 +269,11 @@ def checkpoints(job: str, address: str, as_json: bool) -> int:
 def audit(folders: tuple[Path, ...], as_json: bool) -> int:
     """Prove, by what its ranks wrote, that the run in folder RUN trained every sample of every epoch once.
 
-    Of a job on several hosts, name the folder of each.
+    For a job on several hosts, name the folder of each host.
 
-    The run needs --audit true. Compares the ranks' files with the record of rounds, the result and the checkpoints, by
-    a program that shares no code with what has written them. Exit codes: 0 proven, 1 refuted, with a line per
-    violation, 2 not to be judged, as files are missing or damaged.
+    The run needs --audit true. The command compares the ranks' files with the record of rounds, the result and the
+    checkpoints. It shares no code with the programs that wrote them. Exit codes: 0 proven, 1 refuted, with a line per
+    violation, 2 undecided, because files are missing or damaged.
 
     \b
     Examples:

@@ -43,7 +43,7 @@ TIME = Parsed("TIME", seconds_of)
     show_default=True,
     help="What is broken: rank (killed), stop (stopped for 1 to 15 s), network (connections with the coordinator are "
     "cut), agent (a worker is killed), coordinator (killed), disk (the coordinator's is full for 1 to 15 s). Something "
-    "must start agents and coordinator again. One that is named twice comes twice as often.",
+    "must start agents and coordinator again. A fault that is named twice comes twice as often.",
 )
 @click.option("--seed", type=int, metavar="N", help="Repeats the order of faults of an earlier run.")
 @click.option("--for", "limit", type=TIME, metavar="TIME", help="Stop after this time; default: when JOB ends.")

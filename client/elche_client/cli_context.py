@@ -21,8 +21,13 @@ def context() -> None:
 
 @context.command()
 @click.argument("name")
-@click.option("--coordinator", required=True, metavar="HOST:PORT", help="Its address, or several, separated by commas.")
-@click.option("--token-file", default="", metavar="FILE", help="File that holds its token.")
+@click.option(
+    "--coordinator",
+    required=True,
+    metavar="HOST:PORT",
+    help="Address of the coordinator, or several, separated by commas.",
+)
+@click.option("--token-file", default="", metavar="FILE", help="File with the coordinator's token.")
 @click.option("--tls", default="", metavar="DIR", help="Folder with the ca.crt of its authority, if it has TLS.")
 def add(name: str, coordinator: str, token_file: str, tls: str) -> int:
     """Add or change NAME. The first context becomes the current one.

@@ -102,7 +102,9 @@ def timeline(job: str, output: Path | None, as_page: bool, address: str) -> int:
 @click.option(
     "-n", "num_events", type=click.IntRange(min=0), metavar="N", help="The newest N events; all unless given."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as it is kept, one JSON object a line: to be attached.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print it as it is stored, one JSON object per line, for bug reports."
+)
 @address_option
 def journal(job: str, num_events: int | None, as_json: bool, address: str) -> int:
     """Print the journal of JOB: each event, with the coordinator's commands and refusals.
@@ -123,7 +125,7 @@ def journal(job: str, num_events: int | None, as_json: bool, address: str) -> in
 
 @click.command()
 @click.argument("job")
-@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="How many ranks it is to have.")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, metavar="N", help="The new number of ranks.")
 @address_option
 @json_option
 def scale(job: str, ranks: int, address: str, as_json: bool) -> int:
@@ -191,40 +193,48 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     default=0,
     show_default=True,
     metavar="N",
-    help="Jobs with more get slots first, and may take them from those with less, which go on later.",
+    help="Jobs of higher priority get slots first, and may take them from jobs of lower priority, which go on later.",
 )
 @click.option(
-    "--project", default="", envvar="ELCHE_PROJECT", show_envvar=True, help="Whose slots it takes; default: your own."
+    "--project",
+    default="",
+    envvar="ELCHE_PROJECT",
+    show_envvar=True,
+    help="Project whose slots the job takes; default: your own slots.",
 )
 @click.option(
     "--artifacts",
     default="",
     metavar="PLACE",
-    help="Folder that workers and coordinator share, or URL, for what the job leaves; default: the coordinator's.",
+    help="Where to store the job's model and logs: a folder that workers and coordinator share, or a URL; default: the "
+    "coordinator's.",
 )
 @click.option(
     "--on",
     "conditions",
     multiple=True,
     metavar="CONDITION",
-    help="What its devices must meet: model=*H200*, memory>=20GiB (of a GPU), host!=gpu-3, a label such as zone=eu. "
-    "Repeatable.",
+    help="What the job's devices must meet: model=*H200*, memory>=20GiB (of a GPU), host!=gpu-3, a label such as "
+    "zone=eu. Repeatable.",
 )
 @click.option(
-    "--module", default="", metavar="PACKAGE.MODULE:NAME", help="A job of a module in the folder, in place of FILE."
+    "--module",
+    default="",
+    metavar="PACKAGE.MODULE:NAME",
+    help="Take the job from a module in the folder instead of FILE.",
 )
 @click.option(
     "--secret",
     "secrets",
     multiple=True,
     metavar="NAME",
-    help="An environment variable whose value its hosts have (elche-worker --secrets). Repeatable.",
+    help="Environment variable whose value the job's hosts have (elche-worker --secrets). Repeatable.",
 )
 @click.option(
     "--requirements",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Packages that its hosts install for it, beside theirs; default: those in FILE's own metadata (PEP 723).",
+    help="File with packages that hosts install for the job too; default: those in the job's file (PEP 723).",
 )
 @click.option(
     "--folder",
@@ -237,7 +247,7 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     "--key",
     default="",
     metavar="TEXT",
-    help="Names this submission among yours: repeated with it, the command finds the job and makes no second one.",
+    help="Your name for this submission: repeated with it, the command finds the first job and makes no second one.",
 )
 @json_option
 def submit(
@@ -350,10 +360,13 @@ def sweep(file: Path, cancels: bool, address: str, as_json: bool) -> int:
     type=click.Path(path_type=Path),
     default="runs",
     show_default=True,
-    help="Where runs or elche-worker are to write.",
+    help="Folder in which runs or elche-worker will write.",
 )
 @click.option(
-    "--links", "with_links", is_flag=True, help="Also measure the link between each two of its hosts: 3 s for each."
+    "--links",
+    "with_links",
+    is_flag=True,
+    help="Also measure the link of each pair of the coordinator's hosts, 3 s each.",
 )
 def doctor(address: str, work_dir: Path, with_links: bool, as_json: bool) -> int:
     """Check this machine and the connection to the coordinator for faults that keep jobs from training, with remedies.

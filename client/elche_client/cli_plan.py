@@ -86,14 +86,14 @@ def _choice(name: str) -> click.Choice[str]:
     type=Parsed("BANDWIDTH[,RTT]", link_of),
     default="10Gbit/s,1ms",
     show_default=True,
-    help="What each device can send and receive, and the round trip to others.",
+    help="Bandwidth of each device in both directions, and round-trip time to others.",
 )
 @click.option(
     "--mtbf",
     type=Parsed("TIME[,RESTART]", failures_of),
-    help="Mean time between failures of one device, and until it is back.",
+    help="Mean time between failures of one device, and the time until it is back.",
 )
-@click.option("--add", type=TIMES, help="Show beside it the plan with these devices more.")
+@click.option("--add", type=TIMES, help="Also show the plan with these additional devices.")
 @click.option("--epoch", type=click.IntRange(min=1, max=10**9), metavar="N", help="Batches of an epoch.")
 @click.option("--policy", type=_choice("policy"), default="cadence", show_default=True, help="When ranks average.")
 @click.option(
@@ -109,7 +109,7 @@ def _choice(name: str) -> click.Choice[str]:
     type=click.Choice(OPTIMIZERS),
     default="adam",
     show_default=True,
-    help="For its memory: with two copies of the parameters, one, or none.",
+    help="For the estimate of memory: adam has two copies of the parameters, momentum one, sgd none.",
 )
 @address_option
 @json_option

@@ -31,25 +31,29 @@ def _engine_options(command: Command) -> Command:
 
 
 _on_option: Callable[[Command], Command] = click.option(
-    "--on", "engine", required=True, type=click.Choice(ENGINES), help="What starts them."
+    "--on", "engine", required=True, type=click.Choice(ENGINES), help="What starts the agents."
 )
 _name_option: Callable[[Command], Command] = click.option(
-    "--name", default="elche", show_default=True, metavar="NAME", help="The name of these agents together."
+    "--name", default="elche", show_default=True, metavar="NAME", help="Name of this set of agents."
 )
 
 
 @click.command(cls=EngineCommand)
 @_engine_options
-@click.option("--agents", type=click.IntRange(0, 1000), metavar="N", help="How many there are to be; not with ssh.")
+@click.option("--agents", type=click.IntRange(0, 1000), metavar="N", help="Number of agents to reach; not with ssh.")
 @click.option(
-    "--gpus-per-agent", type=click.IntRange(0, 64), default=0, metavar="N", help="Reserve so many GPUs for each."
+    "--gpus-per-agent",
+    type=click.IntRange(0, 64),
+    default=0,
+    metavar="N",
+    help="Number of GPUs to reserve for each agent.",
 )
 @click.option(
     "--worker",
     default="elche-worker",
     show_default=True,
     metavar="COMMAND",
-    help="The command of an agent there, with options, such as '~/venv/bin/elche-worker --label zone=eu'.",
+    help="Command that starts an agent there, with options, such as '~/venv/bin/elche-worker --label zone=eu'.",
 )
 @click.option(
     "--token-file",

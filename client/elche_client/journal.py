@@ -35,7 +35,7 @@ def show(job: str, address: str, *, num_events: int | None, as_json: bool) -> in
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError, RecursionError) as error:
         raise InvalidJob(f"the journal of {job} is damaged, or of another version of elche: {error!r}") from None
     if num_events is None and head["num_dropped"]:
-        print_notice(f"{head['num_dropped']} events before these are not kept: it cannot be replayed")
+        print_notice(f"{head['num_dropped']} earlier events are not kept, so this journal cannot be replayed")
     for text in texts:
         click.echo(printable(text))
     return 0
@@ -48,7 +48,7 @@ def read(job: str, address: str, num_events: int | None) -> list[str]:
             return of_job(client, job, lambda known: client.journal(known, num_events=num_events))[1].splitlines()
     files = sorted((Path(job) / "coordinator" / "journals").glob("*.jsonl.gz"))
     if not files:
-        raise InvalidJob(f"{job} has no journal: of a run that has ended, only one that did not succeed has")
+        raise InvalidJob(f"{job} has no journal: a run that has ended has one only if it did not succeed")
     try:
         about, *events = gzip.decompress(files[-1].read_bytes()).decode("utf-8").splitlines()
         kept = events if num_events is None else events[max(0, len(events) - num_events) :]
