@@ -3,7 +3,8 @@
 EVERY_S = 0.05
 """Least time in seconds between two progress reports."""
 PER_RANK_S = 0.001
-"""Interval in seconds per rank of the job, so that all ranks together send at most a thousand a second."""
+"""Interval in seconds per rank of the job, so that all ranks together send at most a thousand a second, unless
+`MAX_BATCHES` take less time than that interval."""
 MAX_BATCHES = 4
 """Batches after which a report is due in any case: a rank that is silent for 20 batches may count as hung (protocol
 P20)."""
