@@ -118,7 +118,9 @@ def test_cpu_rounds_that_always_break_fail_the_job_after_some_time(simulate, pol
         assert GIVEN_UP_S <= times_s[-1] - times_s[0] < GIVEN_UP_S + soon_s
         num_broken = failed.generation.num_given_up
         assert num_broken >= MAX_GIVEN_UP
-        survived = simulate(slow, broken_rounds=frozenset(range(first, first + num_broken - 1)), sync_ms=500.0, **options)
+        survived = simulate(
+            slow, broken_rounds=frozenset(range(first, first + num_broken - 1)), sync_ms=500.0, **options
+        )
         assert survived.run(limit_s=2000).outcome is Outcome.SUCCEEDED
 
 

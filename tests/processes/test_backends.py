@@ -114,7 +114,7 @@ relay.Relay._send = broken
 @pytest.mark.long(reason="a job is failed only after half a minute of broken rounds")
 def test_rounds_that_always_break_fail_the_job(cluster: Cluster, job_file: JobFile) -> None:
     path = job_file("linear.py", "BROKEN = range(100_000)", BREAK)
-    with pytest.raises(JobFailed, match="averagings in a row, over 3. s, were given up, the last one because"):
+    with pytest.raises(JobFailed, match=r"averagings in a row, over 3. s, were given up, the last one because"):
         cluster.client.submit(path, num_ranks=2, backend="cpu").result()
 
 

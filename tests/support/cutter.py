@@ -17,7 +17,7 @@ class Cutter:
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.num_cuts = self.num_uploaded = 0
         self.swallows = False
-        """True while what comes is taken and not passed on, as for a process that is stopped, or a host behind a proxy."""
+        """True while what comes is taken and not passed on, as for a stopped process, or a host behind a proxy."""
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
