@@ -12,15 +12,22 @@ DEFAULT_ADDRESS = "127.0.0.1:7717"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
+ANSWER = ("grpc.http2.ping_timeout_ms", 15_000)
+"""The time for the answer to a ping, else a minute: `keepalive_timeout_ms` is only that for the kernel's (TCP) in gRPC
+1.85, and a kernel answers for a process that is stopped, as a proxy does for a host that is lost. A ping waits behind
+what is being sent, so that on a slow line 5 s are too few.
+"""
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ANSWER,
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Pings of clients, by which a waiting rank notices that the coordinator's host, or the network to it, is lost."""
 SERVER_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
+    ANSWER,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),  # a client that pings more often is disconnected
 )

@@ -1,7 +1,8 @@
 """A channel with several addresses goes to the coordinator that serves."""
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -11,7 +12,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
 from elche.channel import open_channel
-from elche.network import BadAddress
+from elche.network import KEEPALIVE, SERVER_KEEPALIVE, BadAddress
+from support.cutter import cutting
 
 NAME = "/test/Name"
 
@@ -95,3 +97,37 @@ def test_nobody_is_there(ports: tuple[int, int]) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(BadAddress, match="is not HOST:PORT"):
         open_channel(text, "folder")
+
+
+@pytest.mark.parametrize(
+    ("of_client", "of_server"), [(KEEPALIVE, ()), ((), SERVER_KEEPALIVE)], ids=["the client", "the coordinator"]
+)
+def test_a_peer_that_takes_all_and_answers_nothing_is_noticed(
+    of_client: Sequence[tuple[str, int]], of_server: Sequence[tuple[str, int]]
+) -> None:
+    """A kernel answers for a stopped process, and a proxy for a host that is lost. All times are a tenth."""
+    has_ended = threading.Event()
+
+    def wait(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if of_server:
+            context.add_callback(has_ended.set)
+        yield b"welcome"
+        has_ended.wait(100)
+
+    server = grpc.server(ThreadPoolExecutor(1), options=sooner(of_server))
+    handlers = {"Wait": grpc.unary_stream_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with cutting(f"127.0.0.1:{port}") as way, grpc.insecure_channel(way.address, sooner(of_client)) as channel:
+        call = channel.unary_stream("/test/Wait")(b"")
+        if of_client:
+            call.add_done_callback(lambda _: has_ended.set())
+        assert next(call) == b"welcome"
+        way.swallows = True
+        assert has_ended.wait(20), "nobody has noticed"
+    server.stop(0)
+
+
+def sooner(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(name, value // 10 if name.endswith("_ms") else value) for name, value in options]

@@ -13,6 +13,7 @@ from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import (
+    AgentJoined,
     GroupFormed,
     JobSubmitted,
     LoopBegan,
@@ -22,7 +23,7 @@ from elche_coordinator.core.messages.events import (
     RoundEntered,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
-from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.services.sessions import attend, open_session
@@ -31,6 +32,7 @@ from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams import presence, streams
 from elche_coordinator.streams.send_queue import SendQueue
 from elche_coordinator.streams.streams import Secrets, Stream, Superseded
+from support.clusters import Cluster
 
 HELLO = agent_pb2.AgentHello(host="host", slots=[agent_pb2.Slot(device="cpu")] * 2, identity="an agent")
 RANK: Address = {"job_id": JobId("job"), "rank": Rank(0), "incarnation": Incarnation(1)}
@@ -249,6 +251,7 @@ def test_a_script_that_has_ended_its_loop_owes_no_stream(
 ) -> None:
     """A break of its agent's stream was taken for the death of both, and the host's other jobs lost their ranks."""
     monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
+    monkeypatch.setattr(Coordinator, "is_awaited", lambda *_: True)
 
     async def story() -> None:
         host = host_with_loop(tmp_path)
@@ -271,6 +274,7 @@ def test_a_host_whose_connections_were_all_cut_keeps_its_ranks_if_one_is_back(
 ) -> None:
     """A proxy that reset all connections at once cost the ranks, though all of them were back in 50 ms."""
     monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
+    monkeypatch.setattr(Coordinator, "is_awaited", lambda *_: True)
 
     async def story() -> None:
         host = host_with_loop(tmp_path)
@@ -287,6 +291,36 @@ def test_a_host_whose_connections_were_all_cut_keeps_its_ranks_if_one_is_back(
         host.driver.stop()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("goes_first", ["agent", "rank"])
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_host_for_which_nobody_waits_has_longer_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_first: str, *, is_short: bool
+) -> None:
+    """An outage of two seconds cost jobs whose ranks were all on the host all that they had made; the fourth failed."""
+    monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
+    monkeypatch.setattr(presence, "AGENT_GRACE_S", 100.0 if is_short else 0.0)
+
+    async def story() -> None:
+        host = host_with_loop(tmp_path)
+        for who in sorted(host.ends, key=lambda one: one != goes_first):
+            host.ends[who]()
+        await after_the_grace()
+        assert host.is_known == is_short
+        host.driver.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_host_is_awaited_if_a_job_has_ranks_elsewhere(num_ranks: int) -> None:
+    cluster = Cluster(1)
+    cluster.handle(AgentJoined(agent_id=AgentId("other"), host="other", slots=(Slot(device="cpu"),)))
+    cluster.submit("job", num_ranks)
+    (first, *_) = cluster.core.jobs[JobId("job")].ranks.values()
+    assert first.agent_id is not None
+    assert cluster.core.is_awaited(first.agent_id) == (num_ranks == 2)
 
 
 def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from elche_coordinator.core.messages.commands import SendFormGroup, SendLease, S
 from elche_coordinator.core.messages.events import JobCancelled, ResultReceived, RoundEntered, RoundFailed
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.records.machine import JobPhase
-from elche_coordinator.core.rounds.generation import MAX_GIVEN_UP
+from elche_coordinator.core.rounds.generation import GIVEN_UP_S, MAX_GIVEN_UP
 from elche_coordinator.simulator.simulation import RankModel
 from support.rounds import OFTEN, WAYS, books, every_way, headers
 from support.watched import ranks
@@ -102,19 +102,35 @@ def test_cpu_results_after_a_given_up_round_count_when_a_rank_dies_before_all_ha
 
 
 @every_way
-def test_cpu_as_many_rounds_in_a_row_as_may_be_are_survived_and_the_next_is_not(simulate, policy, averaging):
+def test_cpu_rounds_that_always_break_fail_the_job_after_some_time(simulate, policy, averaging):
+    """Five lost in four seconds ended a job whose network broke all connections again and again."""
     options = {"policy": policy, "averaging": averaging, "backend": "cpu"} | OFTEN
-    survived = simulate(ranks(5, 11.5), broken_rounds=frozenset({5, 6, 7, 8, 10, 11, 12, 13}), **options)
-    assert survived.run().outcome is Outcome.SUCCEEDED
-    # under `sync` several rounds are announced together, and count once
-    num_broken = 100 if policy == "sync" else MAX_GIVEN_UP
+    slow = ranks(500, 1150)
     for first in (1, 5):
-        failed = simulate(ranks(5, 11.5), broken_rounds=frozenset(range(first, first + num_broken)), **options)
-        result = failed.run()
+        failed = simulate(slow, broken_rounds=frozenset(range(first, 100_000)), sync_ms=500.0, **options)
+        result = failed.run(limit_s=1000)
         assert result.outcome is Outcome.FAILED
         assert not result.invalid
-        assert f"{MAX_GIVEN_UP} averagings in a row were given up" in result.error
-        assert "it broke" in result.error
+        assert "averagings in a row, over " in result.error
+        assert "were given up, the last one because it broke" in result.error
+        times_s = [step.at_s for step in failed.core.steps if isinstance(step.event, RoundFailed)]
+        soon_s = 50 if policy == "sync" else 5  # where rounds that are announced together count once
+        assert GIVEN_UP_S <= times_s[-1] - times_s[0] < GIVEN_UP_S + soon_s
+        num_broken = failed.generation.num_given_up
+        assert num_broken >= MAX_GIVEN_UP
+        survived = simulate(
+            slow, broken_rounds=frozenset(range(first, first + num_broken - 1)), sync_ms=500.0, **options
+        )
+        assert survived.run(limit_s=2000).outcome is Outcome.SUCCEEDED
+
+
+@every_way
+def test_cpu_rounds_that_break_now_and_then_never_fail_the_job(simulate, policy, averaging):
+    options = {"policy": policy, "averaging": averaging, "backend": "cpu"} | OFTEN
+    broken = frozenset(round_id for round_id in range(2, 1000) if round_id % 6)
+    simulation = simulate(ranks(500, 1150), broken_rounds=broken, sync_ms=500.0, **options)
+    assert simulation.run(limit_s=2000).outcome is Outcome.SUCCEEDED
+    assert simulation.generation.num_given_up > 10
 
 
 def test_an_outage_that_takes_all_rounds_of_a_window_counts_once(simulate):

@@ -16,6 +16,8 @@ class Cutter:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.num_cuts = self.num_uploaded = 0
+        self.swallows = False
+        """True while what comes is taken and not passed on, as for a stopped process, or a host behind a proxy."""
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -43,7 +45,8 @@ class Cutter:
             while data := source.recv(1 << 16):
                 num_bytes += len(data)
                 self.num_uploaded += len(data) * is_upload
-                target.sendall(data)
+                if not self.swallows:
+                    target.sendall(data)
                 if is_upload and self._cut_after and num_bytes > self._cut_after[0]:
                     self._cut_after.pop(0)
                     self.num_cuts += 1

@@ -61,6 +61,20 @@ def note_result(log: AuditLog) -> None:
     log.received(**RESULT, is_left_out=False, is_finite=True, header=9, digest=None)
 
 
+def test_a_process_that_is_killed_before_its_head_is_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has trained nothing; a file without a head is damaged, and the run could not be judged."""
+
+    def die(_: AuditLog) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AuditLog, "flush", die)
+    with pytest.raises(KeyboardInterrupt):
+        AuditLog(tmp_path / "rank-0-1.bin", {})
+    assert list(tmp_path.glob("*.bin")) == []
+
+
 @pytest.mark.parametrize("note", [note_entry, note_result], ids=lambda one: one.__name__)
 def test_a_killed_process_has_written_what_others_may_have_committed(
     tmp_path: Path, note: Callable[[AuditLog], None]

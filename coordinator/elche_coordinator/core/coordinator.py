@@ -282,6 +282,11 @@ class Coordinator:
         """The processes on a host."""
         return [self.jobs[job_id].ranks[rank].address(job_id) for job_id, rank in self._ranks_on(agent_id)]
 
+    def is_awaited(self, agent_id: AgentId) -> bool:
+        """True if a job that has ranks on the host has others elsewhere, which may wait for these."""
+        jobs = {job_id for job_id, _ in self._ranks_on(agent_id)}
+        return any(one.agent_id != agent_id for job_id in jobs for one in present(self.jobs[job_id].ranks).values())
+
     def beside_stopped(self, agent_id: AgentId) -> list[list[Address]]:
         """For each rank on a host whose ranks have all stopped without a coordinator: the ranks of its job that have
         not stopped. Empty if a rank on the host has not stopped, or there is none.

@@ -9,11 +9,12 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.streams.streams import Stream, Streams
 
-AGENT_GRACE_S = 5.0
+AGENT_GRACE_S = 10.0
 """Seconds for which an agent with ranks may be away, which tries to reconnect every second."""
 BOTH_GRACE_S = 1.5
-"""The same where one of its ranks is away as well. If the host is dead, all who wait for it wait that long; where a
-proxy has cut all connections, both are back sooner: they try five times.
+"""The same where one of its ranks is away as well, and ranks of its jobs on other hosts wait: if the host is dead, that
+long. Where a proxy has cut all connections, both are back sooner: they try five times. Where nobody else is there, its
+jobs would go back to a checkpoint, or fail, and nobody gains by haste.
 """
 SESSION_GRACE_S = 600.0
 """Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
@@ -29,7 +30,7 @@ LOOP_RESTART_GRACE_S = 8.0
 
 class Presence:
     """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is, unless one
-    of them is back within `BOTH_GRACE_S`.
+    of them is back within `BOTH_GRACE_S`, or `AGENT_GRACE_S` where nobody waits.
     """
 
     def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
@@ -49,7 +50,8 @@ class Presence:
             self.lose_agent(agent_id)
         else:
             are_both_lost = any(self._is_lost(address) for address in ranks)
-            self._await_agent(agent_id, stream, BOTH_GRACE_S if are_both_lost else AGENT_GRACE_S)
+            is_urgent = are_both_lost and self._core.is_awaited(agent_id)
+            self._await_agent(agent_id, stream, BOTH_GRACE_S if is_urgent else AGENT_GRACE_S)
 
     def on_rank_away(self, address: Address) -> None:
         """Handles the end of a rank's stream."""
@@ -58,7 +60,7 @@ class Presence:
             return
         agent = self._streams.agents.get(agent_id) if agent_id is not None else None
         if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
-            self._await_agent(agent_id, agent, BOTH_GRACE_S)
+            self._await_agent(agent_id, agent, BOTH_GRACE_S if self._core.is_awaited(agent_id) else AGENT_GRACE_S)
         if not stream.is_resumable:
             self._handle(SessionLost(**address))
         else:

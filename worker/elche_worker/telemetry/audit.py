@@ -5,7 +5,9 @@ Records are collected in memory and written to the system when a round is entere
 that the records of every committed round outlive the process.
 """
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,12 +39,16 @@ class AuditLog:
         self._buffer = bytearray(MAGIC + pack("<HHI", FORMAT, 0, len(text)) + text)
         self._crc = crc32(self._buffer)
         self._buffer += pack("<I", self._crc)
+        draft = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("xb", buffering=0)
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self._file = draft.open("wb", buffering=0)
+            self.flush()
+            draft.rename(path)  # whole: a process may be killed at any moment, and one that has no head is damaged
         except OSError as error:
             self._give_up(error)
-        self.flush()
 
     def batch(self, *, lease: int, epoch: int, offset: int, size: int, step: int, is_skipped: bool = False) -> None:
         """Adds a batch that was trained, or skipped because it is None: positions of the epoch from `offset`, the

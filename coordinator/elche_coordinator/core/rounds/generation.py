@@ -23,7 +23,9 @@ from elche_coordinator.core.rounds.backends import Choice
 from elche_coordinator.core.rounds.scheduler import RoundScheduler
 
 MAX_GIVEN_UP = 5
-"""Rounds given up in a row after which the job fails."""
+"""Rounds given up in a row after which the job fails, if these have taken `GIVEN_UP_S`."""
+GIVEN_UP_S = 30.0
+"""A network that breaks all connections again and again for some seconds ends no job."""
 
 
 class Generation:
@@ -61,6 +63,8 @@ class Generation:
         """Rounds given up since the last commit, each of them announced after the one before had been."""
         self._given_up_at_s = -inf
         """Time at which the newest of these was given up."""
+        self._given_up_since_s = 0.0
+        """Time at which the first of these was given up."""
         self._training = training
         self._outbox = outbox
 
@@ -267,8 +271,8 @@ class Generation:
 
     def on_round_failed(self, record: RankRecord, event: RoundFailed, now_s: float) -> Failure | None:
         """Records that the rank will not receive a round's result. If no member will, the round is given up, and its
-        samples go into the next one. Returns a failure after `MAX_GIVEN_UP` of these in a row. Rounds that were
-        announced together count once: one outage takes them all.
+        samples go into the next one. Returns a failure after `MAX_GIVEN_UP` of these in a row, and `GIVEN_UP_S`.
+        Rounds that were announced together count once: one outage takes them all.
         """
         opened = self._reached(event, now_s)
         if opened is None or record.rank in opened.results or record.rank in opened.failures:
@@ -283,9 +287,12 @@ class Generation:
         self.num_given_up += 1
         self._training.num_given_up += 1
         if opened.at_s >= self._given_up_at_s:
+            self._given_up_since_s = self._given_up_since_s if self._given_up_in_a_row else now_s
             self._given_up_in_a_row, self._given_up_at_s = self._given_up_in_a_row + 1, now_s
-        if self._given_up_in_a_row >= MAX_GIVEN_UP:
-            return Failure(f"{MAX_GIVEN_UP} averagings in a row were given up, the last one because {event.reason}")
+        num_s = now_s - self._given_up_since_s
+        if self._given_up_in_a_row >= MAX_GIVEN_UP and num_s >= GIVEN_UP_S:
+            all_of = f"{self._given_up_in_a_row} averagings in a row, over {num_s:.0f} s,"
+            return Failure(f"{all_of} were given up, the last one because {event.reason}")
         self.rounds.remove(opened)
         if self.scheduler.has_committed:
             self.scheduler.plan_next(now_s)
