@@ -54,6 +54,22 @@ def test_a_loop_in_a_file_that_is_run_for_its_job_does_not_train() -> None:
         load_job(loop, "train.py")
 
 
+def test_a_job_that_its_own_file_trains_is_not_trained_while_the_file_is_loaded() -> None:
+    """Each rank trained all of it first, alone."""
+    file = (
+        "from elche_worker import TrainingJob\n"
+        "job = TrainingJob(model=int, optimizer=int, dataset=int, train_step=int, batch_size=1, epochs=1)\njob.run()"
+    )
+    with pytest.raises(InvalidJob, match=r"^train.py: job.run\(\) must stand under `if __name__"):
+        load_job(file, "train.py")
+
+
+def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
+    """argparse says which it lacks; a traceback of argparse said no more."""
+    with pytest.raises(InvalidJob, match=r"^train.py ended itself \(SystemExit: 2\) .* arguments come behind --"):
+        load_job("raise SystemExit(2)\njob = 1", "train.py")
+
+
 def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:
     """What belongs to the host, such as the order of samples, would be put there, and fail by words of torch."""
     try:

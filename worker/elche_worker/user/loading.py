@@ -56,16 +56,21 @@ _is_loading = False
 """True while a user's file is run for its `job`."""
 
 
-def check_not_loading(call: str) -> None:
-    """Raises `InvalidJob` for a call by which a loop begins in a file that is run for its `job`: it would train alone,
-    and there is no job in the end.
-    """
+LOOP_IN_JOB = (
+    "Trainer.setup() is for a script with a loop of its own, and this file is run as one that defines a `job`: start "
+    "the script that imports Trainer, itself or from a file of its folder, and that has nothing named `job` at its top "
+    "level"
+)
+RUN_IN_JOB = (
+    "job.run() must stand under `if __name__ == '__main__':`, because the ranks run the file too, and each would train "
+    "the whole job by itself first"
+)
+
+
+def check_not_loading(problem: str) -> None:
+    """Raises `InvalidJob` with this problem while a file is run for its `job`: what trains there would train alone."""
     if _is_loading:
-        raise InvalidJob(
-            f"{call} is for a script with a loop of its own, and this file is run as one that defines a `job`: start "
-            "the script that imports Trainer, itself or from a file of its folder, and that has nothing named `job` at "
-            "its top level"
-        )
+        raise InvalidJob(problem)
 
 
 def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
@@ -94,6 +99,12 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
     except BaseException as error:
         leave_if_forked(error)
+        if isinstance(error, SystemExit):  # argparse has said why
+            raise InvalidJob(
+                f"{file_name} ended itself (SystemExit: {said(error)}) before all of it was run: its own arguments "
+                "come behind --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
+                "`if __name__ == '__main__':`"
+            ) from None
         raise describe_raised(error, file_name) from None
     finally:
         _is_loading = False
@@ -199,7 +210,7 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     shown = traceback.StackSummary.from_list(frames[first:])
     last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
     kind = "".join(_exception_only(error)).strip()
-    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
+    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})" if file_name else ""
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
     words = next(iter(said(error).splitlines()), "")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
