@@ -221,8 +221,11 @@ class Data:
                     order = torch.tensor([int(seed), *_numbers_of(self._loader)], dtype=torch.int64)
                 except Misuse as error:
                     problem = str(error)
-            self._world.agree(problem)
-            return self._world.share_whole_numbers(seed if order is None else order)
+            own = torch.empty(0, dtype=torch.int64) if problem else order
+            numbers = self._world.share_whole_numbers(seed if own is None else own)
+            if not len(numbers):  # rank 0 says why; not before: ranks that have parted would hear another call's text
+                self._world.agree(problem)
+            return numbers
 
         return self._together.run(shared, f"begins epoch({epoch})")
 
