@@ -6,16 +6,18 @@ import math
 import os
 import re
 from collections.abc import Callable
+from itertools import cycle
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, default_collate
 
 from elche.errors import Misuse
 from elche_worker.collectives import world
@@ -316,6 +318,24 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter([])
 
 
+class Endless:
+    def __iter__(self) -> Any:
+        return cycle(range(8))
+
+
+class Given:
+    """A sampler of one's own, which has the length of its data set."""
+
+    def __init__(self, gives: Any) -> None:
+        self.gives = gives
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter(self.gives())
+
+
 def raise_on_collate(_: Any) -> Any:
     raise ValueError("on purpose")
 
@@ -331,6 +351,7 @@ def raise_on_collate(_: Any) -> Any:
         (DataLoader(samples(8), collate_fn=raise_on_collate), "on purpose"),
         (DataLoader(samples(8)), "name them, as in set_data_loader"),
         (DataLoader(TensorDataset(torch.ones(0, 6))), "is empty"),
+        (DataLoader(samples(8), sampler=Endless()), "Endless has no length: .* let it end after as many samples"),
     ],
 )
 def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> None:
@@ -342,6 +363,52 @@ def test_a_loader_that_cannot_be_split_is_refused(loader: Any, words: str) -> No
         trainer.data_num_batches  # noqa: B018
     with pytest.raises(Misuse, match="names has 1 names"):
         trainer.set_data_loader(DataLoader(samples(8)), forward_input="inputs", names=("inputs",))
+
+
+def begin_epoch(kind: str) -> list[int]:
+    gives: Any = {
+        "endless": lambda: cycle(range(8)),
+        "pairs": lambda: [(0, 1)] * 8,
+        "numbers of other types": lambda: [torch.tensor(1), np.int64(2), -1, *range(5)],
+    }[kind]
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(max_anchor=0))
+    loader: Any = DataLoader(samples(8), batch_size=4, sampler=Given(gives))
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    sizes = []
+    for batch in trainer.epoch(0):
+        trainer.forward_batch(batch).sum().backward()
+        trainer.step()
+        sizes.append(batch.size)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("endless", "Given has given over 800 samples of one epoch: give the sampler __len__, let it end"),
+        ("pairs", "Given gives (0, 1) for a sample, and elche deals samples by number"),
+        ("numbers of other types", ""),
+    ],
+)
+def test_a_sampler_that_gives_no_epoch_of_numbers_is_refused(worlds: Worlds, kind: str, words: str) -> None:
+    """An endless one filled the memory, in silence."""
+    for raised in worlds.run(2, begin_epoch, kind, may_raise=bool(words)):
+        assert words in raised.message if words else raised == [2, 2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_fields_follow_from_a_whole_batch_where_one_sample_makes_none(num_workers: int) -> None:
+    """As of a `collate_fn` that leaves bad samples out, of which the first may be one, or that pairs them."""
+    model = new_model()
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    loader = DataLoader(samples(8), batch_size=4, collate_fn=without_first, num_workers=num_workers)
+    trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+    assert [len(batch["labels"]) for batch in trainer.epoch(0)] == [3, 3]
+
+
+def without_first(items: list[Any]) -> Any:
+    return default_collate(items[1:]) if len(items) > 1 else None
 
 
 def test_a_closed_trainer_says_so() -> None:
@@ -463,6 +530,7 @@ def test_a_compiled_model_is_known_by_its_own_names() -> None:
         (nn.LazyLinear(3), "has no shape yet"),
         (nn.Linear(2, 2), "LBFGS needs a closure"),
         (nn.DataParallel(nn.Linear(2, 2)), "the model is in DataParallel, which would take other ranks' GPUs"),
+        (nn.Linear(2, 2, device="meta"), "weight has no values, since it was made on the device 'meta'"),
     ],
 )
 def test_what_cannot_be_trained_is_told_at_once(model: nn.Module, words: str) -> None:
@@ -592,6 +660,64 @@ def test_an_optimizer_or_parameter_that_step_does_not_know_is_named_once(does: s
             model(torch.ones(2, 6)).sum().backward()
             trainer.step()
     assert errors.getvalue().count(words or "after Trainer.setup") == bool(words)
+
+
+@pytest.mark.parametrize("uses_another", [False, True])
+def test_a_loss_of_another_model_is_named_once(uses_another: bool) -> None:
+    """The model stayed as it was built, without a word."""
+    model, other = new_model(), new_model()
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, new_optimizer(model)) as trainer:
+        for _ in range(2):
+            (other if uses_another else model)(torch.ones(2, 6)).sum().backward()
+            trainer.step()
+    assert errors.getvalue().count("no parameter of the model has a gradient in the first step") == uses_another
+
+
+def set_up_seeded(is_alike: bool) -> str:
+    torch.manual_seed(1 if is_alike else 1 + dist.get_rank())
+    model = nn.Linear(4, 4)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        Trainer.setup(model, new_optimizer(model))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_models_that_differed_at_first_are_told_with_what_else_may_differ(worlds: Worlds, is_alike: bool) -> None:
+    """Each rank had another target network, and trained towards it, in silence."""
+    first, second = worlds.run(2, set_up_seeded, is_alike)
+    assert ("the ranks' models had different initial values" in first) is not is_alike
+    assert "initial values" not in second
+
+
+def step_schedule(has_el_che: bool, each_batch: bool) -> tuple[int, bool]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        config = TrainerConfig(anchor=2, max_anchor=2) if has_el_che else TrainerConfig(max_anchor=0)
+        trainer = Trainer.setup(model, optimizer, config)
+        loader = DataLoader(samples(47), batch_size=2)
+        trainer.set_data_loader(loader, forward_input="inputs", names=NAMES)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=len(loader) * 2)
+        for epoch in range(2):
+            for batch in trainer.epoch(epoch):
+                trainer.forward_batch(batch).sum().backward()
+                trainer.step()
+                num_batches = -(-sum(trainer.shard_sizes) // trainer.data_batch_size) or 1
+                for _ in range(num_batches if each_batch else 1):
+                    schedule.step()
+    return schedule.last_epoch, "a schedule that counts batches must be stepped once for each" in said.getvalue()
+
+
+def test_a_schedule_that_is_stepped_with_each_step_of_el_che_is_told_that_it_ends_late(worlds: Worlds) -> None:
+    """Its rate never fell, in silence; the tutorial's way steps it as often as there are batches."""
+    (shared, is_said), _ = worlds.run(2, step_schedule, False, False)
+    assert (shared, is_said) == (48, False)
+    (stretched, is_said), (_, other_says) = worlds.run(2, step_schedule, True, False)
+    assert stretched < 24
+    assert is_said
+    assert not other_says
+    assert [count for count, _ in worlds.run(2, step_schedule, True, True)] == [48, 48]
 
 
 class WithHandle(Dataset[Any]):

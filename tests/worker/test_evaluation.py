@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -260,6 +261,16 @@ def spoilt(*losses: float, **changes: Any) -> TrainingJob:
 def test_a_training_alone_fails_when_a_metric_is_no_number_any_more(monitor: str | None) -> None:
     with pytest.raises(JobFailed, match=r"loss is nan in the final evaluation, .* after epoch 1: lower the learning"):
         spoilt(0.5, float("nan"), monitor=monitor).run(device="cpu")
+
+
+@pytest.mark.parametrize(("nonfinite", "is_said"), [("fail", True), ("ignore", False)])
+def test_a_training_alone_fails_when_its_model_is_no_numbers_any_more(nonfinite: str, is_said: bool) -> None:
+    """It returned that, in silence, where a rank fails the job."""
+    job = replace(
+        JOB, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=float("inf")), nonfinite=nonfinite
+    )
+    with pytest.raises(JobFailed, match=r"weight is not finite .* after epoch 1") if is_said else nullcontext():
+        job.run(device="cpu")
 
 
 def test_a_training_alone_says_that_a_metric_was_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,24 @@ def test_a_missing_package_is_told_with_what_to_do() -> None:
         load_job("import einopps\njob = 1", "train.py")
 
 
+def test_a_file_of_a_package_is_told_how_it_imports() -> None:
+    with pytest.raises(UserCodeRaised, match=r"no known parent package .*: import by full names, as in `from package"):
+        load_job("from .nets import model\njob = model()\n", "train.py")
+
+
+OF_OTHER_NAMES = """
+from elche_worker import TrainingJob
+
+given = dict.fromkeys(("model", "optimizer", "dataset", "train_step"), print)
+small = large = TrainingJob(**given, batch_size=1, epochs=1)
+"""
+
+
+def test_jobs_of_other_names_are_named() -> None:
+    with pytest.raises(InvalidJob, match="train.py names its job small and large, and defines no `job`: write `job ="):
+        load_job(OF_OTHER_NAMES, "train.py")
+
+
 @pytest.mark.parametrize("job", ["job = 1", "from os import path as job", "from train_step import *"])
 def test_a_file_that_may_have_a_job_is_run_whatever_it_calls(job: str) -> None:
     with pytest.raises(UserCodeRaised, match="AssertionError: it is refused before it is run"):
@@ -52,6 +70,22 @@ def test_a_loop_in_a_file_that_is_run_for_its_job_does_not_train() -> None:
     )
     with pytest.raises(InvalidJob, match=r"^train.py: Trainer.setup\(\) is for a script with a loop of its own"):
         load_job(loop, "train.py")
+
+
+def test_a_job_that_its_own_file_trains_is_not_trained_while_the_file_is_loaded() -> None:
+    """Each rank trained all of it first, alone."""
+    file = (
+        "from elche_worker import TrainingJob\n"
+        "job = TrainingJob(model=int, optimizer=int, dataset=int, train_step=int, batch_size=1, epochs=1)\njob.run()"
+    )
+    with pytest.raises(InvalidJob, match=r"^train.py: job.run\(\) must stand under `if __name__"):
+        load_job(file, "train.py")
+
+
+def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
+    """argparse says which it lacks; a traceback of argparse said no more."""
+    with pytest.raises(InvalidJob, match=r"^train.py ended itself \(SystemExit: 2\) .* arguments come behind --"):
+        load_job("raise SystemExit(2)\njob = 1", "train.py")
 
 
 def test_a_file_that_sets_a_default_device_is_told_what_to_do_instead() -> None:

@@ -65,6 +65,12 @@ def test_a_real_view_of_complex_numbers_is_not_averaged_beside_them() -> None:
     assert [entry.name for entry in Layout(model).entries] == ["phase"]
 
 
+def test_a_scripted_model_has_its_tensors() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    assert [entry.name for entry in Layout(scripted).entries] == [entry.name for entry in Layout(plain).entries]
+
+
 def test_tensors_that_share_a_part_are_refused_by_name() -> None:
     model = nn.Module()
     memory = torch.zeros(6)

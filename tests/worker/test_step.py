@@ -144,6 +144,29 @@ def test_an_optimizer_that_steps_within_backward_is_refused() -> None:
         stepped(replace(JOB, optimizer=optimizer))
 
 
+def test_a_loss_of_another_model_is_refused() -> None:
+    """The job succeeded with the model as it was built."""
+    other = nn.Linear(4, 1)
+    job = replace(JOB, train_step=lambda model, batch: train_step(other, batch))
+    with pytest.raises(InvalidJob, match=r"depends on no parameter that the optimizer has, .* the model that is given"):
+        stepped(job)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(InvalidJob, match=r"train\.py: the model's weight has no values, .*to_empty\(device='cpu'\)"):
+        build_model(replace(JOB, model=lambda: nn.Linear(4, 1, device="meta")), CPU, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [("detach", "without backward\\(\\), step\\(\\), detach"), ("item", "not float: leave out item")],
+)
+def test_a_loss_without_a_gradient_is_told_what_to_leave_out(returned: str, words: str) -> None:
+    job = replace(JOB, train_step=lambda model, batch: getattr(train_step(model, batch)["loss"], returned)())
+    with pytest.raises(InvalidJob, match=words):
+        stepped(job)
+
+
 def test_a_model_in_data_parallel_is_refused() -> None:
     job = replace(JOB, model=lambda: nn.Sequential(nn.DataParallel(nn.Linear(4, 1))))
     with pytest.raises(InvalidJob, match=r"train\.py: model\.0 is in DataParallel, which would take other ranks' GPUs"):

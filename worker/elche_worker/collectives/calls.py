@@ -38,7 +38,8 @@ made, nothing can end a call."""
 
 WHAT_TO_DO = (
     "every rank has to make the same calls, as often as the others: decide `continue`, `break` and `return` alike on "
-    "all ranks, as by trainer.mean({'stop': float(stop)})"
+    "all ranks, as by trainer.mean({'stop': float(stop)}), and where ranks divide the batches themselves, leave out "
+    "those that do not divide evenly"
 )
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -129,9 +130,20 @@ def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
 
 
 @torch.no_grad()
-def begin_as_rank_0(model: nn.Module, world: World) -> None:
-    """Copies rank 0's parameters and buffers to every rank, bit for bit."""
+def begin_as_rank_0(model: nn.Module, world: World) -> bool:
+    """Copies rank 0's parameters and buffers to every rank, bit for bit. Returns True if its parameters were others
+    there, as where the script draws them without a seed.
+    """
+    text = "" if world.size == 1 else comparable(model, [])
+    told = [json.loads(one)[1] for one in world.gather_texts(text) if one]
     broadcast([*model.parameters(), *model.buffers()], world)
+    return any(_are_others(told[0], other) for other in told[1:])
+
+
+def _are_others(figures: list[list[float]], others: list[list[float]]) -> bool:
+    """True if two results of `_figures` are of different tensors."""
+    pairs = zip(chain(*figures), chain(*others), strict=True)
+    return any(abs(one - other) > PARTED for one, other in pairs)
 
 
 @torch.no_grad()

@@ -425,13 +425,14 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def _entries(model: nn.Module, buffers: str) -> list[LayoutEntry]:
     named = [*model.named_parameters(), *([] if buffers == "local" else model.named_buffers())]
+    owners = dict(model.named_modules(remove_duplicate=False))  # a ScriptModule has no get_submodule
     entries = []
     for name, tensor in without_copies((name, one) for name, one in named if is_plain(one)):
         path, _, key = name.rpartition(".")
         is_parameter = isinstance(tensor, nn.Parameter)
         is_statistic = buffers == "average" and key.startswith(STATISTIC)
         is_averaged = tensor.requires_grad if is_parameter else is_statistic
-        entries.append(_entry(name, model.get_submodule(path), key, tensor, is_averaged, is_parameter))
+        entries.append(_entry(name, owners[path], key, tensor, is_averaged, is_parameter))
     return entries
 
 

@@ -34,8 +34,16 @@ def take_form(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous()
 
 
-def problem_of_wrappers(model: nn.Module) -> str:
-    """Returns why a model that is, or holds, DataParallel or DistributedDataParallel is not trained; "" for others."""
+def problem_of_model(model: nn.Module) -> str:
+    """Returns why a model is not trained that has tensors without values, or is, or holds, DataParallel or
+    DistributedDataParallel; "" for others.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            return (
+                f"the model's {name} has no values, since it was made on the device 'meta': give the model memory, and "
+                "its values, first, as by model.to_empty(device='cpu') and its own initialisation or load_state_dict()"
+            )
     kinds = nn.parallel.DistributedDataParallel, nn.DataParallel
     for name, one in model.named_modules():
         if isinstance(one, kinds):

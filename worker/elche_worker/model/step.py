@@ -16,7 +16,7 @@ from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
 from elche_worker.device.transfer import InParts, bounds_of, like_mapping, like_sequence
 from elche_worker.model.modes import begin_training
-from elche_worker.model.savable import check_steps, needs_closure, problem_of_wrappers, take_form
+from elche_worker.model.savable import check_steps, needs_closure, problem_of_model, take_form
 from elche_worker.model.trial import unchanged
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.loading import refused
@@ -110,7 +110,7 @@ def _called_model(job: JobDefinition, file_name: str) -> nn.Module:
         raise InvalidJob(f"{file_name}: model() must return a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidJob(f"{file_name}: model() returned a model without parameters to train")
-    if problem := problem_of_wrappers(model):
+    if problem := problem_of_model(model):
         raise InvalidJob(f"{file_name}: {problem}")
     return model
 
@@ -193,7 +193,7 @@ class TrainStep:
         self._unstepped = [one for one in parameters if id(one) not in stepped]
         """Parameters whose gradients no optimizer clears."""
         self._to_compare = [] if built.sharded else _stepped(self._optimizers)
-        """Parameters that the first backward pass is to leave as they are."""
+        """Parameters of which the first backward pass is to make gradients, and that it is to leave as they are."""
         self._device = device
         self._file_name = file_name
         self.num_parts = job.accumulate
@@ -318,6 +318,12 @@ class TrainStep:
                 "(register_post_accumulate_grad_hook): trial batches, accumulate and max_grad_norm do not go with "
                 "that. Give manual_optimization=True, and let train_step(model, batch, optimizers) call backward()"
             )
+        if compared and all(one.grad is None for one in compared):
+            raise InvalidJob(
+                f"{self._file_name}: the loss that train_step(model, batch) returned depends on no parameter that the "
+                "optimizer has, so the model would stay as it is: compute it with the model that is given, not with "
+                "another one, such as a global variable or a copy"
+            )
 
     def _back_off(self) -> None:
         self.num_parts *= 2
@@ -418,11 +424,15 @@ def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple
     loss = values.pop("loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        hint = "" if number_of(loss) is None else ": leave out item(), as backward() needs the tensor"
         raise InvalidJob(
-            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}"
+            f"{file_name}: train_step() must return a scalar loss, or a dict with one at 'loss', not {got}{hint}"
         )
     if needs_grad and not loss.requires_grad:
-        raise InvalidJob(f"{file_name}: train_step() returned a loss that depends on no parameter (no gradient)")
+        raise InvalidJob(
+            f"{file_name}: train_step() returned a loss that depends on no parameter (no gradient): return it as it "
+            "was computed, without backward(), step(), detach() or item(), which are elche's part"
+        )
     return loss, {name: (_plain(name, value, file_name), 1) for name, value in values.items()}
 
 

@@ -15,6 +15,7 @@ from elche.errors import InvalidJob, JobFailed
 from elche.evaluation import missing_metric, never_finite, note_finite, spoilt_metric
 from elche.extent import Extent
 from elche.shards import shuffled_shards
+from elche_worker.collectives.consistency import not_finite
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
 from elche_worker.data.dataset import Shards
 from elche_worker.data.lease_loader import LeasedPart, LeaseLoader, LoadedBatch
@@ -136,6 +137,7 @@ def _train(
                 sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
             duration_s = time.perf_counter() - started_s
             _tell_skipped(epoch, sums)
+            _check_finite(job, built.model, epoch)
             with mean.in_model():
                 metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
             epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
@@ -214,6 +216,15 @@ def _tell_skipped(epoch: int, sums: EpochSums) -> None:
         )
     why = "collate_fn or the data set gave None for them"
     print(f"elche: skipped {sums.num_skipped} batches in epoch {epoch + 1}: {why}", file=sys.stderr)
+
+
+def _check_finite(job: JobDefinition, model: nn.Module, epoch: int) -> None:
+    """Raises `JobFailed` for a model that is of no use, as a rank of a job fails it."""
+    if job.nonfinite == "fail" and (name := not_finite(model)):
+        raise JobFailed(
+            f"{name} is not finite (NaN or infinity) after epoch {epoch + 1}; lower the learning rate or clip the "
+            "gradients"
+        )
 
 
 def _epoch_metrics(epoch: int, sums: EpochSums, metrics: dict[str, float], duration_s: float) -> EpochMetrics:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from elche.errors import InvalidJob
 from elche_worker.user.job import JobDefinition
+from elche_worker.user.loading import RUN_IN_JOB, check_not_loading
 
 if TYPE_CHECKING:
     from elche_worker.model.state import TrainedState
@@ -36,8 +37,10 @@ class TrainingJob(JobDefinition):
         """Trains on one device, in this process and without a coordinator; returns the trained state.
 
         `on_epoch(epoch, metrics)` is called after each epoch with the result of `evaluate`. The state is that of the
-        last or the best epoch, as `restore` says. Writes no checkpoints.
+        last or the best epoch, as `restore` says. Writes no checkpoints. In a file that `elche run` gets, the call must
+        be under `if __name__ == "__main__":`.
         """
+        check_not_loading(RUN_IN_JOB)
         from elche_worker.run.alone import train_alone
 
         return train_alone(self, device=device, on_epoch=on_epoch)

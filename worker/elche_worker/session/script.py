@@ -8,6 +8,7 @@ from pathlib import Path
 from elche.errors import PeerLost
 from elche.output import take_any_text
 from elche_worker.collectives.calls import Parted
+from elche_worker.user.loading import WITHOUT_PACKAGE, is_without_package
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:
@@ -23,6 +24,10 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         sys.last_value = error
         print(f"elche: {error}", file=sys.stderr)
         sys.exit(left_alone_code if isinstance(error, PeerLost) else 1)
+    except ImportError as error:
+        if is_without_package(error):
+            error.msg += f"; {WITHOUT_PACKAGE}"
+        raise
     except SystemExit as error:
         if error.code:
             sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it

@@ -9,7 +9,7 @@ from torch import nn
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
-from elche_worker.model.savable import problem_of_wrappers
+from elche_worker.model.savable import problem_of_model
 from elche_worker.model.tensors import described, is_plain
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
@@ -30,7 +30,7 @@ def problem_of(model: Any, optimizers: Any) -> str:
     """Returns why this model and optimizer cannot be trained; "" when they can."""
     if not isinstance(model, nn.Module):
         return f"Trainer.setup needs a torch.nn.Module, not {type(model).__name__}"
-    if problem := problem_of_wrappers(model):
+    if problem := problem_of_model(model):
         return problem
     lazy = next((name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)), "")
     if lazy:

@@ -2,8 +2,10 @@
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
+from operator import index
 from typing import Any
 
 import torch
@@ -18,15 +20,23 @@ from elche_worker.device.streams import new_streams
 from elche_worker.trainer.capture import joined
 from elche_worker.trainer.checks import check_same_loader
 from elche_worker.trainer.plans import Part, Planner, Step
-from elche_worker.trainer.samples import check_same_samples, looked_at
+from elche_worker.trainer.samples import check_same_samples, first_batch
 from elche_worker.trainer.together import Together
 
 Fields = dict[str, Any]
 
 AHEAD = 2
 """Batches that are copied to a GPU ahead of the one that is trained: one is ready while the next one is copied."""
+LONGEST_EPOCH = 100
+"""Times the length of its sampler or data set that an epoch may have: a sampler that gives more is taken as endless."""
 MEASURED_BATCHES = 4
 """Batches after which training's use of device memory is measured: by then the optimizer's states are allocated."""
+
+END_IT = (
+    "give the sampler __len__, let it end after as many samples, an epoch, and begin epoch after epoch, as in "
+    "`for epoch in trainer.epochs(10):`"
+)
+"""What to do with a sampler that does not end."""
 
 
 class Batch(Mapping[str, Any]):
@@ -205,9 +215,17 @@ class Data:
 
         def shared() -> torch.Tensor:
             nonlocal order
+            problem = ""
             if self._world.rank == 0 and order is None:
-                order = torch.tensor([int(seed), *self._loader.sampler], dtype=torch.int64)
-            return self._world.share_whole_numbers(seed if order is None else order)
+                try:
+                    order = torch.tensor([int(seed), *_numbers_of(self._loader)], dtype=torch.int64)
+                except Misuse as error:
+                    problem = str(error)
+            own = torch.empty(0, dtype=torch.int64) if problem else order
+            numbers = self._world.share_whole_numbers(seed if own is None else own)
+            if not len(numbers):  # rank 0 says why; not before: ranks that have parted would hear another call's text
+                self._world.agree(problem)
+            return numbers
 
         return self._together.run(shared, f"begins epoch({epoch})")
 
@@ -273,6 +291,25 @@ class Data:
         return named(data, self._names)
 
 
+def _numbers_of(loader: "DataLoader[Any]") -> list[int]:
+    """The numbers of an epoch's samples, of the loader's sampler. Raises `Misuse` if it does not end, or gives other
+    things than numbers.
+    """
+    sampler: Any = loader.sampler
+    most = LONGEST_EPOCH * max(len(sampler), len(loader.dataset))  # type: ignore[arg-type]  # map-style
+    numbers: list[int] = []
+    for one in islice(sampler, most + 1):
+        if not hasattr(one, "__index__"):
+            raise Misuse(
+                f"{type(sampler).__name__} gives {one!r} for a sample, and elche deals samples by number: let the "
+                "sampler give whole numbers, and the data set choose by these"
+            )
+        numbers.append(index(one))
+    if len(numbers) > most:
+        raise Misuse(f"{type(sampler).__name__} has given over {most} samples of one epoch: {END_IT}")
+    return numbers
+
+
 def _check_has_all(dataset: Any, remaining: torch.Tensor, epoch: int) -> None:
     """Raises `Misuse` if the data set has become smaller since the checkpoint that has these samples to be trained."""
     if len(remaining) and int(remaining.max()) >= len(dataset):
@@ -326,8 +363,12 @@ def check_loader(loader: Any) -> str:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return (
             "set_data_loader needs a loader with batch_size, and no batch_sampler of its own: iterate such a loader in "
-            "your own loop, where each rank takes other batches of it, and give step(samples=...) where sizes differ"
+            "your own loop, where each rank takes other batches of it, equally many: itertools.islice(loader, "
+            "trainer.rank, len(loader) // trainer.world_size * trainer.world_size, trainer.world_size). Seed its order "
+            "alike on all ranks, and give step(samples=...) where sizes differ"
         )
+    if not isinstance(loader.sampler, Sized):
+        return f"{type(loader.sampler).__name__} has no length: {END_IT}"
     if not len(loader.dataset):  # type: ignore[arg-type]  # map-style
         return "the data set of the loader is empty"
     return ""
@@ -372,7 +413,7 @@ def wire(
     for what, given in (("names", names), ("inputs", inputs)):
         if isinstance(given, str):
             raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
-    [sample] = looked_at(loader, [0])
+    sample = first_batch(loader)
     if isinstance(sample, FetchError):
         error = sample.to_error()
         raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")

@@ -19,7 +19,8 @@ _open: "WeakSet[OtherOptimizers]" = WeakSet()
 
 class OtherOptimizers:
     """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has; that one was built of the
-    model's parameters beside the Trainer's; or that an unfrozen parameter is in none.
+    model's parameters beside the Trainer's; that the first step has no gradients; or that an unfrozen parameter is in
+    none.
 
     Not in a Trainer's step: there an optimizer may step another one that it wraps.
     """
@@ -39,6 +40,7 @@ class OtherOptimizers:
         self._note_stepped = note_stepped
         self._world = world
         self._has_said = False
+        self._is_first = True
         self._hook = register_optimizer_step_post_hook(self._on_step)
         self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
         """Parameters that were frozen when the Trainer was set up."""
@@ -70,6 +72,13 @@ class OtherOptimizers:
                     "this trainer and set up another"
                 )
                 return
+        is_first, self._is_first = self._is_first, False
+        if is_first and all(one.grad is None for one in self._model.parameters()):
+            self._say(
+                "no parameter of the model has a gradient in the first step, so it stays as it is: the loss is to be "
+                "computed with the model that Trainer.setup was given (trainer.model), not with another one or a copy"
+            )
+            return
         stepped: set[int] = set()
         if any(one.grad is not None for one in self._frozen.values()):
             stepped = stepped.union(*(_parameters_of(one) for other in _open for one in other._optimizers))

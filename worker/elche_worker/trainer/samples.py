@@ -24,9 +24,9 @@ Figures = list[list[float]] | None
 """None of a sample that cannot be read."""
 
 
-def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
-    """Batches of one of these samples each, with random numbers that are alike on every rank, or a `FetchError`. Raises
-    `Misuse` where worker processes cannot get the data set.
+def looked_at(loader: "DataLoader[Any]", batches: Sequence[Sequence[int]]) -> list[Any]:
+    """Batches of these samples, or a `FetchError`, with random numbers that are alike on every rank. Raises `Misuse`
+    where worker processes cannot get the data set.
 
     They are fetched in a process of their own where the loader has such: a file that is opened with the first sample
     must not be shared with processes that are forked later, which would read at each other's positions.
@@ -35,10 +35,10 @@ def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
     fetch = Fetch(loader.dataset, None if is_plain else loader.collate_fn, "")
     if not loader.num_workers:
         with seeded(0):
-            return [fetch.collate(fetch.__getitems__([index])) for index in indices]
+            return [fetch.collate(fetch.__getitems__([*indices])) for indices in batches]
     fetching: DataLoader[Any] = DataLoader(
         fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
-        batch_sampler=[Indices([index], 0) for index in indices],
+        batch_sampler=[Indices([*indices], 0) for indices in batches],
         collate_fn=fetch.collate,
         num_workers=1,
         timeout=loader.timeout,
@@ -58,13 +58,26 @@ def looked_at(loader: "DataLoader[Any]", indices: Sequence[int]) -> list[Any]:
         ) from None
 
 
+def first_batch(loader: "DataLoader[Any]") -> Any:
+    """A batch of the first sample alone; of as many as in training where that makes none, as where `collate_fn` filters
+    samples or pairs them. Raises as `looked_at` does.
+    """
+    [batch] = looked_at(loader, [[0]])
+    if batch is None or isinstance(batch, FetchError):
+        num_samples = min(loader.batch_size or 1, len(loader.dataset))  # type: ignore[arg-type]  # map-style
+        [batch] = looked_at(loader, [range(num_samples)])
+    return batch
+
+
 def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     """Raises `Misuse` on every rank where ranks have other samples under the same number.
 
     Not where a data set gives something else each time, as with random numbers of its own.
     """
-    indices = sorted({0, len(loader.dataset) // 2, len(loader.dataset) - 1})  # type: ignore[arg-type]  # map-style
-    told = world.gather_texts(json.dumps([_figures_of(one) for one in looked_at(loader, indices)]))
+    size = len(loader.dataset)  # type: ignore[arg-type]  # map-style
+    indices = sorted({0, size // 2, size - 1})
+    alone = [[index] for index in indices]
+    told = world.gather_texts(json.dumps([_figures_of(one) for one in looked_at(loader, alone)]))
     first, *others = [json.loads(text) for text in told]
     found = [
         (rank, at)
@@ -74,7 +87,7 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     ]
     if not found:
         return
-    twice = [_figures_of(one) for one in looked_at(loader, indices * 2)]
+    twice = [_figures_of(one) for one in looked_at(loader, alone * 2)]
     is_random = any(not _alike(*pair) for pair in zip(twice, twice[len(indices) :], strict=False))
     if any(says for (says,) in world.gather_numbers([float(is_random)])):
         return

@@ -121,7 +121,9 @@ class Stepper:
         self._num_compared = 0
         """`_num_averaged` at the latest `compare`."""
         self._is_closed = False
-        self._has_said_not_finite = self._has_said_clipped = False
+        self._has_said_not_finite = self._has_said_clipped = self._has_said_stretched = False
+        self._rates_at: tuple[int, list[float]] = (-1, [])
+        """Epoch and learning rates of the latest step of several batches."""
         self._left = (-1, "")
         """When the loop over batches was left: `_num_averaged`, and the text by which models are compared."""
         parts = model, optimizers, world, self.averager
@@ -314,6 +316,22 @@ class Stepper:
                 "as one device would, call trainer.average_gradients() before clip_grad_norm_(), and step() after it"
             )
 
+    def _say_stretched(self) -> None:
+        """Says once that a schedule is stepped with each step of El Che, which has several batches: it would be over
+        late, or never.
+        """
+        if self._has_said_stretched or not self._has_cadence or not self._optimizers.have_schedule:
+            return
+        before, self._rates_at = self._rates_at, (self._progress.epoch, self._optimizers.rates)
+        num_batches = sum(self.share.known.batches) if self.share.known is not None else 0
+        if num_batches > 1 and before[0] == self._progress.epoch and before[1] != self._optimizers.rates:
+            self._has_said_stretched = True
+            self._say(
+                f"the learning rate changes from step to step, and under El Che a step has several batches (here "
+                f"{num_batches}, of all ranks): a schedule that counts batches must be stepped once for each of them "
+                "(docs/tutorials/loop.md), or it ends late; or share each batch, by TrainerConfig(max_anchor=0)"
+            )
+
     def _place_of(self, keys: list[Key]) -> int:
         """Index of these optimizers for `mark`."""
         return 0 if len(keys) > 1 else list(self._optimizers.by_key).index(keys[0])
@@ -488,6 +506,7 @@ class Stepper:
         forget_scaled()
         forget_clipped()
         self._others.check_step()
+        self._say_stretched()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
             self.share.plan,

@@ -50,7 +50,13 @@ from elche_worker.trainer.requests import failure_of
 from elche_worker.trainer.scattering import scattered
 from elche_worker.trainer.stepping import LEAST_SHARE, Stepper
 from elche_worker.trainer.together import Together
-from elche_worker.user.loading import check_not_loading
+from elche_worker.user.loading import LOOP_IN_JOB, check_not_loading
+
+BEGAN_APART = (
+    "elche: the ranks' models had different initial values, and all begin with rank 0's. Another network that is drawn "
+    "without a seed, or copied from the model before Trainer.setup, such as a target or teacher, still differs: call "
+    "torch.manual_seed() at the script's beginning, or copy trainer.model after Trainer.setup"
+)
 
 
 class Trainer:
@@ -108,7 +114,7 @@ class Trainer:
 
         Raises `Misuse` on every rank when models differ between ranks, or a rank cannot take part.
         """
-        check_not_loading("Trainer.setup()")
+        check_not_loading(LOOP_IN_JOB)
         check_is_main()
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
@@ -121,7 +127,7 @@ class Trainer:
             optimizers.follow_parameters()
             check_alike(model, world)
             check_same_config(chosen, world)
-            begin_as_rank_0(model, world)
+            began_apart = begin_as_rank_0(model, world)
             trainer = cls(model, optimizers, chosen, world)
             if world.size > 1:
                 has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
@@ -130,6 +136,8 @@ class Trainer:
             model.train()
             if world.rank == 0:
                 print(trainer._fleet.introduction, file=sys.stderr)
+                if began_apart:
+                    print(BEGAN_APART, file=sys.stderr)
             resumed = os.environ.get("ELCHE_RESUME", "")
             if resumed:
                 trainer.load(resumed)

@@ -56,16 +56,21 @@ _is_loading = False
 """True while a user's file is run for its `job`."""
 
 
-def check_not_loading(call: str) -> None:
-    """Raises `InvalidJob` for a call by which a loop begins in a file that is run for its `job`: it would train alone,
-    and there is no job in the end.
-    """
+LOOP_IN_JOB = (
+    "Trainer.setup() is for a script with a loop of its own, and this file is run as one that defines a `job`: start "
+    "the script that imports Trainer, itself or from a file of its folder, and that has nothing named `job` at its top "
+    "level"
+)
+RUN_IN_JOB = (
+    "job.run() must stand under `if __name__ == '__main__':`, because the ranks run the file too, and each would train "
+    "the whole job by itself first"
+)
+
+
+def check_not_loading(problem: str) -> None:
+    """Raises `InvalidJob` with this problem while a file is run for its `job`: what trains there would train alone."""
     if _is_loading:
-        raise InvalidJob(
-            f"{call} is for a script with a loop of its own, and this file is run as one that defines a `job`: start "
-            "the script that imports Trainer, itself or from a file of its folder, and that has nothing named `job` at "
-            "its top level"
-        )
+        raise InvalidJob(problem)
 
 
 def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
@@ -94,6 +99,12 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
     except BaseException as error:
         leave_if_forked(error)
+        if isinstance(error, SystemExit):  # argparse has said why
+            raise InvalidJob(
+                f"{file_name} ended itself (SystemExit: {said(error)}) before all of it was run: its own arguments "
+                "come behind --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
+                "`if __name__ == '__main__':`"
+            ) from None
         raise describe_raised(error, file_name) from None
     finally:
         _is_loading = False
@@ -199,13 +210,26 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     shown = traceback.StackSummary.from_list(frames[first:])
     last = next((frame for frame in reversed(frames) if frame.filename == file_name), None)
     kind = "".join(_exception_only(error)).strip()
-    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})"
+    line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})" if file_name else ""
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
     words = next(iter(said(error).splitlines()), "")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, ModuleNotFoundError):
         notes += "; install it, put it beside the file, or name its package by --requirements"
+    elif is_without_package(error):
+        notes += f"; {WITHOUT_PACKAGE}, or submit the job by --module PACKAGE.MODULE:NAME"
     return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
+
+
+WITHOUT_PACKAGE = (
+    "elche runs the file as `python FILE` does, which knows no package of it: import by full names, as in `from "
+    "package.module import name`, with the folder that the package is in on PYTHONPATH"
+)
+
+
+def is_without_package(error: BaseException) -> bool:
+    """True for the error of a relative import in a file that is run by its path."""
+    return isinstance(error, ImportError) and "no known parent package" in said(error)
 
 
 def _exception_only(error: BaseException) -> list[str]:
@@ -225,7 +249,9 @@ def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinit
         )
     job = getattr(module, name, None)
     if job is None:
-        raise InvalidJob(f"{file_name} {NO_JOB.format(name)}")
+        others = [other for other, value in vars(module).items() if isinstance(value, JobDefinition)]
+        named = f"names its job {' and '.join(others)}, and " if others else ""
+        raise InvalidJob(f"{file_name} {named}{NO_JOB.format(name)}")
     if not isinstance(job, JobDefinition):
         raise InvalidJob(f"{file_name}: `{name}` must be a TrainingJob, not {type(job).__name__}")
     return job
