@@ -52,7 +52,7 @@ small = large = TrainingJob(**given, batch_size=1, epochs=1)
 
 
 def test_jobs_of_other_names_are_named() -> None:
-    with pytest.raises(InvalidJob, match="train.py names its job small and large, and defines no `job`: write `job ="):
+    with pytest.raises(InvalidJob, match="names its job small and large, and defines no `job`: write `job ="):
         load_job(OF_OTHER_NAMES, "train.py")
 
 
