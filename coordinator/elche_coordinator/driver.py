@@ -428,6 +428,13 @@ class Driver:
             sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
             self._loop.call_soon(self._handle_own, sent)
 
+    def ask_again(self, address: Address) -> None:
+        """Repeats a ping on a rank's new connection, since pings and answers are not kept: one that was lost with the
+        connection before, or could not be sent, would count as unanswered, or as never sent, for ever.
+        """
+        if self.core.owes_answer(address):
+            self._ping(SendPing(**address))
+
     # Time
 
     def _arm(self) -> None:

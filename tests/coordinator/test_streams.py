@@ -12,12 +12,14 @@ import pytest
 from elche.v1 import agent_pb2, rank_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     GroupFormed,
     JobSubmitted,
     LoopBegan,
     LoopLeft,
+    PingAnswered,
     RankStarted,
     ResultReceived,
     RoundEntered,
@@ -202,6 +204,30 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
         assert queue is not None
         assert said(queue)[0].welcome.taken == 0
         abandon(driver)
+
+    asyncio.run(story())
+
+
+def test_a_rank_that_comes_back_is_asked_what_it_could_not_be_asked_before(tmp_path: Path) -> None:
+    """Not back yet after a restart, it was not asked, and later never again: it could hang, and the others with it."""
+
+    async def story() -> None:
+        driver = start(tmp_path)
+        attend(driver, HELLO)
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        assert open_session(driver, RANK, 0) is not None
+        hangs = driver.core.jobs[JobId("job")].silence.hangs
+        duties = {Rank(0): Duty()}
+        assert [hangs.check(duties, now_s)[0] for now_s in (1e9, 2e9)] == [[0], []]
+        queue = open_session(driver, RANK, 0)
+        assert queue is not None
+        assert [message.WhichOneof("message") for message in said(queue)] == ["welcome", "ping"]
+        driver.handle(PingAnswered(**RANK))
+        queue = open_session(driver, RANK, 0)
+        assert queue is not None
+        assert [message.WhichOneof("message") for message in said(queue)] == ["welcome"]
+        driver.stop()
 
     asyncio.run(story())
 

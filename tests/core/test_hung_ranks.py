@@ -130,6 +130,19 @@ def test_a_step_that_never_returns_is_left_out(simulate):
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
 
 
+def test_a_question_that_was_lost_with_a_connection_is_asked_again(simulate):
+    """It counted as asked ever after, so that a rank which made a long batch later was left out, without a question."""
+    hanging = RankModel(batch_ms=25.0, changes=((6.0, 1e6), (6.5, 25.0)))
+    simulation = simulate([RankModel(batch_ms=25.0), hanging, RankModel(batch_ms=30.0)], dataset_size=20_000)
+    simulation.clock.at(2.0, lambda: simulation.cut_off(1, 1.2))
+    simulation.run_until(lambda: simulation.clock.now_s > 5.9)
+    assert simulation.sent(SendPing)
+    assert lost(simulation) == []
+    simulation.run_until(lambda: is_left_out(simulation), limit_s=14.0)
+    assert lost(simulation)[0].text.startswith("rank 1 on host (cpu) is left out: it has made no batch for ")
+    succeeds(simulation)
+
+
 def test_a_pause_that_a_rank_has_made_before_is_no_hang(simulate):
     """A second recompilation, or collection of garbage, as long as the first: at most the first is taken for a hang."""
     pausing = RankModel(batch_ms=25.0, changes=((5.0, 6000.0), (5.1, 25.0), (30.0, 6000.0), (30.1, 25.0)))

@@ -267,6 +267,10 @@ class Coordinator:
         is_it = record is not None and record.incarnation == address["incarnation"]
         return is_it and record is not None and record.phase is not RankPhase.EXITED
 
+    def owes_answer(self, address: Address) -> bool:
+        """True if the process was asked whether it is there (protocol P20.3), and has not answered."""
+        return self.is_there(address) and self.jobs[address["job_id"]].silence.hangs.is_asked(address["rank"])
+
     def agent_of(self, address: Address) -> AgentId | None:
         """The agent of a process; None for a process that no agent has started."""
         placed = self.placed.get(address["job_id"])

@@ -68,5 +68,6 @@ def open_session(driver: Driver, address: Address, num_heard: int | None = None)
     welcome = rank_pb2.Welcome(store=driver.identity.id, taken=stream.num_taken, takes_stopped=True)
     queue.put(rank_pb2.ConverseResponse(welcome=welcome))
     stream.resend()
+    driver.ask_again(address)
     driver.presence.release_stopped()
     return queue

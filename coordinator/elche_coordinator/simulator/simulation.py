@@ -211,6 +211,8 @@ class Simulation:
     def _reconnect(self, rank: Rank) -> None:
         for action in self._cut_off.pop(rank):
             action()
+        if self.core.owes_answer(address := self.processes[rank].address):
+            self._perform(SendPing(**address))
 
     def _unless_cut_off(self, rank: Rank, action: Callable[[], None]) -> None:
         if rank in self._cut_off:

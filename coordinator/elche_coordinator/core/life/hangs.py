@@ -88,6 +88,10 @@ class HangWatch:
             self._longest_s[rank] = max(FORGOTTEN * self._longest_s.get(rank, 0.0), now_s - asked_s)
         self._answered_s.setdefault(rank, now_s)
 
+    def is_asked(self, rank: Rank) -> bool:
+        """True if the rank has been pinged, or is to be, and has not answered."""
+        return rank in self._asked_s
+
     def forget(self, ranks: Iterable[Rank]) -> None:
         """Restarts the silence of these ranks, and drops pings to them."""
         for rank in ranks:
