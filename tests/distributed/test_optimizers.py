@@ -310,6 +310,24 @@ def test_a_loop_that_goes_on_says_which_options_of_its_script_do_not_count(
     assert "goes on as" not in capsys.readouterr().err
 
 
+def test_a_momentum_that_a_schedule_has_changed_is_no_other_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    for resumes in (False, True):
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
+        with Trainer.setup(model, optimizer, TrainerConfig(device="cpu")) as trainer:
+            if resumes:
+                trainer.load(str(tmp_path))
+            else:
+                model(torch.ones(1, 2)).sum().backward()
+                trainer.step()
+                schedule.step()
+                trainer.save(str(tmp_path))
+    assert "goes on as" not in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_kind_of_optimizer_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(Misuse, match="had dampening, momentum, nesterov, and the job's Adam has amsgrad"):
         resumed_with(tmp_path, Adam)

@@ -37,10 +37,15 @@ def other_options(optimizer: Optimizer, saved: Groups) -> str:
     words = [
         f"{name}={then[name]} (the job has {group[name]})"
         for group, then in zip(optimizer.param_groups, saved, strict=True)
-        for name in sorted(given & group.keys() & then.keys())
+        for name in sorted((given & group.keys() & then.keys()) - _cycled(then))
         if _is_plain(then[name]) and _is_plain(group[name]) and then[name] != group[name]
     ]
     return ", ".join(dict.fromkeys(words))
+
+
+def _cycled(group: Mapping[str, Any]) -> set[str]:
+    """The options that a schedule of torch changes as it trains, beside the learning rate (OneCycleLR, CyclicLR)."""
+    return {"momentum", "betas"} if "max_momentum" in group else set()
 
 
 def _is_plain(value: Any) -> bool:
