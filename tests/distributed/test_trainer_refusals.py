@@ -674,6 +674,24 @@ def test_a_loss_of_another_model_is_named_once(uses_another: bool) -> None:
     assert errors.getvalue().count("no parameter of the model has a gradient in the first step") == uses_another
 
 
+@pytest.mark.parametrize(("num_own", "is_said"), [(0, False), (1, False), (3, True)])
+def test_a_batch_that_one_device_steps_twice_is_named_once(num_own: int, is_said: bool) -> None:
+    """It took two steps for each batch, without a word."""
+    model = new_model()
+    errors, optimizer = io.StringIO(), new_optimizer(model)
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, optimizer) as trainer:
+        for number in range(3):
+            model(torch.ones(2, 6)).sum().backward()
+            if number < num_own:
+                optimizer.step()
+            trainer.step()
+        model(torch.ones(2, 6)).sum().backward()
+        trainer.average_gradients()
+        optimizer.step()
+        trainer.finish_step()
+    assert errors.getvalue().count("each batch is two steps: leave the former out") == is_said
+
+
 def set_up_seeded(is_alike: bool) -> str:
     torch.manual_seed(1 if is_alike else 1 + dist.get_rank())
     model = nn.Linear(4, 4)

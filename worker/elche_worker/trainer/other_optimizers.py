@@ -19,8 +19,8 @@ _open: "WeakSet[OtherOptimizers]" = WeakSet()
 
 class OtherOptimizers:
     """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has; that one was built of the
-    model's parameters beside the Trainer's; that the first step has no gradients; or that an unfrozen parameter is in
-    none.
+    model's parameters beside the Trainer's; that the first step has no gradients; that each batch is stepped twice; or
+    that an unfrozen parameter is in none.
 
     Not in a Trainer's step: there an optimizer may step another one that it wraps.
     """
@@ -41,6 +41,9 @@ class OtherOptimizers:
         self._world = world
         self._has_said = False
         self._is_first = True
+        self._num_outside = 0
+        """Steps of one rank before which the loop stepped an optimizer of the Trainer itself."""
+        self._was_outside = False
         self._hook = register_optimizer_step_post_hook(self._on_step)
         self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
         """Parameters that were frozen when the Trainer was set up."""
@@ -61,6 +64,13 @@ class OtherOptimizers:
     def check_step(self) -> None:
         """Called when a step of the Trainer was applied, and its gradients are still there."""
         if self._has_said:
+            return
+        self._num_outside, self._was_outside = self._num_outside + self._was_outside, False
+        if self._num_outside > 1:  # once it may be meant, as for schedules that ask for a step before their own
+            self._say(
+                "the loop calls the optimizer's step(), and trainer.step() steps as well, so that each batch is two "
+                "steps: leave the former out (several ranks refuse it)"
+            )
             return
         for built in self._built:
             is_ours = not _parameters_of(built).isdisjoint(map(id, self._model.parameters()))
@@ -92,6 +102,7 @@ class OtherOptimizers:
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._world.size == 1:  # nothing is averaged, so each optimizer has the gradients that it should have
+            self._was_outside |= self._has(optimizer) and not self._averager.averaged
             return
         if any(one._averager.averaged or one._has(optimizer) for one in _open):
             return
