@@ -107,6 +107,18 @@ def submit_this(simulation: WatchedSimulation, num_slots: int, **spec: int) -> N
     )
 
 
+def test_a_job_that_ends_is_asked_for_slots_in_vain(simulate):
+    """It failed by the event after which it was asked, and its error was that its ranks leave for another job."""
+    simulation = simulate(ranks(25.0, 30.0), dataset_size=20_000)
+    submit_this(simulation, 2, num_ranks=2, min_ranks=1)
+    in_mid_training(simulation)
+    simulation.handle(JobCancelled(job_id=JOB))
+    reason = simulation.job.reason
+    simulation.handle(SlotsAsked(job_id=JOB, num_ranks=1, by=OTHER))
+    assert simulation.job.reason == reason
+    assert "cancelled" in reason
+
+
 @pytest.mark.parametrize("averaging", ["overlapped", "blocking"])
 def test_a_job_shrinks_for_one_of_higher_priority_and_grows_again(simulate, averaging):
     """Its samples all count once; the ranks beyond its least number leave with their work committed."""

@@ -127,6 +127,9 @@ class ManagedJob(PlacedJob):
         """Has `num_ranks` ranks leave, the highest first. If all do, the job is queued, with a checkpoint
         made for it.
         """
+        if not self.is_open:  # it may have ended by the very event after which it is asked
+            self.refuse_now("SlotsAsked", "it has ended")
+            return
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
         self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
