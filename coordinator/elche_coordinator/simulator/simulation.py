@@ -234,7 +234,8 @@ class Simulation:
             return
         self.num_events += 1
         if isinstance(event, events.AgentLost):
-            self._known_losses[event.agent_id] = self._losses[event.agent_id]
+            known = self._known_losses[event.agent_id] + 1  # others of its losses may wait behind this one
+            self._known_losses[event.agent_id] = min(known, self._losses[event.agent_id])
         commands = self.core.handle(event, now_s=self.clock.now_s)
         if self.check:
             check_invariants(self.core)
