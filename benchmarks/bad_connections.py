@@ -327,7 +327,10 @@ def problems_of(seed: int, kinds: list[str], folder: Path) -> list[str]:
     path.write_text(JOB)
     try:
         with Client(f"127.0.0.1:{world.port}", token="", reconnect_s=120) as client:
+            limit_s = time.monotonic() + QUIET_S
             while not is_ready(client):
+                if time.monotonic() > limit_s:
+                    return ["no worker attends"]
                 time.sleep(0.1)
             wanted = [settings(dice) for _ in range(dice.choice([1, 2]))]
             env = {"BATCH_S": str(dice.choice([0.003, 0.01, 0.03]))}

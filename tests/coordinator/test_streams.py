@@ -129,6 +129,22 @@ def start(path: Path) -> Driver:
     return Driver(Coordinator(), store, recorded=tape.read(store))
 
 
+def start_with_job(path: Path, num_ranks: int) -> Driver:
+    """A driver with an agent, on which the ranks of a job start."""
+    driver = start(path)
+    attend(driver, HELLO)
+    spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=num_ranks)
+    driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+    return driver
+
+
+def opened(driver: Driver) -> SendQueue[Any]:
+    """What is sent to the first rank on a new connection."""
+    queue = open_session(driver, RANK, 0)
+    assert queue is not None
+    return queue
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
@@ -190,18 +206,14 @@ def test_a_rank_keeps_what_is_not_durable(tmp_path: Path) -> None:
     """Its welcome names what is durable, and not what was read: the rest may be lost in a crash."""
 
     async def story() -> None:
-        driver = start(tmp_path)
-        attend(driver, HELLO)
-        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
-        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        assert open_session(driver, RANK, 0) is not None
+        driver = start_with_job(tmp_path, 1)
+        opened(driver)
         stream = driver.streams.of_rank(RANK)
         assert stream is not None
         driver.writer.write = lambda batch: None  # type: ignore[method-assign]
         pong = rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text="a word"), seq=1)
         driver.handle(codec.rank_event(RANK, pong), number=1)
-        queue = open_session(driver, RANK, 0)
-        assert queue is not None
+        queue = opened(driver)
         assert said(queue)[0].welcome.taken == 0
         abandon(driver)
 
@@ -212,20 +224,15 @@ def test_a_rank_that_comes_back_is_asked_what_it_could_not_be_asked_before(tmp_p
     """Not back yet after a restart, it was not asked, and later never again: it could hang, and the others with it."""
 
     async def story() -> None:
-        driver = start(tmp_path)
-        attend(driver, HELLO)
-        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
-        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        assert open_session(driver, RANK, 0) is not None
+        driver = start_with_job(tmp_path, 1)
+        opened(driver)
         hangs = driver.core.jobs[JobId("job")].silence.hangs
         duties = {Rank(0): Duty()}
         assert [hangs.check(duties, now_s)[0] for now_s in (1e9, 2e9)] == [[0], []]
-        queue = open_session(driver, RANK, 0)
-        assert queue is not None
+        queue = opened(driver)
         assert [message.WhichOneof("message") for message in said(queue)] == ["welcome", "ping"]
         driver.handle(PingAnswered(**RANK))
-        queue = open_session(driver, RANK, 0)
-        assert queue is not None
+        queue = opened(driver)
         assert [message.WhichOneof("message") for message in said(queue)] == ["welcome"]
         driver.stop()
 
@@ -420,12 +427,8 @@ def test_what_a_rank_says_in_each_round_is_told_to_be_taken_together(
     monkeypatch.setattr("elche_coordinator.driver.TAKEN_LATER_S", 1000.0)
 
     async def story() -> None:
-        one = start(tmp_path)
-        attend(one, HELLO)
-        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
-        one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        queue = open_session(one, RANK, 0)
-        assert queue is not None
+        one = start_with_job(tmp_path, 2)
+        queue = opened(one)
         assert said(queue)[0].HasField("welcome")
         generation = GenerationId(1)
         for number, round_id in ((1, RoundId(1)), (3, RoundId(2))):
@@ -450,12 +453,8 @@ def test_that_a_rank_has_entered_a_round_is_taken_is_told_with_what_follows(
     monkeypatch.setattr("elche_coordinator.driver.TAKEN_LATER_S", 1000.0 if says_more else 0.01)
 
     async def story() -> None:
-        one = start(tmp_path)
-        attend(one, HELLO)
-        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=2)
-        one.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
-        queue = open_session(one, RANK, 0)
-        assert queue is not None
+        one = start_with_job(tmp_path, 2)
+        queue = opened(one)
         assert said(queue)[0].HasField("welcome")
         stream = one.streams.of_rank(RANK)
         assert stream is not None

@@ -32,6 +32,8 @@ FOUND = {
     10021602: "a host that was drained no more after the last round, for which another round was announced",
     10013863: "ranks that died with the last work of a training that was to end early: no round made its final model",
     10006873: "two ranks that had trained together and could not meet any more",
+    20011247: "a job that failed by the event after which another one asked for its slots, which became its error",
+    20014751: "a rank that the simulator started on a host that was lost while the coordinator slept",
     10865: "deaths at random on the same samples, for which these were blamed",
 }
 """Seeds beyond these that have found something."""

@@ -234,7 +234,7 @@ class Simulation:
             return
         self.num_events += 1
         if isinstance(event, events.AgentLost):
-            known = self._known_losses[event.agent_id] + 1  # others of its losses may wait behind this one
+            known = self._known_losses[event.agent_id] + 1  # later losses of the host may wait in `_asleep`
             self._known_losses[event.agent_id] = min(known, self._losses[event.agent_id])
         commands = self.core.handle(event, now_s=self.clock.now_s)
         if self.check:
