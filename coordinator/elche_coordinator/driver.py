@@ -429,8 +429,8 @@ class Driver:
             self._loop.call_soon(self._handle_own, sent)
 
     def ask_again(self, address: Address) -> None:
-        """Repeats a ping on a rank's new connection, since pings and answers are not kept: one that was lost with the
-        connection before, or could not be sent, would count as unanswered, or as never sent, for ever.
+        """Repeats a rank's unanswered ping on its new connection. Neither pings nor answers are kept: if one was lost
+        with the previous connection, or the ping could not be sent, the core would wait for an answer for ever.
         """
         if self.core.owes_answer(address):
             self._ping(SendPing(**address))

@@ -13,9 +13,9 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_USER_CHARS = 255
 
 ANSWER = ("grpc.http2.ping_timeout_ms", 15_000)
-"""The time for the answer to a ping, else a minute: `keepalive_timeout_ms` is only that for the kernel's (TCP) in gRPC
-1.85, and a kernel answers for a process that is stopped, as a proxy does for a host that is lost. A ping waits behind
-what is being sent, so that on a slow line 5 s are too few.
+"""Time for the answer to an HTTP/2 ping; by default a minute. In gRPC 1.85 `keepalive_timeout_ms` limits only the time
+until the kernel acknowledges (TCP), and the kernel of a stopped process does, as does a proxy before a lost host. A ping
+waits behind data that is being sent, so 5 s are too few on a slow line.
 """
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 5_000),

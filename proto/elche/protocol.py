@@ -13,8 +13,8 @@ KEY = "elche-protocol"
 RELEASE_KEY = "elche-release"
 """Metadata key of the program's release, for the error."""
 TABLE = "elche-table"
-"""Metadata key of the name of the rendezvous store's tables, which end with the coordinator's process: in each answer
-of the store, and in each later call of who has got one."""
+"""Metadata key of the name of the coordinator's process, with which the rendezvous store's tables end: in each answer
+of the store, and in each later call of the same client."""
 
 
 def call_metadata(token: str | None = "") -> tuple[tuple[str, str], ...]:

@@ -11,9 +11,9 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 def health_handler() -> "grpc.GenericRpcHandler[bytes, health_pb2.HealthCheckResponse]":
-    """Answers `Check` with SERVING, whichever service the call names. Callers are not authenticated, so what they send
-    is never received: as streams, calls reach these methods before their message does. There is no `Watch`, whose
-    streams would stay open.
+    """Answers `Check` with SERVING, whichever service the call names. Callers are not authenticated, so their messages
+    are never read: both methods take a stream of requests, for which gRPC calls them before any message has come.
+    `Watch` is refused, since its streams would stay open.
     """
 
     async def check(_sent: object, _context: Context) -> health_pb2.HealthCheckResponse:

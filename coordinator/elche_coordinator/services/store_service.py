@@ -19,14 +19,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StoreServicer(store_pb2_grpc.StoreServiceServicer):
-    """The rendezvous store. A rank sees the table of its own job only. Tables end with this process: each answer names
-    it, and a call that names another one is refused, since what that one had is missing here.
+    """The rendezvous store. A rank sees the table of its own job only. Tables are lost when this process ends. So each
+    answer has the process's name in its metadata, and a call that names another process is refused: the keys that its
+    caller has set are missing here.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._name = secrets.token_hex(8)
-        """Of the tables of this process."""
+        """Name of this process."""
         self._tables: dict[str, Rendezvous] = {}
         self._held = Held("keys and values in rendezvous stores", MAX_STORES_BYTES_OF_USER, MAX_STORES_BYTES)
         driver.watchers.on_ended(self._drop)

@@ -12,9 +12,9 @@ from elche_coordinator.streams.streams import Stream, Streams
 AGENT_GRACE_S = 10.0
 """Seconds for which an agent with ranks may be away, which tries to reconnect every second."""
 BOTH_GRACE_S = 1.5
-"""The same where one of its ranks is away as well, and ranks of its jobs on other hosts wait: if the host is dead, that
-long. Where a proxy has cut all connections, both are back sooner: they try five times. Where nobody else is there, its
-jobs would go back to a checkpoint, or fail, and nobody gains by haste.
+"""The same if one of its ranks is away as well, and its jobs have ranks on other hosts, which wait for so long if the
+host is dead. If a proxy has cut all connections, both come back sooner: they try five times in that time. Without ranks
+on other hosts, jobs would go back to a checkpoint, or fail, so that there is no reason for haste.
 """
 SESSION_GRACE_S = 600.0
 """Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
