@@ -14,8 +14,8 @@ MAX_USER_CHARS = 255
 
 ANSWER = ("grpc.http2.ping_timeout_ms", 15_000)
 """Time for the answer to an HTTP/2 ping; by default a minute. In gRPC 1.85 `keepalive_timeout_ms` limits only the time
-until the kernel acknowledges (TCP), and the kernel of a stopped process does, as does a proxy before a lost host. A ping
-waits behind data that is being sent, so 5 s are too few on a slow line.
+until the kernel acknowledges (TCP), and the kernel of a stopped process does, as does a proxy before a lost host. A
+ping waits behind data that is being sent, so 5 s are too few on a slow line.
 """
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 5_000),
