@@ -40,6 +40,13 @@ def take_any_text(*, encoding: str | None = None) -> None:
                 stream.reconfigure(encoding=encoding, errors="replace" if encoding is None else "backslashreplace")
 
 
+def notice(text: object) -> None:
+    """Writes a line to standard error, if it can be written: a closed pipe or a full disk must not end a training."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"elche: {text}", file=sys.stderr, flush=True)
+
+
 def outlive_readers(tell: Callable[[str], None]) -> None:
     """Has `sys.stdout` and `sys.stderr` lose what cannot be written, instead of raising: their reader has gone, as
     `head` does, or the disk is full. `tell` is called once with a line that says so of `sys.stdout`.

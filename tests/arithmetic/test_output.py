@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elche.output import outlive_readers, take_any_text
+from elche.output import notice, outlive_readers, take_any_text
 
 
 def test_what_the_terminals_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +56,15 @@ def test_what_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch, opened:
         print("epoch 1", file=stream)
     assert len(told) == 1
     assert told[0].startswith("standard output cannot be written (")
+
+
+@pytest.mark.parametrize("opened", [pipe_without_reader, full_disk, lambda: None])
+def test_a_notice_ends_nothing(monkeypatch: pytest.MonkeyPatch, opened: Callable[[], int | None]) -> None:
+    """A loop with `2> >(head -1)` ended with the second line that elche said."""
+    descriptor = opened()
+    stream = None if descriptor is None else io.TextIOWrapper(io.FileIO(descriptor, "w"), write_through=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    notice("the coordinator does not answer")
+    if stream is not None:
+        with pytest.raises(OSError):  # as without `notice`
+            print("epoch 1", file=stream)

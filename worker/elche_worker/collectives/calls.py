@@ -7,7 +7,6 @@ slow a rank is: no time limit decides.
 
 import json
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from weakref import ref
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from elche.errors import Misuse
+from elche.output import notice
 
 LOOK_EVERY_S = 1.0
 """Seconds between two comparisons of calls, while a rank waits in one."""
@@ -210,7 +210,7 @@ class Calls:
             stopped.wait(LOOK_EVERY_S)
 
     def _end_process(self) -> None:
-        print(f"elche: {self.parted}", file=sys.stderr, flush=True)
+        notice(self.parted)
         if (tell := self.on_stuck()) is not None:
             tell(self.parted)
         os._exit(1)

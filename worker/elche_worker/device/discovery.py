@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from elche.errors import ElcheError, InvalidJob
+from elche.output import notice
 from elche_worker.device.kinds import KINDS, NAMES, NUMBERED, kind_of
 from elche_worker.process.parent import end_with_parent
 from elche_worker.user.device import Device
@@ -213,7 +214,7 @@ def _hanging(name: str, limit_s: float) -> Unusable:
 
 
 def _say_left_out(found: Unusable) -> None:
-    print(f"elche: {found.label} cannot be used and is left out: {found.problem}", file=sys.stderr, flush=True)
+    notice(f"{found.label} cannot be used and is left out: {found.problem}")
 
 
 def summary(devices: Sequence[Device]) -> str:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from elche.errors import Misuse
+from elche.output import notice
 from elche_worker.integrations.reporting import Reporting, leave_resume_to_framework, of_rank_0
 from elche_worker.trainer import Trainer, TrainerConfig
 
@@ -123,8 +124,7 @@ class ElcheCallback(pl.Callback):
         path = f"{place}/lightning-step-{trainer.global_step:08d}.ckpt"
         trainer.save_checkpoint(path)
         if self._rank == 0:
-            say = f"elche: Lightning's own checkpoint is {path}: trainer.fit(..., ckpt_path=...) goes on from it"
-            print(say, file=sys.stderr, flush=True)
+            notice(f"Lightning's own checkpoint is {path}: trainer.fit(..., ckpt_path=...) goes on from it")
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reports the metrics that the module has logged."""

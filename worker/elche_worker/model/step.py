@@ -1,6 +1,5 @@
 """Builds a job's model and optimizers, and makes training steps."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+from elche.output import notice
 from elche_worker.device.faults import is_out_of_memory as is_out_of_memory
 from elche_worker.device.kinds import kind_of
 from elche_worker.device.rng import seed_all
@@ -327,9 +327,8 @@ class TrainStep:
 
     def _back_off(self) -> None:
         self.num_parts *= 2
-        print(
-            f"there is no memory for a whole batch ({self._memory()}): batches are split into {self.num_parts} parts",
-            file=sys.stderr,
+        notice(
+            f"there is no memory for a whole batch ({self._memory()}): batches are split into {self.num_parts} parts"
         )
 
     @contextmanager

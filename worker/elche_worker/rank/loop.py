@@ -3,7 +3,6 @@
 In a replica group this is the leader's loop, which sends each act to the other processes before it carries it out.
 """
 
-import sys
 import time
 from math import inf
 from typing import NoReturn, assert_never
@@ -13,6 +12,7 @@ import grpc
 from elche import timeline
 from elche.errors import UnknownMessage
 from elche.extent import Extent
+from elche.output import notice
 from elche.v1 import rank_pb2
 from elche_worker.collectives.operations import CollectiveFailed, RoundAborted
 from elche_worker.collectives.relay import Relay
@@ -277,7 +277,7 @@ class RankLoop:
         try:
             round_id, draft = self._replica.leave_draft()
         except Exception as error:  # the job then goes back to an older checkpoint, whatever error the storage raised
-            print(f"elche: no draft of a checkpoint can be written: {error}", file=sys.stderr)
+            notice(f"no draft of a checkpoint can be written: {error}")
             round_id, draft = 0, ""
         raise StoppedAlone(round_id, draft)
 

@@ -18,6 +18,7 @@ import torch
 from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
+from elche.output import notice
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS, ready_message
 from elche.settings import AgreedSettings, shared_values
 from elche.v1 import rank_pb2
@@ -125,13 +126,13 @@ def main(launch: Launch) -> None:
     try:
         _train(launch, control, session, channel, links.address, take_back)
     except Leave as leave:
-        print(f"elche: this rank leaves: {leave}", file=sys.stderr)
+        notice(f"this rank leaves: {leave}")
         _end(session, 0)
     except StoppedAlone as stopped:
-        print(f"elche: this rank stops: {stopped}", file=sys.stderr)
+        notice(f"this rank stops: {stopped}")
         _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # the job is not at fault
     except CollectiveFailed as error:
-        print(f"elche: {error}", file=sys.stderr)
+        notice(error)
         if not isinstance(error, OperationStuck):
             _await_verdict(control)  # another replica group is lost, and the coordinator decides what follows
         _end(session, LEFT_ALONE)
@@ -162,7 +163,7 @@ def _train(
     except BaseException as error:
         leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
-        print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
+        notice(f"this rank has failed: {failure.traceback or failure.error}")
         _die_alone(error)
         _let_others_tell(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
@@ -196,7 +197,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
     except BaseException as error:
         code = 1
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
-        print(f"elche: this rank has failed: {failure.traceback or failure.error}", file=sys.stderr)
+        notice(f"this rank has failed: {failure.traceback or failure.error}")
         _die_alone(error)
         _let_others_tell(launch, error)
         with suppress(RuntimeError):
@@ -268,7 +269,7 @@ def _prepare(
     if (job.merge, merge) == ("auto", "mean") and launch.rank == 0:
         num = len(parts.built.all_optimizers)
         why = f"train_step steps {num} optimizers itself; models that train against each other need no larger steps"
-        print(f"elche: rounds make the mean (merge='mean'): {why}", file=sys.stderr, flush=True)
+        notice(f"rounds make the mean (merge='mean'): {why}")
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
@@ -276,7 +277,7 @@ def _prepare(
     said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
     for said_of_it in (said_of_modes, *said_of_state, said_of_reads, said_of_rates):
         if launch.rank == 0 and said_of_it:
-            print(f"elche: {said_of_it}", file=sys.stderr, flush=True)
+            notice(said_of_it)
     ready = _ready(
         job,
         parts.extent,
@@ -554,10 +555,10 @@ def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> No
     try:
         record.save(Path(launch.output_dir))
     except OSError as error:
-        print(f"elche: this rank's unsent messages cannot be kept: {error}", file=sys.stderr)
+        notice(f"this rank's unsent messages cannot be kept: {error}")
         return
     kept = f"; {stopped.draft} has its model of round {stopped.round}" if stopped.round else ""
-    print(f"elche: its work is handed in when its worker and the coordinator are back{kept}", file=sys.stderr)
+    notice(f"its work is handed in when its worker and the coordinator are back{kept}")
 
 
 def _end(session: Session, code: int, after: Callable[[], None] = lambda: None) -> NoReturn:

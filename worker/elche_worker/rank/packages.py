@@ -24,6 +24,7 @@ from typing import IO
 
 from elche.errors import ElcheError, InvalidJob
 from elche.folders import keep_out
+from elche.output import notice
 
 MAX_FOLDERS = 16
 """Most folders of packages that are kept, besides those in use."""
@@ -92,7 +93,7 @@ def _install(requirements: Sequence[str], pins: Sequence[str], folder: Path) -> 
         draft.mkdir()
         if found:
             names = ", ".join(what.partition("@")[0].strip() for what in found)  # an address may have a password
-            print(f"elche: installs {names}", file=sys.stderr, flush=True)
+            notice(f"installs {names}")
             wanted.write_text("\n".join(found) + "\n")
             _uv("install", "--no-deps", "--target", str(draft), "-r", str(wanted))
         draft.rename(folder)

@@ -1,7 +1,6 @@
 """Chooses where a rank holds rounds' copies of the model: on its device, if there is room, else in host memory."""
 
-import sys
-
+from elche.output import notice
 from elche_worker.collectives.averaging import ValuesPlace
 from elche_worker.collectives.operations import Collectives
 from elche_worker.data.prefetch import DeviceTransfer
@@ -41,7 +40,7 @@ class RoundMemory:
         self._transfer.set_aside_bytes = 0
         needed, spare = _gb(self._size_bytes), _gb(max(0, spare_bytes))
         where = "on the device" if is_room else "in host memory"
-        print(f"memory='auto': training leaves {spare} of the device: rounds hold {needed} {where}", file=sys.stderr)
+        notice(f"memory='auto': training leaves {spare} of the device: rounds hold {needed} {where}")
         return ValuesPlace.DEVICE if is_room else ValuesPlace.PINNED
 
 

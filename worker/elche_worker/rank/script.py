@@ -13,6 +13,7 @@ from setproctitle import setproctitle
 
 from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
+from elche.output import notice
 from elche_worker.process.sealed import sealed
 from elche_worker.process.stacks import write_when_asked
 from elche_worker.rank.bundle import enter_folder
@@ -51,7 +52,7 @@ def main() -> None:
     try:
         script = _prepared(launch)
     except ElcheError as error:
-        print(f"elche: {error}", file=sys.stderr)
+        notice(error)
         sys.exit(1)
     submitted.begin(launch)
     run_script(script, launch.arguments, left_alone_code=LEFT_ALONE)

@@ -1,7 +1,6 @@
 """Trains a job on one device without a coordinator: the same file, the same order of samples, no rounds."""
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from torch import nn
 from elche.errors import InvalidJob, JobFailed
 from elche.evaluation import missing_metric, never_finite, note_finite, spoilt_metric
 from elche.extent import Extent
+from elche.output import notice
 from elche.shards import shuffled_shards
 from elche_worker.collectives.consistency import not_finite
 from elche_worker.data.build import build_dataset, build_eval_dataset, build_order
@@ -75,7 +75,7 @@ def _train(
     eval_dataset = build_eval_dataset(job, FILE)
     built = build_model(job, target, FILE)
     if said := what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode):
-        print(f"elche: {said}", file=sys.stderr)
+        notice(said)
     batch_size = rank_batch_size(job, chosen, dataset_size)
     extent = Extent(
         dataset_size=dataset_size,
@@ -93,7 +93,7 @@ def _train(
     step = TrainStep(job, built, target, FILE, backs_off=backs_off, make_room=loader.make_room)
     rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
     if said := rates.said_of_epochs(extent):
-        print(f"elche: {said}", file=sys.stderr)
+        notice(said)
     sizes = dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,)
     lease_ids = count(1)
     watch, callbacks = _Watch(job), Callbacks()
@@ -215,7 +215,7 @@ def _tell_skipped(epoch: int, sums: EpochSums) -> None:
             f"{FILE}: nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch"
         )
     why = "collate_fn or the data set gave None for them"
-    print(f"elche: skipped {sums.num_skipped} batches in epoch {epoch + 1}: {why}", file=sys.stderr)
+    notice(f"skipped {sums.num_skipped} batches in epoch {epoch + 1}: {why}")
 
 
 def _check_finite(job: JobDefinition, model: nn.Module, epoch: int) -> None:
@@ -293,7 +293,7 @@ class _Watch:
         if spoilt := spoilt_metric(self._metrics, self._last_finite, self._job.monitor):
             raise JobFailed(spoilt)
         if odd := never_finite(self._metrics):
-            print(f"elche: {odd}", file=sys.stderr)
+            notice(odd)
 
     @property
     def is_over(self) -> bool:

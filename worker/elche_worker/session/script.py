@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elche.errors import PeerLost
-from elche.output import take_any_text
+from elche.output import notice, take_any_text
 from elche_worker.collectives.calls import Parted
 from elche_worker.user.loading import WITHOUT_PACKAGE, is_without_package
 
@@ -22,7 +22,7 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         runpy.run_path(script, run_name="__main__")
     except (Parted, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
-        print(f"elche: {error}", file=sys.stderr)
+        notice(error)
         sys.exit(left_alone_code if isinstance(error, PeerLost) else 1)
     except ImportError as error:
         if is_without_package(error):

@@ -1,7 +1,6 @@
 """The rank's end of its stream with the coordinator: a thread reads commands, a queue holds messages to send."""
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import grpc
 from elche.errors import ElcheError, UnknownMessage
 from elche.formatting import shortened
 from elche.network import MAX_MESSAGE_BYTES
+from elche.output import notice
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, Unsaid, soon
 
@@ -171,7 +171,7 @@ class Session:
             self._on_away()
             if (what != said or time.monotonic() - said_s >= SAY_EVERY_S) and not self._is_leaving:
                 said, said_s = what, time.monotonic()
-                print(f"elche: the coordinator {what} ({reason}); this rank goes on, and tries again", file=sys.stderr)
+                notice(f"the coordinator {what} ({reason}); this rank goes on, and tries again")
             # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
             self._closing.wait(soon(retry_s))

@@ -8,13 +8,14 @@ that the records of every committed round outlive the process.
 import errno
 import json
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from struct import pack
 from typing import Any
 from zlib import crc32
+
+from elche.output import notice
 
 MAGIC, FORMAT = b"ELCHEAUD", 2
 """First bytes of the file, and the version of its format."""
@@ -146,5 +147,5 @@ class AuditLog:
 
     def _give_up(self, error: OSError) -> None:
         self._file = None
-        text = f"elche: the audit file {self._path} cannot be written ({error.strerror or error}): this rank trains on"
-        print(f"{text}, and `elche audit` cannot judge the run", file=sys.stderr, flush=True)
+        text = f"the audit file {self._path} cannot be written ({error.strerror or error}): this rank trains on"
+        notice(f"{text}, and `elche audit` cannot judge the run")

@@ -20,6 +20,7 @@ import torch
 from elche.channel import open_channel
 from elche.errors import ElcheError, Misuse, PeerLost, UnknownMessage
 from elche.network import user_at_host
+from elche.output import notice
 from elche.protocol import call_metadata
 from elche.status import calling, was_never_sent
 from elche.tls import named_folder
@@ -194,11 +195,7 @@ class CoordinatorAttachment(Attachment):
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         if not self._session.is_connected and not self._is_lost:
-            print(
-                f"elche: the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            notice(f"the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s")
         # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
         # stays in state "training" until the coordinator gives its ranks up.
         self._session.wait_until_taken(LAST_WORDS_S)
@@ -251,11 +248,9 @@ class CoordinatorAttachment(Attachment):
         """
         time.sleep(STUCK_S)
         if not self._is_leaving:
-            print(
-                f"elche: rank {self._world.rank} exits: {self.operator.cancelled}; it has not reached its next step "
-                f"in {STUCK_S:g} s, and may be waiting over NCCL for a rank that has ended",
-                file=sys.stderr,
-                flush=True,
+            notice(
+                f"rank {self._world.rank} exits: {self.operator.cancelled}; it has not reached its next step "
+                f"in {STUCK_S:g} s, and may be waiting over NCCL for a rank that has ended"
             )
             os._exit(1)
 
@@ -268,7 +263,7 @@ class CoordinatorAttachment(Attachment):
             self.operator.is_paused = False
             self.operator.changed.notify_all()
         if not self.operator.cancelled and not self._is_leaving:
-            print(f"elche: rank {self._world.rank}: {reason}; training goes on without it", file=sys.stderr, flush=True)
+            notice(f"rank {self._world.rank}: {reason}; training goes on without it")
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
         if self._is_lost or not self._goes_on:

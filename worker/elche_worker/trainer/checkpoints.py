@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from elche.errors import Misuse
+from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.device.rng import capture_rng_state
 from elche_worker.model.tensors import copied, flattened
@@ -144,7 +145,7 @@ class LoopCheckpoints:
 
     def _say(self, text: str) -> None:
         if not self._world.rank:
-            print(f"elche: {text}", file=sys.stderr, flush=True)
+            notice(text)
 
     def refuse(self, num_steps: int, attachment: Attachment, reason: str) -> None:
         """Reports why no checkpoint is made."""

@@ -1,11 +1,11 @@
 """Gives out the batches of epochs, from the position of a loaded checkpoint on."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elche.errors import Misuse
+from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.data import Batch, Data
@@ -91,12 +91,10 @@ class LoopEpochs:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
         progress = self._progress
         if progress.has_left(epoch) and not self._checkpoints.rank:
-            print(
-                f"elche: epoch {epoch} begins again: this loop was left in epoch {progress.epoch}, after "
+            notice(
+                f"epoch {epoch} begins again: this loop was left in epoch {progress.epoch}, after "
                 f"{progress.epoch_steps} of its steps, and the model keeps all {progress.num_steps} that were made. "
-                "To go on from a checkpoint instead, call trainer.load(FOLDER) first",
-                file=sys.stderr,
-                flush=True,
+                "To go on from a checkpoint instead, call trainer.load(FOLDER) first"
             )
 
     @contextmanager

@@ -34,8 +34,3 @@ class RankDevices:
         """All devices in one line."""
         named = zip(self.names, self._models, strict=True)
         return summary([Device(device=one, model=model, memory_bytes=memory) for one, (model, memory) in named])
-
-    @property
-    def introduction(self) -> str:
-        """The line that a loop prints when it begins."""
-        return f"elche: {self.summary}"

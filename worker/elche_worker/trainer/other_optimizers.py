@@ -1,6 +1,5 @@
 """Optimizers that a script steps beside its Trainers, where ranks part, or builds anew, which nobody steps."""
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
 from elche_worker.trainer.optimizers import Optimizers
@@ -125,7 +125,7 @@ class OtherOptimizers:
 
     def _say(self, text: str) -> None:
         if not self._has_said and not self._world.rank:
-            print(f"elche: {text}", file=sys.stderr, flush=True)
+            notice(text)
         self._has_said = True
 
 

@@ -4,9 +4,9 @@ A script may draw random numbers before it trains, such as for a split of its da
 So the generators are restored only when the loop asks for its epochs, batches, shares or `num_steps`, or trains.
 """
 
-import sys
 from typing import Any
 
+from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.device.rng import GENERATORS, capture_rng_state, restore_rng_state, rng_digests, seed_apart
 from elche_worker.trainer.saving import Position, Restored
@@ -119,4 +119,4 @@ class Resumption:
 
     def _say(self, text: str) -> None:
         if not self._world.rank:
-            print(f"elche: {text}", file=sys.stderr, flush=True)
+            notice(text)

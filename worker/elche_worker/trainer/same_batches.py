@@ -1,12 +1,12 @@
 """Finds ranks that draw the same batches in a loop of the user's own: several devices then do the work of one."""
 
 import math
-import sys
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.model.tensors import is_divided, is_plain
 
@@ -40,13 +40,13 @@ class SameBatches:
         }
         self._pairs = same if step == 0 else self._pairs & same
         if step == STEPS - 1 and self._pairs and self._world.rank == 0:
-            print(_advice(sorted({number for pair in self._pairs for number in pair})), file=sys.stderr, flush=True)
+            notice(_advice(sorted({number for pair in self._pairs for number in pair})))
 
 
 def _advice(ranks: list[int]) -> str:
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
-        f"elche: ranks {named} had the same gradients in the first {STEPS} steps: they seem to draw the same batches, "
+        f"ranks {named} had the same gradients in the first {STEPS} steps: they seem to draw the same batches, "
         "so that more devices train no more samples. Let elche divide the loader with trainer.set_data_loader(), or "
         "give it a DistributedSampler, or seed each rank's data by trainer.rank"
     )

@@ -13,6 +13,7 @@ from torch import nn
 
 from elche.errors import InvalidJob, Misuse
 from elche.manifest import MANIFEST
+from elche.output import notice
 from elche_worker.model.checkpoint import (
     About,
     CheckpointData,
@@ -129,7 +130,7 @@ class Saver:
                 target.remove(self._written.pop(0))
         except Exception as error:  # training goes on, whatever the storage raises
             reason = f"the checkpoint {self.place}/{name} cannot be written: {error}"
-            print(f"elche: {reason}", file=sys.stderr, flush=True)
+            notice(reason)
             tell_not(position.num_steps, reason)
             return
         tell(position.num_steps, path, size_bytes, time.perf_counter() - started_s)

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from elche import timeline
 from elche.errors import Misuse
+from elche.output import notice
 from elche_worker.collectives.consistency import (
     broadcast,
     buffers_beside,
@@ -188,7 +189,7 @@ class Stepper:
 
     def _say(self, how: str) -> None:
         if self._world.size > 1 and self._world.rank == 0:
-            print(f"elche: {how}", file=sys.stderr, flush=True)
+            notice(how)
 
     def untrained(self) -> str:
         """Warning of data that nobody trains since ranks have died, if the loop takes its batches itself; else ""."""
@@ -237,7 +238,7 @@ class Stepper:
         """Called when the batches of an epoch have all been given out."""
         if self.num_given - self._num_stepped > 1 and not self._has_any_gradient:
             self._taken_ahead = (
-                f"elche: all batches of epoch {epoch} were taken before a step was made with the first of them, as "
+                f"all batches of epoch {epoch} were taken before a step was made with the first of them, as "
                 f"list(trainer.epoch({epoch})) does: a checkpoint has the epoch as trained from that step on, and "
                 "every step counts as one of all its samples. Take each batch after the step before it"
             )
@@ -287,7 +288,7 @@ class Stepper:
             self._take_own_batch(is_weighted=samples is not None)
         if self._taken_ahead and self.num_given == self._num_stepped:  # the second of the steps
             if self._world.rank == 0:
-                print(self._taken_ahead, file=sys.stderr, flush=True)
+                notice(self._taken_ahead)
             self._taken_ahead = ""
         self.share.say(samples)
         self._say_clipped(keys)
@@ -405,7 +406,7 @@ class Stepper:
         self._has_said_not_finite = True
         text = f"{name} is not finite (NaN or infinite) after {self._progress.num_steps} steps: the model is of no use"
         record_event(text)
-        print(f"elche: {text}", file=sys.stderr, flush=True)
+        notice(text)
 
     def compare_at_end(self) -> Misuse | None:
         """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits

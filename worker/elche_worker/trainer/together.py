@@ -4,13 +4,13 @@ Ranks are never more than one operation apart, because the next one needs all of
 outcome from one that has it.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from elche.errors import PeerLost
+from elche.output import notice
 from elche_worker.collectives.calls import Parted, differ, difference
 from elche_worker.collectives.world import World
 from elche_worker.trainer.attachment import Attachment
@@ -118,9 +118,9 @@ class Together:
                 error = other
                 continue
             if world.rank == 0:
-                print(f"elche: {world.size} of {num_before} ranks go on", file=sys.stderr, flush=True)
+                notice(f"{world.size} of {num_before} ranks go on")
                 if untrained := self.untrained():
-                    print(f"elche: {untrained}", file=sys.stderr, flush=True)
+                    notice(untrained)
             return given
 
     def _last_word(self, error: PeerLost) -> PeerLost:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.errors import Misuse, PeerLost
+from elche.output import notice
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
@@ -53,7 +54,7 @@ from elche_worker.trainer.together import Together
 from elche_worker.user.loading import LOOP_IN_JOB, check_not_loading
 
 BEGAN_APART = (
-    "elche: the ranks' models had different initial values, and all begin with rank 0's. Another network that is drawn "
+    "the ranks' models had different initial values, and all begin with rank 0's. Another network that is drawn "
     "without a seed, or copied from the model before Trainer.setup, such as a target or teacher, still differs: call "
     "torch.manual_seed() at the script's beginning, or copy trainer.model after Trainer.setup"
 )
@@ -135,9 +136,9 @@ class Trainer:
                 trainer._stepper.begin(has_el_che=has_el_che)
             model.train()
             if world.rank == 0:
-                print(trainer._fleet.introduction, file=sys.stderr)
+                notice(trainer._fleet.summary)
                 if began_apart:
-                    print(BEGAN_APART, file=sys.stderr)
+                    notice(BEGAN_APART)
             resumed = os.environ.get("ELCHE_RESUME", "")
             if resumed:
                 trainer.load(resumed)
@@ -176,7 +177,7 @@ class Trainer:
             attachment = attach(address, self._config, self._world, **where)
         else:
             if is_submitted() and self._world.rank == 0:
-                print("elche: the job shows this script's first Trainer; this one trains unseen", file=sys.stderr)
+                notice("the job shows this script's first Trainer; this one trains unseen")
             return
         self._progress.attachment = self._together.attachment = attachment
         self._together.on_regrouped, self._together.untrained = self._rejoin, self._stepper.untrained
@@ -556,7 +557,7 @@ class Trainer:
             try:
                 self.close(failure_of(getattr(sys, "last_value", None)))
             except Misuse as error:
-                print(f"elche: {error}", file=sys.stderr, flush=True)
+                notice(error)
                 sys.stdout.flush()
                 os._exit(1)  # what an exit handler raises does not change the exit code
 

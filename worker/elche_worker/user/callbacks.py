@@ -1,6 +1,5 @@
 """The arguments of a job's callbacks, and the handling of their errors."""
 
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elche.errors import Misuse
+from elche.output import notice
 from elche_worker.user.schedule import Progress
 
 
@@ -146,6 +146,6 @@ class Callbacks:
         except Exception:
             self.num_errors += 1
             name = getattr(function, "__name__", type(function).__name__)
-            print(f"the callback {name} raised, and training goes on:\n{traceback.format_exc()}", file=sys.stderr)
+            notice(f"the callback {name} raised, and training goes on:\n{traceback.format_exc()}")
         finally:
             self._are_on_every_rank = False

@@ -4,13 +4,13 @@ Each is a thin wrapper of the tracker's own client, which is imported on the one
 elche[tensorboard]`, `elche[wandb]` or `elche[mlflow]`. Anything with the methods of `Logger` serves as well.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from elche.output import notice
 from elche_worker.user.callbacks import EpochMetrics
 
 
@@ -122,7 +122,7 @@ class Loggers:
         try:
             ending.result(timeout_s)
         except TimeoutError:
-            print(f"the loggers have not ended in {timeout_s} s and are not waited for", file=sys.stderr)
+            notice(f"the loggers have not ended in {timeout_s} s and are not waited for")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _log(self, metrics: EpochMetrics, then: Callable[[], None], is_last: bool) -> None:
@@ -147,7 +147,7 @@ class Loggers:
         except BaseException:  # a tracker's error must not end training, not even SystemExit
             self.num_errors += 1
             where = f"{type(logger).__name__}.{method}"
-            print(f"the logger {where} raised, and training goes on:\n{traceback.format_exc()}", file=sys.stderr)
+            notice(f"the logger {where} raised, and training goes on:\n{traceback.format_exc()}")
             return False
 
 
