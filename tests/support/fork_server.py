@@ -58,10 +58,10 @@ IMPORTS = {
     PLAIN: (
         *("elche_coordinator.daemon", "elche_coordinator.main", "elche_client.cli", "elche_client.local_run"),
         *("elche_client.doctor", "elche_client.top", "elche_client.journal", "elche_client.sweep_run"),
-        *("elche_worker.agent.main", "elche_worker.agent.agent"),
+        *("elche_worker.agent.main", "elche_worker.agent.agent", "grpc._channel"),
     ),
     TORCH: (
-        *("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo"),
+        *("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo", "grpc._channel"),
         *("sklearn.datasets", "sklearn.model_selection"),  # of examples: each rank, and each check of a file
     ),
 }

@@ -45,8 +45,8 @@ KEPT_LOG_BYTES = 8 << 20
 LOOK_AT_LOGS_EVERY_S = 1.0
 STRAYS_S = 2.0
 """Seconds for which the spawner waits for killed stray processes to end."""
-FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job")
-"""Imports of every rank."""
+FOR_ALL = ("elche_worker.rank.main", "elche_worker.run.job", "grpc._channel")
+"""Imports of every rank; gRPC would make the last with the first channel, 10 ms later in each rank."""
 COMPILER = "torch._dynamo"
 """Imported by creating an optimizer, which takes nearly as long as torch itself; see `process.compiler`."""
 FOR_GROUPS = ("elche_worker.rank.pieces", "elche_worker.sharding")
