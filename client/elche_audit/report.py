@@ -52,7 +52,7 @@ def _claim(verdict: Verdict) -> str:
     else:
         text = f"{samples} of {total} samples are in version {verdict.version}, each once; the job {_ended(verdict)}"
     if verdict.left_out:
-        text += f", but for {verdict.left_out} that were left out of averages"
+        text += f", except {verdict.left_out} that were left out of averages"
     if verdict.skipped_batches:
         text += f"; {verdict.skipped_samples} samples of {verdict.skipped_batches} batches were skipped as None"
     return text

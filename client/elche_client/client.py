@@ -331,9 +331,9 @@ class Client:
     def inject(self, job_id: str, fault: Fault | None, *, rank: int = 0, seconds: float = 5.0) -> str:
         """Breaks a part of a running job on purpose; returns the name of the host. None breaks nothing.
 
-        `rank` is the one that is hit, but for the coordinator; `seconds`, up to 600, for how long it is stopped. Needs
-        the role operator. Raises `Forbidden` unless the coordinator was started with --allow-chaos, and `InvalidJob`
-        when there is nothing to break.
+        `rank` is the one that is hit, unless it is the coordinator; `seconds`, up to 600, for how long it is stopped.
+        Needs the role operator. Raises `Forbidden` unless the coordinator was started with --allow-chaos, and
+        `InvalidJob` when there is nothing to break.
         """
         request = pb.InjectFaultRequest(job_id=job_id, fault=FAULTS[fault], rank=rank, seconds=seconds)
         return self._ask(self._stub.InjectFault, request, job_id).host

@@ -430,7 +430,7 @@ class Driver:
 
     def ask_again(self, address: Address) -> None:
         """Repeats a rank's unanswered ping on its new connection. Neither pings nor answers are kept: if one was lost
-        with the previous connection, or the ping could not be sent, the core would wait for an answer for ever.
+        with the previous connection, or the ping could not be sent, the core would wait for an answer forever.
         """
         if self.core.owes_answer(address):
             self._ping(SendPing(**address))

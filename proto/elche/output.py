@@ -24,7 +24,7 @@ def open_standard_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Executes the program anew in Python's UTF-8 mode, if the locale has another encoding for files' names: names
+    """Re-executes the program in Python's UTF-8 mode, if the locale has another encoding for files' names: names
     go between processes and hosts, which may have other locales.
     """
     if sys.getfilesystemencoding() == "utf-8" or not sys.executable or sys.flags.ignore_environment:

@@ -113,7 +113,7 @@ def _walk(grid: _Grid, positions: U64Array, length: int) -> U64Array:
 
 
 def _shifted(values: U64Array, hash_inputs: U64Array, modulus: np.uint64) -> U64Array:
-    """(values + hash) mod modulus. The hash is halved lest the sum overflow; overwrites `hash_inputs`.
+    """(values + hash) mod modulus. The hash is halved so that the sum cannot overflow; overwrites `hash_inputs`.
 
     Division and multiplication instead of `%`: numpy divides by a constant many times faster.
     """

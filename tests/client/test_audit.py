@@ -730,7 +730,7 @@ def test_of_two_dead_ranks_that_was_left_out_which_has_brought_what_is_missing(t
     code, text = judged(run)
     assert code == 0, text
     assert "not in the model: 16 samples (4 batches) of rank 2, incarnation 3: left out of the average" in text
-    assert "but for 16 that were left out of averages" in text
+    assert "except 16 that were left out of averages" in text
 
 
 def test_wherever_the_record_of_rounds_is_cut_its_whole_rounds_are_read(tmp_path: Path) -> None:
@@ -859,7 +859,7 @@ def test_samples_that_were_left_out_of_an_average_are_named(tmp_path: Path) -> N
     code, text = judged(run)
     assert code == 0, text
     assert "not in the model: 16 samples (4 batches) of rank 1, incarnation 2: left out of the average" in text
-    assert "but for 16 that were left out of averages" in text
+    assert "except 16 that were left out of averages" in text
 
 
 def test_a_dead_rank_that_was_left_out_is_known_by_the_others(tmp_path: Path) -> None:
@@ -870,7 +870,7 @@ def test_a_dead_rank_that_was_left_out_is_known_by_the_others(tmp_path: Path) ->
     run.end()
     code, text = judged(run)
     assert code == 0, text
-    assert "but for 16 that were left out of averages" in text
+    assert "except 16 that were left out of averages" in text
 
 
 def test_samples_of_skipped_batches_are_counted(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_two_jobs_share_a_device_and_no_job_gets_it_twice() -> None:
 
 
 def test_a_device_that_its_host_offers_to_one_job_several_times_goes_to_several_of_its_ranks() -> None:
-    """`elche run --device cuda:0 --ranks 2` waited for ever."""
+    """`elche run --device cuda:0 --ranks 2` waited forever."""
     cluster = Cluster(0)
     slots = (Slot(device="cuda:0", repeats=True),) * 2
     cluster.handle(AgentJoined(agent_id=AgentId("big"), host="big", slots=slots))

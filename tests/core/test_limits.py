@@ -1,4 +1,4 @@
-"""`max_batch_diff`: no rank gets further ahead of the slowest than the user allows, and none waits for ever."""
+"""`max_batch_diff`: no rank gets further ahead of the slowest than the user allows, and none waits forever."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -21,7 +21,7 @@ FOUND = {
     5000692: "a starting process, taken before the first round to go on alone with the initial model",
     5006252: "the first three deaths of a job, at random on the same samples, for which it may fail",
     5007845: "batches after the only round of a generation that is to be replaced, of which nothing was planned",
-    5007189: "a finished epoch that was told again to the rank that was let go: its callback was awaited for ever",
+    5007189: "a finished epoch that was told again to the rank that was let go: its callback was awaited forever",
     5007055: "a job that went back with fewer ranks, whose checker looked for a version that only killed ranks had",
     10000254: "a rank that had written the last model and died, which was asked for the best one",
     10001587: "the late word of a dead rank that it has written the last model",

@@ -191,7 +191,7 @@ def test_a_state_that_is_lost_or_cannot_be_kept_is_told(tmp_path: Path, capsys: 
     trainer = begin()
     trainer.load(str(tmp_path))
     trainer.register_state(counter=Counter(), best=Counter())
-    assert "the checkpoint has no state of 'best', which begins anew" in capsys.readouterr().err
+    assert "the checkpoint has no state of 'best', which starts fresh" in capsys.readouterr().err
     with pytest.raises(Misuse, match=r"has the state of 'schedule', and the script has registered nothing of that"):
         trainer.step()
 

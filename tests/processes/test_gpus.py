@@ -104,7 +104,7 @@ def test_ranks_with_gpus_make_the_same_model_over_gloo_and_nccl_bit_for_bit(gpus
 
 
 def test_ranks_of_one_run_share_a_gpu_that_is_named(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
-    """On a real one such a run waited for a second slot for ever."""
+    """On a real one such a run waited for a second slot forever."""
     given = [
         "--device",
         "cuda:0",

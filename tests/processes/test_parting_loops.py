@@ -1,4 +1,4 @@
-"""Loops whose ranks do not make the same calls, or set up several trainers in turn: nothing waits for ever."""
+"""Loops whose ranks do not make the same calls, or set up several trainers in turn: nothing waits forever."""
 
 import subprocess
 import sys
@@ -111,7 +111,7 @@ def test_elche_run_follows_one_trainer_after_the_other(elche: Callable[..., Comm
     env = {"OMP_NUM_THREADS": "1", "LOOP_READS": "1"}
     done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env=env)
     assert done.code == 0, done.err
-    assert done.err.count("read 0 characters") == 2, "input() of a rank waited for ever"
+    assert done.err.count("read 0 characters") == 2, "input() of a rank waited forever"
     for fold in range(3):
         assert done.err.count(f"fold {fold}: 8 steps") == 2, done.err
     assert done.err.count("succeeded") + done.out.count('"succeeded"') >= 2, "one that is over at once may not be seen"

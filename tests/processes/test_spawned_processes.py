@@ -47,7 +47,7 @@ job = TrainingJob(
 def test_a_pool_of_any_start_method_runs_functions_of_the_file(
     elche: Callable[..., Command], tmp_path: Path, how: str
 ) -> None:
-    """Its processes found no module with the function, ended, and were started anew, for ever. From Python 3.14 on
+    """Its processes found no module with the function, ended, and were started anew, forever. From Python 3.14 on
     forkserver is the default.
     """
     path = tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""Writes checkpoints into a folder, for ever, or one where there is no space: `checkpoint_writer.py FOLDER [full]`."""
+"""Writes checkpoints into a folder, forever, or one where there is no space: `checkpoint_writer.py FOLDER [full]`."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""A core whose jobs load for ever: for who gets which slots."""
+"""A core whose jobs load forever: for who gets which slots."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def exit_of(command: StopRank) -> RankExited:
 
 
 class Cluster:
-    """A core with jobs whose ranks load for ever."""
+    """A core with jobs whose ranks load forever."""
 
     def __init__(self, num_slots: int, **quotas: int) -> None:
         self.core = Coordinator()

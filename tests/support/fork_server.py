@@ -61,7 +61,13 @@ IMPORTS = {
         *("elche_worker.agent.main", "elche_worker.agent.agent", "grpc._channel"),
     ),
     TORCH: (
-        *("elche_worker.rank.main", "elche_worker.run.job", "elche_worker.rank.check", "torch._dynamo", "grpc._channel"),
+        *(
+            "elche_worker.rank.main",
+            "elche_worker.run.job",
+            "elche_worker.rank.check",
+            "torch._dynamo",
+            "grpc._channel",
+        ),
         *("sklearn.datasets", "sklearn.model_selection"),  # of examples: each rank, and each check of a file
     ),
 }

@@ -34,7 +34,7 @@ class Silent(agent_pb2_grpc.AgentServiceServicer):
 
 
 def test_an_agent_is_stopped_as_it_opens_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There was no call yet that could be cancelled; the one that it made then was waited for, for ever."""
+    """There was no call yet that could be cancelled; the one that it made then was waited for, forever."""
     monkeypatch.setattr(Processes, "warm_up", lambda self: None)
     server = grpc.server(ThreadPoolExecutor(4))
     agent_pb2_grpc.add_AgentServiceServicer_to_server(Silent(), server)

@@ -185,7 +185,7 @@ def test_one_stream_is_one_shard() -> None:
 
 
 def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read for ever, before the first batch, without a word."""
+    """It was read forever, before the first batch, without a word."""
 
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

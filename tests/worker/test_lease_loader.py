@@ -273,7 +273,7 @@ def test_too_little_shared_memory_for_workers_is_told_with_the_way_out(monkeypat
 def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
     monkeypatch: pytest.MonkeyPatch, length: int, fits: bool
 ) -> None:
-    """Worker processes would wait for ever to hand over their first batches."""
+    """Worker processes would wait forever to hand over their first batches."""
     with tempfile.TemporaryDirectory(prefix="elche-test-") as short:
         folder = Path(short) / ("x" * (length - len(short) - 1))
         folder.mkdir()

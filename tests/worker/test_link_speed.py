@@ -34,7 +34,7 @@ def test_who_has_another_secret_is_turned_away_and_the_next_one_is_not() -> None
 
 
 def test_who_goes_in_the_middle_of_a_secret_is_forgotten() -> None:
-    """A port scanner, say. The thread that has read a part once waited for the rest for ever, at full speed."""
+    """A port scanner, say. The thread that has read a part once waited for the rest forever, at full speed."""
     address = listen("127.0.0.1", SECRET)
     with socket.create_connection(split_address(address), 5) as one:
         one.sendall(b"GET / HTTP")

@@ -204,7 +204,7 @@ def test_a_state_that_nobody_asks_for_or_that_does_not_fit_is_refused_and_a_new_
         world(1, loaded=loaded, state=lambda model: {"ema": AveragedModel(nn.Linear(7, 7)), "seen": {}})
     dropped = world(1, loaded=loaded, state=lambda model: {"ema": {}, "seen": {}, "more": {"a": 1}})
     assert dropped.ranks[0].replica.own_state.objects["more"] == {"a": 1}
-    assert "elche: the checkpoint has no state of 'more', which begins anew" in capsys.readouterr().out
+    assert "elche: the checkpoint has no state of 'more', which starts fresh" in capsys.readouterr().out
 
 
 # On the way
@@ -246,7 +246,7 @@ def test_functions_that_set_variables_outside_of_them_are_named() -> None:
 
     job = replace(JOB, metrics_fn=metrics_fn, epoch_fn=epoch_fn, after_round=counts, checkpoint_fn=print)
     assert what_is_kept_aside(job) == (
-        "metrics_fn changes best and after_round changes counted: no checkpoint has that, and it begins anew when "
+        "metrics_fn changes best and after_round changes counted: no checkpoint has that, and it starts fresh when "
         "training is resumed or a rank is started again. What is to go on belongs to state=lambda model: {...}, and is "
         "found in this_rank().state"
     )

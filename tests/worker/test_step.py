@@ -265,7 +265,7 @@ def test_a_batch_for_which_memory_runs_out_begins_anew_in_more_parts() -> None:
 
 
 def test_a_single_sample_for_which_there_is_no_memory_ends_it() -> None:
-    """It was cut, and tried, for ever."""
+    """It was cut, and tried, forever."""
     sizes: list[int] = []
 
     def run_out(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

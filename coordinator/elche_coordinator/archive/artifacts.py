@@ -445,7 +445,7 @@ def _described(part: _Part) -> str:
 
 
 def _wanted_checkpoints(view: JobView) -> list[str]:
-    """The folders of the newest checkpoint and of the best one, but for those that are at URLs and outlive hosts."""
+    """The folders of the newest checkpoint and of the best one, except those that are at URLs and outlive hosts."""
     wanted = [*view.checkpoints[-1:], *(one for one in view.checkpoints if one.is_best)]
     return list(dict.fromkeys(one.path for one in wanted if "://" not in one.path))
 

@@ -41,7 +41,7 @@ def back_up(data: Path, to: Path) -> str:
         draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
         with closing(sqlite3.connect(data / DATABASE)) as source, closing(sqlite3.connect(draft / DATABASE)) as copy:
             is_used = _is_used(data)
-            source.backup(copy)  # in one step: page by page it would begin anew with each write
+            source.backup(copy)  # in one step: page by page it would start over at each write
             if is_used:
                 _end_states(copy)
         _copy_bundles(data / BUNDLES, draft / BUNDLES)

@@ -95,7 +95,7 @@ class Leadership:
         return None
 
     def _watch(self) -> None:
-        """Ends this leadership when the lease has expired: a renewal may hang for ever."""
+        """Ends this leadership when the lease has expired: a renewal may hang forever."""
         while not self._ended.wait(RENEW_S):
             # Another may lead by now, but its term fences this one's writes.
             if time.monotonic() - self._renewed_s > self._lease_s + RENEW_S:

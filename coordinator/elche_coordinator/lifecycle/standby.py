@@ -116,7 +116,7 @@ async def _copy(shared: SharedBundles) -> None:
 
 
 def start_over(reason: str) -> None:
-    """Executes this process anew as a standby, which ends every connection at once, since another coordinator leads."""
+    """Re-executes this process as a standby, which ends every connection at once, since another coordinator leads."""
     log.warning("leads no more: %s; starts over", reason)
     os.execv(sys.executable, sys.orig_argv)
 

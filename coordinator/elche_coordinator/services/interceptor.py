@@ -87,7 +87,7 @@ class Credentials:
         return grant.token.caller, grant
 
     async def ended(self, grant: Grant) -> None:
-        """Returns once the token has expired or is revoked. Looks at the clock now and then, which may be set anew."""
+        """Returns once the token has expired or is revoked. Looks at the clock now and then, since it may be set."""
         while not grant.revoked.is_set() and (left_s := self._tokens.left_s(grant)) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, LOOK_EVERY_S) if isfinite(left_s) else None):

@@ -1,6 +1,6 @@
 """Saved states for a restarted coordinator, in parts: one per job, and a common one.
 
-A job's part is made anew only if an event has touched the job since. So the cost of a save depends on the changes, not
+A job's part is rebuilt only if an event has touched the job since. So the cost of a save depends on the changes, not
 on the number of jobs, and the event loop is not blocked for all of them.
 """
 

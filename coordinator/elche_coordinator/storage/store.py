@@ -26,7 +26,7 @@ class DamagedStore(BadStore):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(
-            f"the database {name} is damaged ({reason}): put back a copy of it, or move it away to begin anew, without "
+            f"the database {name} is damaged ({reason}): put back a copy of it, or move it away to start over, without "
             "its jobs and tokens. Nothing in it was changed"
         )
 

@@ -24,7 +24,7 @@ class SendQueue(Generic[Item]):
     """
 
     def __init__(self, limit: int, max_bytes: int | None = None) -> None:
-        """`limit`: most items; `max_bytes`: most bytes, for receivers that can begin anew."""
+        """`limit`: most items; `max_bytes`: most bytes, for receivers that can start over."""
         self._items: deque[Item] = deque()
         self._taker: asyncio.Future[None] | None = None
         """Future of the task that waits for the next item; None while none waits."""

@@ -66,7 +66,7 @@ class ListQuery:
 def jobs(
     views: Sequence[JobView], wanted: ListQuery, now: Callable[[JobView], JobView] = lambda view: view
 ) -> dict[str, Any]:
-    """One page of the jobs, newest first; views are oldest first, and `now` makes those that are shown anew."""
+    """One page of the jobs, newest first; views are oldest first, and `now` rebuilds those that are shown."""
     text = wanted.text.lower()
     found = [view for view in reversed(views) if not text or text in _searched(view)]
     counts = Counter(view.state if view.state in ENDED else "open" for view in found)

@@ -568,7 +568,7 @@ class StreamLogsResponse(_message.Message):
     rank: _builtins.int
     """The rank."""
     data: _builtins.bytes
-    """At most 1 MiB of the log, unchanged but for the times that were asked for."""
+    """At most 1 MiB of the log, unchanged except for the times that were asked for."""
     error: _builtins.str
     """Why this rank's log cannot be sent, as text for people; those of other ranks continue."""
     def __init__(

@@ -2054,7 +2054,7 @@ Global___Recall: _TypeAlias = Recall  # noqa: Y015
 
 @_typing.final
 class Recalled(_message.Message):
-    """From a rank, the answer to Recall: it gives back what was in reserve, but for what it has begun while the coordinator
+    """From a rank, the answer to Recall: it gives back what was in reserve, except what it has begun while the coordinator
     was away. The coordinator may lease this to others only now.
     """
 

@@ -1,4 +1,4 @@
-"""Finds ranks that make different collective calls, in which they would wait for each other for ever.
+"""Finds ranks that make different collective calls, in which they would wait for each other forever.
 
 Each rank numbers its calls. A rank that has waited in a call for a while writes its latest calls to the store at which
 the group was formed, and reads those of others. Different calls of the same number are an error of the script, however

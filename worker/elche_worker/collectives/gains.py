@@ -65,7 +65,7 @@ class Spread:
         return Spread(*(change(tensor) for tensor in self.tensors()))
 
     def learn(self) -> None:
-        """Smooths in the norms of the last round. A row with a value that is not finite begins anew."""
+        """Smooths in the norms of the last round. A row with a value that is not finite starts over."""
         for known, newest in ((self.of_steps, self.newest_of_steps), (self.of_mean, self.newest_of_mean)):
             smoothed = (known * SMOOTHING).add_(newest * (1 - SMOOTHING))  # `lerp` may round differently elsewhere
             known.copy_(torch.where(known > 0, smoothed, newest))

@@ -28,7 +28,7 @@ NOT_IN_TIME = grpc.StatusCode.FAILED_PRECONDITION
 class CoordinatorStore(Store):
     """Keys and values of one job. Raises `DistStoreError` when a key does not come in time or a value is no counter,
     and `DistNetworkError` when the coordinator cannot be asked, or was restarted and has lost the keys; both are
-    `RuntimeError`. Calls whose connection breaks are repeated for `AWAY_S`, but for those that would count twice.
+    `RuntimeError`. Calls whose connection breaks are repeated for `AWAY_S`, except those that would count twice.
 
     torch calls its methods from C++, mostly through a `PrefixStore`, by the names that its trampoline looks for
     (`PythonStore` in torch/csrc/distributed/c10d/init.cpp, torch 2.13): of two methods these are not the names that

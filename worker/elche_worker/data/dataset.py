@@ -65,7 +65,7 @@ class Shards:
                 sample = next(self._samples)
             except StopIteration:
                 had = self._next - self._starts[shard]
-                hint = "" if had else ": if it was read before, its iterator must begin anew each time"
+                hint = "" if had else ": if it was read before, its iterator must start over each time"
                 raise ValueError(
                     f"shard {shard} has {had} samples, and its size says {self.sizes[shard]}{hint}"
                 ) from None

@@ -128,7 +128,7 @@ def _of_workers(error: BaseException) -> BaseException:
 
 def _check_temporary_folder() -> None:
     """Raises `InvalidJob` where the name of the folder for temporary files leaves no room for the sockets by which
-    worker processes hand over batches: each would wait for ever for its first one.
+    worker processes hand over batches: each would wait forever for its first one.
     """
     given = tempfile.gettempdir()
     if len(os.fsencode(given)) <= MAX_FOLDER_CHARS:
@@ -441,7 +441,7 @@ class _Sampler:
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:
     def begin(_: int) -> None:
         end_with_parent(parent_pid)
-        # The thread that sends batches only prints an error of pickling, and the rank would wait for ever.
+        # The thread that sends batches only prints an error of pickling, and the rank would wait forever.
         Queue._on_queue_feeder_error = _send_error_instead  # type: ignore[attr-defined]
 
     return begin

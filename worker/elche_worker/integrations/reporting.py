@@ -16,7 +16,7 @@ def leave_resume_to_framework(num_steps: int, way: str) -> None:
     """Removes ELCHE_RESUME: elche's checkpoints lack the framework's own position, and `Trainer.setup` would load one
     over what the framework has resumed. `num_steps`: those that it goes on from; `way`: how it resumes.
 
-    Raises `Misuse` if ELCHE_RESUME is set and it begins anew, which would train all steps again.
+    Raises `Misuse` if ELCHE_RESUME is set and it starts from scratch, which would train all steps again.
     """
     path = os.environ.get("ELCHE_RESUME")
     if path and not num_steps:

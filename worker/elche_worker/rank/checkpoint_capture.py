@@ -123,7 +123,7 @@ class CheckpointCapture:
 
     def restore(self, loaded: Loaded, version: int, *, is_leader: bool = True) -> None:
         """Restores model, moments and outer optimizer. The random number generators are restored on the rank that wrote
-        the checkpoint, in its group's leader; all other processes seed theirs anew.
+        the checkpoint, in its group's leader; all other processes reseed theirs.
         """
         loaded.restore_model(self._built.model)
         for optimizer, state in zip(self._built.all_optimizers, loaded.state["optimizers"], strict=True):
@@ -138,7 +138,7 @@ class CheckpointCapture:
             self._switches.restore(loaded.state["switches"])
         self._step.scaler.load_state_dict(loaded.state["scaler"])
         for name in self._own_state.restore(loaded.state.get("registered", {}), f"the checkpoint {loaded.path}"):
-            print(f"elche: the checkpoint has no state of {name!r}, which begins anew", flush=True)
+            print(f"elche: the checkpoint has no state of {name!r}, which starts fresh", flush=True)
         self._reduction.restore(loaded.state["outer"], loaded.mean)
         if loaded.state["rank"] == self._rank and is_leader:
             restore_rng_state(loaded.state["random"])

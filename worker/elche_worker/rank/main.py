@@ -516,7 +516,7 @@ def _receive(control: Control, command: rank_pb2.ConverseResponse) -> None:
 def _end_with_agent() -> None:
     """Ends this process when its agent ends: the agent holds the other end of standard input and writes nothing to it.
 
-    Reads the file descriptor, not `sys.stdin`, whose lock would be held for ever: processes that user code forks would
+    Reads the file descriptor, not `sys.stdin`, whose lock would be held forever: processes that user code forks would
     hang when they close theirs.
     """
     while os.read(0, 4096):

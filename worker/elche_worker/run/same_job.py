@@ -45,8 +45,8 @@ def check_is_of_file(job: JobDefinition) -> None:
     for name in _globals_of([getattr(job, name) for name in own], module):
         if _has_changed(name, tree, module):
             raise InvalidJob(
-                f"job.start() runs its file anew on each rank, and the job's functions read {name}, which this program "
-                f"has set since: the ranks would have the value of the file's top level. So {WAY_OUT}"
+                f"job.start() runs its file again on each rank, and the job's functions read {name}, which this "
+                f"program has set since: the ranks would have the value of the file's top level. So {WAY_OUT}"
             )
 
 

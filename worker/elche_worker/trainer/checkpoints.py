@@ -101,7 +101,7 @@ class LoopCheckpoints:
             if name in self._states:
                 self._give_state(name)
             elif self.resumption.position is not None:
-                self._say(f"the checkpoint has no state of {name!r}, which begins anew")
+                self._say(f"the checkpoint has no state of {name!r}, which starts fresh")
 
     def check_states(self) -> None:
         """Raises `Misuse` if the loop trains on without having registered an object whose state is in its
@@ -215,11 +215,11 @@ class LoopCheckpoints:
             if name in self._states:
                 self._give_state(name)
             else:
-                self._say(f"the checkpoint has no state of {name!r}, which begins anew")
+                self._say(f"the checkpoint has no state of {name!r}, which starts fresh")
         return restored.position, restored.plan
 
     def _say_others(self, restored: Restored) -> None:
-        """Says which options of the optimizers the script gives in vain: the checkpoint's count, as with PyTorch."""
+        """Says which optimizer options of the script have no effect: the checkpoint's count, as with PyTorch."""
         others = [restored.others] if restored.others else []
         if restored.rates not in (None, self._rates):
             others.append(f"the rates of a loop that began with lr={_listed(restored.rates)}")

@@ -111,7 +111,7 @@ class Data:
         self._num_planned = 0
         """Samples of the present epoch that were given out, to all ranks."""
         self._next_start: int | None = None
-        """Position of the sample from which the present epoch is to be planned anew; None: its plan stays."""
+        """Position of the sample from which the current epoch must be replanned; None: its plan stays."""
         self._generator = torch.Generator()
         self._order = torch.empty(0, dtype=torch.int64)
         """Seed of worker processes, followed by the order, of the epoch that was begun last."""
@@ -176,7 +176,7 @@ class Data:
         return state.get("order")
 
     def plan_again(self, planner: Planner, lost: list[Part]) -> None:
-        """Splits the samples after the present step anew. Appends `lost`, the parts that dead ranks had of it, to the
+        """Splits the samples after the current step again. Appends `lost`, the parts that dead ranks had of it, to the
         epoch.
         """
         self._parts.planner, self.members = planner, planner.members
@@ -230,7 +230,7 @@ class Data:
         return self._together.run(shared, f"begins epoch({epoch})")
 
     def _planned(self, start: int) -> Iterator[tuple[Batch, Step]]:
-        """Yields the steps of the present order from a sample on, until they are planned anew."""
+        """Yields the steps of the present order from a sample on, until they are replanned."""
         number = self._world.number
         order = self._order[1 : self.num_samples + 1]
         steps = self._parts.begin(order, start, int(self._order[0]) % 2**62)

@@ -1,4 +1,4 @@
-"""Optimizers that a script steps beside its Trainers, where ranks part, or builds anew, which nobody steps."""
+"""Optimizers that a script steps beside its Trainers, so that ranks diverge, or creates again and never steps."""
 
 from collections.abc import Callable
 from functools import wraps

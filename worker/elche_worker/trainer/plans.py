@@ -177,7 +177,7 @@ class Balance:
                 measured, old = size / compute_ms, self._own_throughput
                 self._own_throughput = old + THROUGHPUT_WEIGHT * (measured - old) if old else measured
         self._num_done = step.index + 1
-        # By the number of steps, not by time: all ranks must exchange in the same step, or some would wait for ever.
+        # By the number of steps, not by time: all ranks must exchange in the same step, or some would wait forever.
         since_calibration = self._num_done - CALIBRATION_STEPS
         is_due = since_calibration >= 0 and since_calibration % REBALANCE_STEPS == 0
         return [self._own_throughput] if is_due else None

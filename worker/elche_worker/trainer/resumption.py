@@ -106,7 +106,7 @@ class Resumption:
         if not self._has_asked:
             self._say(
                 f"the checkpoint is of step {position.num_steps}, and this loop has not asked where it goes on: what "
-                "it begins anew is trained twice. Begin at trainer.num_steps, or take trainer.epochs(n)"
+                "it starts from the beginning is trained twice. Begin at trainer.num_steps, or take trainer.epochs(n)"
             )
         elif begins_again and not (self._omits or has_loader):
             self._say(

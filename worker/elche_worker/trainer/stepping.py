@@ -195,7 +195,7 @@ class Stepper:
         """Warning of data that nobody trains since ranks have died, if the loop takes its batches itself; else ""."""
         members = self._world.members
         lost = [str(number) for number in range(self._num_began) if number not in members]
-        if not lost or not self._takes_own or self.last_sizes:  # elche has split the batches, and splits them anew
+        if not lost or not self._takes_own or self.last_sizes:  # elche has split the batches, and splits them again
             return ""
         who = f"{'rank' if len(lost) == 1 else 'ranks'} {', '.join(lost)}"
         return (

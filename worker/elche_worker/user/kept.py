@@ -23,7 +23,7 @@ def what_is_kept_aside(job: JobDefinition) -> str:
     if not said:
         return ""
     return (
-        f"{' and '.join(said)}: no checkpoint has that, and it begins anew when training is resumed or a rank is "
+        f"{' and '.join(said)}: no checkpoint has that, and it starts fresh when training is resumed or a rank is "
         "started again. What is to go on belongs to state=lambda model: {...}, and is found in this_rank().state"
     )
 

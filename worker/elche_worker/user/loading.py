@@ -125,7 +125,7 @@ NO_JOB = (
 
 def _let_spawned_import(file_name: str) -> None:
     """Lets processes that the file starts by spawn or forkserver import what they are to run from the file. They have
-    its environment and `sys.path`, and no module `elche_job`: those of a pool would end, and be started anew, for ever.
+    its environment and `sys.path`, and no module `elche_job`: those of a pool would end and be restarted, forever.
     """
     os.environ[JOB_FILE] = str(Path(file_name).resolve())
     folder = str(Path(__file__).resolve().parent / "spawned")
