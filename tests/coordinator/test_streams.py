@@ -328,12 +328,17 @@ def test_a_host_whose_connections_were_all_cut_keeps_its_ranks_if_one_is_back(
 
 @pytest.mark.parametrize("goes_first", ["agent", "rank"])
 @pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("grace", ["AGENT_GRACE_S", "LAST_GRACE_S"])
 def test_a_host_for_which_nobody_waits_has_longer_to_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_first: str, *, is_short: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_first: str, grace: str, *, is_short: bool
 ) -> None:
-    """An outage of two seconds cost jobs whose ranks were all on the host all that they had made; the fourth failed."""
-    monkeypatch.setattr(presence, "BOTH_GRACE_S", 0.0)
-    monkeypatch.setattr(presence, "AGENT_GRACE_S", 100.0 if is_short else 0.0)
+    """An outage of two seconds cost jobs whose ranks were all on the host all that they had made; the fourth failed. A
+    submitted loop, which cannot go back to a checkpoint, failed at the first of eleven seconds.
+    """
+    for one in ("BOTH_GRACE_S", "AGENT_GRACE_S", "LAST_GRACE_S"):
+        monkeypatch.setattr(presence, one, 100.0 if one == grace and is_short else 0.0)
+    if grace == "AGENT_GRACE_S":
+        monkeypatch.setattr(Coordinator, "can_begin_again", lambda *_: True)
 
     async def story() -> None:
         host = host_with_loop(tmp_path)
@@ -354,6 +359,7 @@ def test_a_host_is_awaited_if_a_job_has_ranks_elsewhere(num_ranks: int) -> None:
     (first, *_) = cluster.core.jobs[JobId("job")].ranks.values()
     assert first.agent_id is not None
     assert cluster.core.is_awaited(first.agent_id) == (num_ranks == 2)
+    assert cluster.core.can_begin_again(first.agent_id)
 
 
 def test_an_agent_of_another_store_keeps_its_ranks(tmp_path: Path) -> None:

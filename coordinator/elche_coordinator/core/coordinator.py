@@ -291,6 +291,10 @@ class Coordinator:
         jobs = {job_id for job_id, _ in self._ranks_on(agent_id)}
         return any(one.agent_id != agent_id for job_id in jobs for one in present(self.jobs[job_id].ranks).values())
 
+    def can_begin_again(self, agent_id: AgentId) -> bool:
+        """True if a job that has ranks on the host can go back to a checkpoint without it."""
+        return any(self.jobs[job_id].can_begin_again for job_id, _ in self._ranks_on(agent_id))
+
     def beside_stopped(self, agent_id: AgentId) -> list[list[Address]]:
         """For each rank on a host whose ranks have all stopped without a coordinator: the ranks of its job that have
         not stopped. Empty if a rank on the host has not stopped, or there is none.

@@ -16,6 +16,8 @@ BOTH_GRACE_S = 1.5
 host is dead. If a proxy has cut all connections, both come back sooner: they try five times in that time. Without ranks
 on other hosts, jobs would go back to a checkpoint, or fail, so that there is no reason for haste.
 """
+LAST_GRACE_S = 30.0
+"""The same if no job on the host has ranks elsewhere, and each would fail without the host, as submitted loops do."""
 SESSION_GRACE_S = 600.0
 """Seconds for which a rank may be away whose agent, which would report its death, is connected: it may be stopped in a
 debugger. Others that wait for it may go on without it much sooner (protocol P20.3).
@@ -30,7 +32,7 @@ LOOP_RESTART_GRACE_S = 8.0
 
 class Presence:
     """Follows connections. Neither the loss of a session nor that of an agent is a death; that of both is, unless one
-    of them is back within `BOTH_GRACE_S`, or `AGENT_GRACE_S` where nobody waits.
+    of them is back within `BOTH_GRACE_S`, or longer where nobody waits.
     """
 
     def __init__(self, core: Coordinator, streams: Streams, handle: Callable[[Event], None]) -> None:
@@ -50,8 +52,7 @@ class Presence:
             self.lose_agent(agent_id)
         else:
             are_both_lost = any(self._is_lost(address) for address in ranks)
-            is_urgent = are_both_lost and self._core.is_awaited(agent_id)
-            self._await_agent(agent_id, stream, BOTH_GRACE_S if is_urgent else AGENT_GRACE_S)
+            self._await_agent(agent_id, stream, self._grace_s(agent_id, are_both_lost=are_both_lost))
 
     def on_rank_away(self, address: Address) -> None:
         """Handles the end of a rank's stream."""
@@ -60,7 +61,7 @@ class Presence:
             return
         agent = self._streams.agents.get(agent_id) if agent_id is not None else None
         if agent_id is not None and agent is not None and agent.is_lost and self._is_lost(address):
-            self._await_agent(agent_id, agent, BOTH_GRACE_S if self._core.is_awaited(agent_id) else AGENT_GRACE_S)
+            self._await_agent(agent_id, agent, self._grace_s(agent_id, are_both_lost=True))
         if not stream.is_resumable:
             self._handle(SessionLost(**address))
         else:
@@ -118,6 +119,12 @@ class Presence:
     def _is_lost(self, address: Address) -> bool:
         stream = self._streams.of_rank(address)
         return stream is not None and stream.is_lost and self._core.has_session_due(address)
+
+    def _grace_s(self, agent_id: AgentId, *, are_both_lost: bool) -> float:
+        """How long an agent may be away, and if `are_both_lost`, one of its ranks with it."""
+        if self._core.is_awaited(agent_id):
+            return BOTH_GRACE_S if are_both_lost else AGENT_GRACE_S
+        return AGENT_GRACE_S if self._core.can_begin_again(agent_id) else LAST_GRACE_S
 
     def _await_agent(self, agent_id: AgentId, stream: Stream[object], grace_s: float) -> None:
         num_connections = stream.num_connections
