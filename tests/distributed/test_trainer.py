@@ -207,8 +207,12 @@ def test_fields_that_match_the_inputs_go_there() -> None:
     with pytest.raises(Misuse, match="forward_input is 'image', and batches have the fields 'picture', 'scale'"):
         trainer.set_data_loader(DataLoader(dicts()), forward_input="image")  # type: ignore[arg-type]
     lacking = [{"picture": one["picture"], "labels": one["labels"]} for one in dicts()]
-    with pytest.raises(Misuse, match=r"forward\(\) of TwoInputs needs 'scale'"):
-        trainer.set_data_loader(DataLoader(lacking), forward_input="picture")  # type: ignore[arg-type]
+    for given, message in (("picture", r"forward\(\) of TwoInputs needs 'scale'"), (None, "forward_input=.*'picture'")):
+        trainer.set_data_loader(DataLoader(lacking), forward_input=given)  # type: ignore[arg-type]
+        batch = next(trainer.epoch(0))
+        with pytest.raises(Misuse, match=message):
+            trainer.forward_batch(batch)
+        assert trainer.model(batch["picture"], torch.ones(1)).shape == (1, 3), "a loop may call it itself"
 
 
 def graphs_alive(with_loss_fn: bool) -> int:

@@ -76,9 +76,15 @@ class Wiring:
     others: tuple[str, ...]
     targets: tuple[str, ...]
     """Fields that do not go into the model."""
+    problem: str = ""
+    """Why it cannot be called with a batch's fields alone; empty: it can."""
 
     def call(self, model: nn.Module, part: Fields) -> Any:
-        """The model's output of one batch."""
+        """The model's output of one batch. Raises `Misuse` if the fields are not all that it needs."""
+        if self.problem:
+            raise Misuse(
+                f"{self.problem}. To call the model yourself, as with noise or a second view, use trainer.model"
+            )
         return model(part[self.primary], **{name: part[name] for name in self.others})
 
 
@@ -401,14 +407,15 @@ def named(data: Any, names: Sequence[str] | None) -> Fields:
 def wire(
     loader: "DataLoader[Any]",
     model: nn.Module,
-    forward_input: str,
+    forward_input: str | None,
     names: Sequence[str] | None,
     inputs: Sequence[str] | None = None,
 ) -> Wiring:
     """Decides which fields are passed to the model: `forward_input` first, then those named as arguments of its
-    `forward`, or in `inputs`.
+    `forward`, or in `inputs`. Arguments that no field fills are a `problem` of `forward_batch` alone: a loop may call
+    the model itself.
 
-    Raises `Misuse` for unknown names and for inputs that no field fills, and lists the fields. Row G6.
+    Raises `Misuse` for unknown names, and lists the fields. Row G6.
     """
     for what, given in (("names", names), ("inputs", inputs)):
         if isinstance(given, str):
@@ -419,6 +426,8 @@ def wire(
         raise error if isinstance(error, ElcheError) else Misuse(f"the loader has no batch to give: {sample.message}")
     fields = list(named(sample, names))
     known = ", ".join(map(repr, fields))
+    if forward_input is None:
+        return Wiring("", (), tuple(fields), f"forward_batch needs set_data_loader(forward_input=...), one of {known}")
     if forward_input not in fields:
         raise Misuse(f"forward_input is {forward_input!r}, and batches have the fields {known}")
     unknown = [name for name in inputs or () if name not in fields]
@@ -435,10 +444,11 @@ def wire(
             f"as in set_data_loader(loader, forward_input={forward_input!r}, inputs=({forward_input!r}, ...))"
         )
     rest = parameters[1:]
-    for one in rest:
-        if one.default is inspect.Parameter.empty and one.name not in fields:
-            raise Misuse(f"forward() of {type(model).__name__} needs {one.name!r}; batches have the fields {known}")
+    lacking = [one.name for one in rest if one.default is inspect.Parameter.empty and one.name not in fields]
+    problem = (
+        f"forward() of {type(model).__name__} needs {lacking[0]!r}; batches have the fields {known}" if lacking else ""
+    )
     wired = {one.name for one in rest if one.kind is not inspect.Parameter.POSITIONAL_ONLY}
     others = tuple(name for name in fields if name in wired and name != forward_input)
     targets = tuple(name for name in fields if name not in others and name != forward_input)
-    return Wiring(forward_input, others, targets)
+    return Wiring(forward_input, others, targets, problem)

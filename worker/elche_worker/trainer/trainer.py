@@ -296,15 +296,16 @@ class Trainer:
         self,
         loader: "DataLoader[Any]",
         *,
-        forward_input: str,
+        forward_input: str | None = None,
         names: Sequence[str] | None = None,
         inputs: Sequence[str] | None = None,
     ) -> None:
         """Splits the loader's batches among the ranks. Give the whole loader on every rank, as for one device.
 
-        `forward_input` names the field of a batch that is the model's first argument; other fields that are named as
-        arguments of its `forward` (or, for a forward that does not say, in `inputs`) go there too, the rest are
-        targets. `names` names the fields of batches that are tuples. The order of samples is that of rank 0's sampler.
+        `forward_input` names the field of a batch that is the model's first argument in `forward_batch`; other fields
+        that are named as arguments of its `forward` (or, for a forward that does not say, in `inputs`) go there too,
+        the rest are targets. Leave it out if the loop calls the model itself. `names` names the fields of batches that
+        are tuples. The order of samples is that of rank 0's sampler.
 
         Raises `Misuse` on every rank for what cannot be split, and for unknown names.
         """
