@@ -38,11 +38,6 @@ def test_a_missing_package_is_told_with_what_to_do() -> None:
         load_job("import einopps\njob = 1", "train.py")
 
 
-def test_a_file_of_a_package_is_told_how_it_imports() -> None:
-    with pytest.raises(UserCodeRaised, match=r"no known parent package .*: import by full names, as in `from package"):
-        load_job("from .nets import model\njob = model()\n", "train.py")
-
-
 OF_OTHER_NAMES = """
 from elche_worker import TrainingJob
 

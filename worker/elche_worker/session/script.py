@@ -8,27 +8,35 @@ from pathlib import Path
 from elche.errors import PeerLost
 from elche.output import notice, take_any_text
 from elche_worker.collectives.calls import Parted
-from elche_worker.user.loading import WITHOUT_PACKAGE, is_without_package
+from elche_worker.user.package import package_of
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:
-    """Runs the script as `python SCRIPT ARGUMENT...` would. Exits with `left_alone_code` if it ends because another
-    rank has.
+    """Runs the script as `python SCRIPT ARGUMENT...` would, or with `-m` if it has relative imports. Exits with
+    `left_alone_code` if it ends because another rank has.
     """
     take_any_text(encoding="utf-8")  # the encoding in which its log is read
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    package, root = package_of(_text_of(script), script)
+    sys.path.insert(0, root or str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        if package:
+            runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except (Parted, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
         notice(error)
         sys.exit(left_alone_code if isinstance(error, PeerLost) else 1)
-    except ImportError as error:
-        if is_without_package(error):
-            error.msg += f"; {WITHOUT_PACKAGE}"
-        raise
     except SystemExit as error:
         if error.code:
             sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it
         raise
+
+
+def _text_of(script: str) -> str:
+    """The script's text; empty if it cannot be read, which running it says."""
+    try:
+        return Path(script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -18,6 +18,7 @@ import torch
 from elche.errors import ElcheError, InvalidJob
 from elche.script import check_module
 from elche_worker.user.job import JobDefinition
+from elche_worker.user.package import package_of
 
 
 class UserCodeRaised(ElcheError):
@@ -84,9 +85,12 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     module.__file__ = file_name
     sys.modules["elche_job"] = module
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
-    folder = str(Path(file_name).resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    package, root = package_of(source, file_name)
+    if package:
+        module.__package__ = package
+    for folder in filter(None, (root, str(Path(file_name).resolve().parent))):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     _let_spawned_import(file_name)
     global _is_loading
     _is_loading = True
@@ -144,6 +148,8 @@ def run_again(namespace: dict[str, Any]) -> None:
             "here: put what it runs into a module beside it"
         ) from error
     namespace["__file__"] = str(path)
+    if package := package_of(source, str(path))[0]:
+        namespace["__package__"] = package
     exec(compile(source, path, "exec"), namespace)
 
 
@@ -216,20 +222,7 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, ModuleNotFoundError):
         notes += "; install it, put it beside the file, or name its package by --requirements"
-    elif is_without_package(error):
-        notes += f"; {WITHOUT_PACKAGE}, or submit the job by --module PACKAGE.MODULE:NAME"
     return UserCodeRaised(f"{type(error).__name__}{': ' if words else ''}{words}{line}{notes}", text)
-
-
-WITHOUT_PACKAGE = (
-    "elche runs the file as `python FILE` does, which knows no package of it: import by full names, as in `from "
-    "package.module import name`, with the folder that the package is in on PYTHONPATH"
-)
-
-
-def is_without_package(error: BaseException) -> bool:
-    """True for the error of a relative import in a file that is run by its path."""
-    return isinstance(error, ImportError) and "no known parent package" in said(error)
 
 
 def _exception_only(error: BaseException) -> list[str]:

@@ -1,0 +1,66 @@
+"""Files of a package with relative imports."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from elche_worker.session.script import run_script
+from elche_worker.user.loading import load_job
+from elche_worker.user.package import package_of
+
+JOB = """
+from elche_worker import TrainingJob
+from .nets import model
+
+job = TrainingJob(model=model, optimizer=print, dataset=print, train_step=print, batch_size=1, epochs=1)
+"""
+LOOP = "from ..common.nets import model\nprint(__name__, __package__, model.__module__)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a package `proj` with a package `train`; `common` has no __init__.py."""
+    for name in ("proj/train", "proj/common"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("proj/__init__.py", "proj/train/__init__.py"):
+        (tmp_path / name).touch()
+    for name in ("proj/train/nets.py", "proj/common/nets.py"):
+        (tmp_path / name).write_text("def model(): ...\n")
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("from .nets import model", "proj.train"),
+        ("def main():\n    from . import nets", "proj.train"),
+        ("from ..common import nets", "proj.train"),
+        ("from nets import model", ""),
+        ("try:\n    from .nets import model\nexcept ImportError:\n    from nets import model", ""),
+        ("from . import (", ""),
+    ],
+)
+def test_its_package_is_that_of_its_folders(folder: Path, source: str, package: str) -> None:
+    expected = (package, str(folder)) if package else ("", "")
+    assert package_of(source, str(folder / "proj/train/main.py")) == expected
+
+
+def test_folders_without_init_are_as_many_as_imports_climb(folder: Path) -> None:
+    file = str(folder / "proj/common/deep/main.py")
+    assert package_of("from . import nets", file) == ("deep", str(folder / "proj/common"))
+    assert package_of("from .. import nets", file) == ("proj.common.deep", str(folder))
+
+
+def test_a_job_imports_from_its_package(folder: Path) -> None:
+    assert load_job(JOB, str(folder / "proj/train/job.py")).model.__module__ == "proj.train.nets"
+
+
+def test_a_loop_runs_as_with_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with "attempted relative import with no known parent package"."""
+    (folder / "proj/train/loop.py").write_text(LOOP)
+    run_script(str(folder / "proj/train/loop.py"), [], left_alone_code=1)
+    assert capsys.readouterr().out == "__main__ proj.train proj.common.nets\n"

@@ -1,0 +1,25 @@
+"""Files with relative imports (`from .model import Net`), which Python runs as `python -m PACKAGE.MODULE` alone."""
+
+import ast
+from pathlib import Path
+
+
+def package_of(source: str, file_name: str) -> tuple[str, str]:
+    """The dotted name of the file's package, and the folder that has the package. Two empty texts for a file without
+    relative imports outside of `try`, which runs as with `python FILE`.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # whoever runs it says so
+        return "", ""
+    optional = {id(one) for node in ast.walk(tree) if isinstance(node, ast.Try) for one in ast.walk(node)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in optional]
+    level = max((node.level for node in imports), default=0)
+    if not level:
+        return "", ""
+    folder = Path(file_name).resolve().parent
+    names = [folder.name]
+    while (folder.parent / "__init__.py").is_file() or len(names) < level:
+        folder = folder.parent
+        names.insert(0, folder.name)
+    return (".".join(names), str(folder.parent)) if all(names) else ("", "")
