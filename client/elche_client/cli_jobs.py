@@ -241,7 +241,7 @@ def pause(job: str, off: bool, address: str, as_json: bool) -> int:
     metavar="PATH|none",
     envvar="ELCHE_FOLDER",
     show_envvar=True,
-    help="Folder that the ranks get; default: that of FILE. none: FILE alone.",
+    help="Folder that the ranks get; default: that of FILE, or of its packages. none: FILE alone.",
 )
 @click.option(
     "--key",

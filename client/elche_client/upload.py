@@ -10,6 +10,7 @@ import grpc
 
 from elche.bundle import CHUNK_BYTES
 from elche.errors import InvalidJob, Unreachable
+from elche.package import package_of
 from elche.script import check_module
 from elche.status import calling
 from elche.v1 import bundle_pb2 as pb
@@ -77,14 +78,22 @@ def _chunks(path: Path, offset: int) -> Iterator[bytes]:
 
 
 def folder_of(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None) -> Path | None:
-    """The folder that is sent with a file: the given one, else that of ELCHE_FOLDER, else the file's own; None for
-    "none". Raises `InvalidJob` if the file is not in it.
+    """The folder that is sent with a file: the given one, else that of ELCHE_FOLDER, else the file's own, or that of
+    the packages around it which it imports from; None for "none". Raises `InvalidJob` if the file is not in it.
     """
-    chosen = os.fspath(folder if folder is not None else os.environ.get(VARIABLE) or Path(path).parent)
+    chosen = os.fspath(folder if folder is not None else os.environ.get(VARIABLE) or _own_folder(Path(path)))
     if chosen == ALONE:
         return None
     entry_of(Path(path), Path(chosen))
     return Path(chosen)
+
+
+def _own_folder(path: Path) -> Path:
+    try:
+        package, root = package_of(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError):  # whoever reads the file says so
+        return path.parent
+    return Path(root) if "." in package else path.parent
 
 
 def file_of_module(name: str, folder: str | os.PathLike[str] | None) -> tuple[Path, Path]:

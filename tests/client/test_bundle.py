@@ -169,6 +169,10 @@ def test_a_file_is_found_in_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "project/jobs/train.py"
     assert entry_of(path, tmp_path / "project") == "jobs/train.py"
     assert folder_of(path, None) == path.parent
+    path.write_text("from .nets import model\n")
+    assert folder_of(path, None) == path.parent, "its own package"
+    path.write_text("from ..nets import model\n")
+    assert folder_of(path, None) == tmp_path.resolve(), "the one around it, too"
     assert folder_of(path, "none") is None
     monkeypatch.chdir(path.parent)
     assert folder_of("train.py", "..") == Path("..")

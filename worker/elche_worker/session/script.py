@@ -7,8 +7,8 @@ from pathlib import Path
 
 from elche.errors import PeerLost
 from elche.output import notice, take_any_text
+from elche.package import package_of
 from elche_worker.collectives.calls import Parted
-from elche_worker.user.package import package_of
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:

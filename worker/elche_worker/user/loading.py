@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from elche.errors import ElcheError, InvalidJob
+from elche.package import package_of
 from elche.script import check_module
 from elche_worker.user.job import JobDefinition
-from elche_worker.user.package import package_of
 
 
 class UserCodeRaised(ElcheError):

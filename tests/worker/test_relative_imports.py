@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from elche.package import package_of
 from elche_worker.session.script import run_script
 from elche_worker.user.loading import load_job
-from elche_worker.user.package import package_of
 
 JOB = """
 from elche_worker import TrainingJob
