@@ -1,8 +1,10 @@
 """Files that the safetensors library reads, and nested state that comes back as it was."""
 
 import hashlib
+import json
 import random
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,6 +46,18 @@ def test_an_optimizers_state_comes_back_as_it_was() -> None:
     other.load_state_dict(back["optimizers"][0])
     assert other.param_groups[0]["betas"] == (0.8, 0.9)
     assert torch.equal(other.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_named_tuples_keep_their_fields() -> None:
+    class Transition(NamedTuple):
+        state: torch.Tensor
+        reward: float
+
+    tensors: dict[str, torch.Tensor] = {}
+    flat = json.dumps(flattened(copied({"memory": [Transition(torch.ones(2), 0.5)]}), tensors))
+    (back,) = unflattened(json.loads(flat), tensors)["memory"]
+    assert back.state.tolist() == [1, 1]
+    assert Transition(*back).reward == back.reward == 0.5
 
 
 def test_what_is_no_plain_value_is_refused() -> None:

@@ -5,10 +5,12 @@ The library's own writer copies every tensor and holds the lock meanwhile; this 
 that a rank trains on. Files are read with the library.
 """
 
+import functools
 import hashlib
 import json
 import os
 import sys
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,8 +149,8 @@ def flattened(
     """Flattens a nested value to JSON: moves its tensors into `tensors` and pieces into `pieces`, and puts their names
     in their places.
 
-    Dictionaries may have keys of any type, tuples stay tuples, and NumPy's numbers become Python's. Raises `ValueError`
-    for other types, saying `where` it is.
+    Dictionaries may have keys of any type, tuples stay tuples, named ones keep the names of their fields, and NumPy's
+    numbers become Python's. Raises `ValueError` for other types, saying `where` it is.
     """
     if isinstance(value, Piece) and pieces is not None:
         name = f"state {len(pieces)}"
@@ -166,7 +168,8 @@ def flattened(
             ]
         }
     if isinstance(value, tuple):
-        return {"tuple": [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)]}
+        kind = {"kind": [type(value).__name__, *value._fields]} if hasattr(value, "_fields") else {}
+        return {"tuple": [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)], **kind}
     if isinstance(value, list):
         return [_nested(one, tensors, pieces, where, at) for at, one in enumerate(value)]
     if isinstance(value, np.generic):
@@ -193,8 +196,15 @@ def unflattened(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if "piece" in value:
         return tensors[value["piece"]]
     if "tuple" in value:
-        return tuple(unflattened(one, tensors) for one in value["tuple"])
+        values = tuple(unflattened(one, tensors) for one in value["tuple"])
+        return _kind_of(*value["kind"])._make(values) if "kind" in value else values
     return {unflattened(key, tensors): unflattened(one, tensors) for key, one in value["pairs"]}
+
+
+@functools.cache
+def _kind_of(name: str, *fields: str) -> Any:
+    """A named tuple's type: the user's own may stand in a script, which cannot be imported."""
+    return namedtuple(name, fields, rename=True)
 
 
 def copied(value: Any, into: Any = None) -> Any:
@@ -215,5 +225,6 @@ def copied(value: Any, into: Any = None) -> Any:
         return {key: copied(one, old.get(key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
         olds = into if isinstance(into, list | tuple) and len(into) == len(value) else [None] * len(value)
-        return type(value)(copied(one, old) for one, old in zip(value, olds, strict=True))
+        make = getattr(type(value), "_make", type(value))  # the constructor of a named tuple takes its fields
+        return make(copied(one, old) for one, old in zip(value, olds, strict=True))
     return value
