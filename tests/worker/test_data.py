@@ -289,6 +289,21 @@ def test_several_data_sets_at_once_are_refused(built: Any) -> None:
         as_dataset(built, "train.py")
 
 
+@pytest.mark.parametrize(
+    "built",
+    [(torch.zeros(20, 3), torch.zeros(20, 3)), (np.zeros((9, 2)), np.ones(9)), (list(range(20)), list(range(9)))],
+)
+def test_inputs_beside_targets_are_no_two_samples(built: Any) -> None:
+    """`return inputs, targets` trained on two samples, with exit code 0 where both had one shape."""
+    with pytest.raises(InvalidJob, match=r"tuple of 2 \w+s, which would be as many samples: return TensorDataset"):
+        as_dataset(built, "train.py")
+
+
+def test_samples_in_a_tuple_are_a_data_set() -> None:
+    for built in ((torch.zeros(8), torch.zeros(8)), ((torch.zeros(9), 1), (torch.zeros(9), 0)), (1.0, 2.0), ("a" * 9,)):
+        assert as_dataset(built, "train.py") is built
+
+
 # Draws by weight
 
 

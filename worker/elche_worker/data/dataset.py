@@ -16,6 +16,9 @@ from torch.utils.data._utils import worker
 from elche.errors import InvalidJob
 from elche.permutation import permutation_slice
 
+COLUMNS = (torch.Tensor, np.ndarray, list)
+MAX_COLUMNS = 8
+"""A tuple of up to so many values, all longer than that, is no data set of as many samples."""
 COUNT_S = 60.0
 """Seconds for which a stream without a length is read to count its samples: it may have no end."""
 
@@ -97,6 +100,11 @@ def as_dataset(built: Any, file_name: str) -> Any:
     kind = type(built).__name__
     if _holds_data_sets(built):
         raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one to train")
+    if isinstance(built, tuple) and _are_columns(built):
+        raise InvalidJob(
+            f"{file_name}: dataset() returned a tuple of {len(built)} {type(built[0]).__name__}s, which would be as "
+            "many samples: return TensorDataset(inputs, targets), or of several data sets the one to train"
+        )
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
             f"{file_name}: dataset() returned a {kind}; return the data set itself. Ranks take slices of a shuffled "
@@ -124,6 +132,14 @@ def _holds_data_sets(built: Any) -> bool:
         return False
     is_stream = [isinstance(one, IterableDataset) for one in built]
     return not all(is_stream) and any(isinstance(one, DataLoader | Dataset) for one in built)
+
+
+def _are_columns(values: tuple[Any, ...]) -> bool:
+    """True for a few long values of one type, such as inputs and targets, rather than for samples."""
+    kinds = {type(one) for one in values}
+    if len(kinds) != 1 or not 2 <= len(values) <= MAX_COLUMNS or not issubclass(kinds.pop(), COLUMNS):
+        return False
+    return min(len(one) if getattr(one, "ndim", 1) else 0 for one in values) > MAX_COLUMNS
 
 
 def _count(stream: Any, file_name: str) -> int:
