@@ -17,6 +17,7 @@ from elche_coordinator.core.messages.events import (
     AgentJoined,
     GroupFormed,
     JobSubmitted,
+    LoopAttached,
     LoopBegan,
     LoopLeft,
     PingAnswered,
@@ -347,6 +348,34 @@ def test_a_host_for_which_nobody_waits_has_longer_to_come_back(
         await after_the_grace()
         assert host.is_known == is_short
         host.driver.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_cut", [1, 2])
+def test_of_a_loop_whose_ranks_are_all_cut_off_nobody_is_lost_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cut: int
+) -> None:
+    """Its ranks trained on, and ended well, and the job was said to have failed."""
+    monkeypatch.setattr(presence, "LOOP_GRACE_S", 0.0)
+    monkeypatch.setattr(presence, "AGENT_GRACE_S", 100.0)
+
+    async def story() -> None:
+        driver, job_id = start(tmp_path), JobId("loop")
+        spec = JobSpec(name="loop", source_hash="", file_name="loop", num_ranks=2, is_loop=True)
+        ranks = (("host", "cpu"), ("host", "cpu"))
+        driver.handle(LoopAttached(job_id=job_id, spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+        queues = [(one, open_session(driver, one, 0)) for one in driver.core.addresses(job_id)]
+        for address, queue in queues[:num_cut]:
+            stream = driver.streams.of_rank(address)
+            assert stream is not None
+            assert queue is not None
+            stream.disconnect(queue)
+            driver.presence.on_rank_away(address)
+        await after_the_grace()
+        records = driver.core.jobs[job_id].ranks.values()
+        assert [one.is_present for one in records] == [num_cut == 2, True]
+        driver.stop()
 
     asyncio.run(story())
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentLost, Event, SessionLost
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.streams.streams import Stream, Streams
 
@@ -23,7 +23,7 @@ SESSION_GRACE_S = 600.0
 debugger. Others that wait for it may go on without it much sooner (protocol P20.3).
 """
 LOOP_GRACE_S = 2.0
-"""The same for a user-owned loop, without an agent that reports a death."""
+"""The same for a user-owned loop, without an agent that reports a death; `AGENT_GRACE_S` if no rank is connected."""
 RESTART_GRACE_S = 30.0
 """Seconds in which agents and ranks must reconnect to a restarted coordinator."""
 LOOP_RESTART_GRACE_S = 8.0
@@ -120,6 +120,9 @@ class Presence:
         stream = self._streams.of_rank(address)
         return stream is not None and stream.is_lost and self._core.has_session_due(address)
 
+    def _is_any_connected(self, job_id: JobId) -> bool:
+        return any(stream.is_connected for stream in self._streams.ranks[job_id].values())
+
     def _grace_s(self, agent_id: AgentId, *, are_both_lost: bool) -> float:
         """How long an agent may be away, and if `are_both_lost`, one of its ranks with it."""
         if self._core.is_awaited(agent_id):
@@ -145,7 +148,11 @@ class Presence:
         num_connections = stream.num_connections
 
         def judge() -> None:
-            if self._streams.of_rank(address) is stream and stream.num_connections == num_connections:
+            if self._streams.of_rank(address) is not stream or stream.num_connections != num_connections:
+                return
+            if grace_s == LOOP_GRACE_S and not self._is_any_connected(address["job_id"]):
+                self._await_rank(address, stream, AGENT_GRACE_S - LOOP_GRACE_S)  # nobody waits: all may be cut off
+            else:
                 self._handle(SessionLost(**address))
 
         asyncio.get_running_loop().call_later(grace_s, judge)
