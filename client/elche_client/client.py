@@ -331,7 +331,7 @@ class Client:
     def inject(self, job_id: str, fault: Fault | None, *, rank: int = 0, seconds: float = 5.0) -> str:
         """Breaks a part of a running job on purpose; returns the name of the host. None breaks nothing.
 
-        `rank` is the one that is hit, unless it is the coordinator; `seconds`, up to 600, for how long it is stopped.
+        `rank` or its worker is hit; without effect for the coordinator. `seconds`, up to 600: how long it is stopped.
         Needs the role operator. Raises `Forbidden` unless the coordinator was started with --allow-chaos, and
         `InvalidJob` when there is nothing to break.
         """

@@ -10,7 +10,7 @@ def package_of(source: str, file_name: str) -> tuple[str, str]:
     """
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # whoever runs it says so
+    except (SyntaxError, ValueError, RecursionError):  # whoever runs it says so; null bytes are a ValueError
         return "", ""
     optional = {id(one) for node in ast.walk(tree) if isinstance(node, ast.Try) for one in ast.walk(node)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in optional]

@@ -42,6 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("from nets import model", ""),
         ("try:\n    from .nets import model\nexcept ImportError:\n    from nets import model", ""),
         ("from . import (", ""),
+        ("from . import nets\0", ""),
     ],
 )
 def test_its_package_is_that_of_its_folders(folder: Path, source: str, package: str) -> None:

@@ -64,8 +64,10 @@ class Presence:
             self._await_agent(agent_id, agent, self._grace_s(agent_id, are_both_lost=True))
         if not stream.is_resumable:
             self._handle(SessionLost(**address))
+        elif agent_id is None:
+            self._await_rank(address, stream, LOOP_GRACE_S, alone_s=AGENT_GRACE_S - LOOP_GRACE_S)
         else:
-            self._await_rank(address, stream, LOOP_GRACE_S if agent_id is None else SESSION_GRACE_S)
+            self._await_rank(address, stream, SESSION_GRACE_S)
 
     def on_stopped(self, address: Address) -> None:
         """Handles that a rank has stopped while no coordinator answered."""
@@ -144,14 +146,17 @@ class Presence:
 
         asyncio.get_running_loop().call_later(grace_s, judge)
 
-    def _await_rank(self, address: Address, stream: Stream[object], grace_s: float) -> None:
+    def _await_rank(self, address: Address, stream: Stream[object], grace_s: float, *, alone_s: float = 0.0) -> None:
+        """Reports the rank as lost unless it reconnects within `grace_s`, or `alone_s` later if by then no rank of its
+        job is connected: nobody waits for it, and all may be cut off.
+        """
         num_connections = stream.num_connections
 
         def judge() -> None:
             if self._streams.of_rank(address) is not stream or stream.num_connections != num_connections:
                 return
-            if grace_s == LOOP_GRACE_S and not self._is_any_connected(address["job_id"]):
-                self._await_rank(address, stream, AGENT_GRACE_S - LOOP_GRACE_S)  # nobody waits: all may be cut off
+            if alone_s and not self._is_any_connected(address["job_id"]):
+                self._await_rank(address, stream, alone_s)
             else:
                 self._handle(SessionLost(**address))
 
