@@ -100,7 +100,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     except InvalidJob as error:
         raise InvalidJob(f"{file_name}: {said(error)}") from None
     except SyntaxError as error:
-        raise InvalidJob(f"{file_name}, line {error.lineno}: {error.msg}") from None
+        where = f", line {error.lineno}" if error.lineno else ""  # null bytes have no line
+        raise InvalidJob(f"{file_name}{where}: {error.msg}") from None
     except BaseException as error:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
