@@ -1,8 +1,17 @@
-"""`python -m elche_client` is the `elche` command."""
+"""The command `elche`, also as `python -m elche_client`: Ctrl-C ends it in silence even while it imports."""
 
 import sys
 
-from elche_client.cli import main
+
+def main() -> int:
+    """Runs the command line; returns its exit code."""
+    try:
+        from elche_client import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

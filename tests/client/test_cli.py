@@ -55,6 +55,26 @@ print(*sys.modules, file=sys.stderr)
 """
 
 
+INTERRUPTED_AT = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{}":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+from elche_client.__main__ import main
+
+sys.exit(main())
+"""
+
+
+def test_control_c_while_the_command_imports_is_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AT.format("click")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_help_comes_at_once() -> None:
     """Within 0.3 s, of which nearly all is imports: so what is slow to import is not."""
     done = subprocess.run([sys.executable, "-c", HELP], check=True, capture_output=True, text=True)

@@ -102,8 +102,8 @@ def as_dataset(built: Any, file_name: str) -> Any:
         raise InvalidJob(f"{file_name}: dataset() returned a {kind} of data sets; return the one to train")
     if isinstance(built, tuple) and _are_columns(built):
         raise InvalidJob(
-            f"{file_name}: dataset() returned a tuple of {len(built)} {type(built[0]).__name__}s, which would be as "
-            "many samples: return TensorDataset(inputs, targets), or of several data sets the one to train"
+            f"{file_name}: dataset() returned a tuple of {len(built)} {type(built[0]).__name__}s; return a data set "
+            "with one item per sample, such as TensorDataset(inputs, targets)"
         )
     if isinstance(built, DataLoader | Sampler):
         raise InvalidJob(
