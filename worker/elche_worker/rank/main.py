@@ -41,7 +41,15 @@ from elche_worker.model.checkpoint import Loaded, load, new_like, new_whole
 from elche_worker.model.layout import Layout
 from elche_worker.model.modes import what_is_still
 from elche_worker.model.own_state import build_own_state
-from elche_worker.model.step import Built, TrainStep, build_model, is_out_of_memory, merge_of, possible_precision
+from elche_worker.model.step import (
+    Built,
+    TrainStep,
+    build_model,
+    is_out_of_memory,
+    merge_of,
+    possible_precision,
+    why_mean,
+)
 from elche_worker.process.ending import end, forget_handlers
 from elche_worker.process.leaving import ALONE_AFTER_S, leave_on_sigterm
 from elche_worker.rank.bundle import enter_folder
@@ -265,17 +273,13 @@ def _prepare(
     loop.rehearse(warms_up=launch.warms_up)
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
-    merge = merge_of(job, parts.built)
-    if (job.merge, merge) == ("auto", "mean") and launch.rank == 0:
-        num = len(parts.built.all_optimizers)
-        why = f"train_step steps {num} optimizers itself; models that train against each other need no larger steps"
-        notice(f"rounds make the mean (merge='mean'): {why}")
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
     said_of_rates = loop.said_of_rates(parts.extent)
     said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
-    for said_of_it in (said_of_modes, *said_of_state, said_of_reads, said_of_rates):
+    said_of_merge = why_mean(job, built)
+    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, said_of_rates):
         if launch.rank == 0 and said_of_it:
             notice(said_of_it)
     ready = _ready(
@@ -283,7 +287,7 @@ def _prepare(
         parts.extent,
         parts.layout,
         launch,
-        merge=merge,
+        merge=merge_of(job, built),
         eval_size=len(parts.eval_dataset) if parts.eval_dataset is not None else 0,
         shard_sizes=tuple(dataset.sizes) if isinstance(dataset, Shards) else (),
         is_drawn=bool(job.sample_weights),
