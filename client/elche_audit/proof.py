@@ -95,6 +95,7 @@ class _Judge:
     # Attempts
 
     def _link_attempts(self) -> None:
+        """Makes each attempt's chain of rounds: those of earlier attempts before its checkpoint, then its own."""
         chain: list[AuditedRound] = []
         for attempt in self._attempts:
             is_first = attempt is self._attempts[0]

@@ -292,7 +292,7 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
         raise Damaged(f"{name} is damaged: it has {len(data)} bytes, less than its head")
     magic, version, _, length = HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise Damaged(f"{name} is no audit file of a rank")
+        raise Damaged(f"{name} is not an audit file of a rank")
     if version != FORMAT:
         raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMAT}")
     end = HEAD.size + length

@@ -82,7 +82,7 @@ def load() -> Contexts:
     except FileNotFoundError:
         return Contexts()
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidContext(f"{path} cannot be read: {error}; mend it, or remove it") from error
+        raise InvalidContext(f"{path} cannot be read: {error}; correct it, or remove it") from error
     found = Contexts(current=_text(path, content, "current"))
     listed = content.get("contexts", {})
     if not isinstance(listed, dict):

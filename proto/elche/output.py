@@ -33,7 +33,9 @@ def use_utf8() -> None:
 
 
 def take_any_text(*, encoding: str | None = None) -> None:
-    """Has `sys.stdout` and `sys.stderr` escape characters that their encoding, or the given one, lacks."""
+    """Has `sys.stdout` and `sys.stderr` print "?" for characters that their encoding lacks. With `encoding` they use
+    that, and escape what it lacks.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError, ValueError):  # a closed or replaced file

@@ -29,14 +29,14 @@ OWN = re.compile(
 def check_project(name: str) -> str:
     """Returns the name of a project; empty: none. Raises `InvalidJob` for an invalid one."""
     if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise InvalidJob(f"{name[:64]!r} is no name of a project: use up to 64 letters, digits, '.', '_' and '-'")
+        raise InvalidJob(f"{name[:64]!r} is not a name of a project: use up to 64 letters, digits, '.', '_' and '-'")
     return name
 
 
 def check_module(name: str) -> tuple[str, str]:
     """Splits PACKAGE.MODULE:NAME into (module, name). Raises `InvalidJob` for another text."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name, re.ASCII):
-        raise InvalidJob(f"{name[:64]!r} is no job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
+        raise InvalidJob(f"{name[:64]!r} is not a job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
     module, _, attribute = name.partition(":")
     return module, attribute
 
@@ -54,7 +54,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
         raise InvalidJob(f"a job may have {MAX_VARIABLES} variables of its environment, not {len(environment)}")
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InvalidJob(f"{name[:64]!r} is no name of an environment variable: use letters, digits and _")
+            raise InvalidJob(f"{name[:64]!r} is not a name of an environment variable: use letters, digits and _")
         if OWN.fullmatch(name):
             raise InvalidJob(f"{name} cannot be set for a job: elche sets it for each rank")
         if READ_AT_START.fullmatch(name):

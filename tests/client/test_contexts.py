@@ -102,7 +102,7 @@ def test_a_token_may_come_from_another_program(tmp_path: Path) -> None:
 def test_contexts_without_end_are_refused(config: Path) -> None:
     config.parent.mkdir()
     config.symlink_to("/dev/zero")
-    with pytest.raises(InvalidContext, match="it has 1048576 characters or more; mend it, or remove it"):
+    with pytest.raises(InvalidContext, match="it has 1048576 characters or more; correct it, or remove it"):
         contexts.load()
 
 

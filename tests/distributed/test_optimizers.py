@@ -225,7 +225,7 @@ def test_an_optimizer_that_no_trainer_has_is_named_once(worlds: Worlds, what: st
 def test_a_model_that_another_optimizer_has_stepped_is_compared_at_the_end(worlds: Worlds) -> None:
     """Without one step of the Trainer each rank had a model of its own, and all ended with success."""
     ended = worlds.run(2, step_beside, "its model", may_raise=True)
-    assert any(isinstance(one, Raised) and "the ranks' models have parted" in one.message for one in ended)
+    assert any(isinstance(one, Raised) and "the ranks' models differ" in one.message for one in ended)
 
 
 def test_on_one_process_only_what_is_named_is_stepped_and_cleared() -> None:

@@ -115,7 +115,7 @@ class Recorded:
         streams = DeviceStreams()
         self.replicas.append(
             Replica(
-                launch, job, parts, channel=nobody, streams=streams, wake=wake, tell=lambda message: None, meet=meet
+                launch, job, parts, channel=nobody, streams=streams, wake=wake, send=lambda message: None, meet=meet
             )
         )
         return self.replicas[-1]

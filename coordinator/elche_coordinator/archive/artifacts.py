@@ -265,7 +265,7 @@ class Artifacts:
             }
             missing = [str(name) for name in manifest["missing"]]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise InvalidJob(f"the worker on {part.host} has answered what is no manifest") from None
+            raise InvalidJob(f"the worker on {part.host} has sent something other than a manifest") from None
         except _Away:
             raise
         except ElcheError as error:

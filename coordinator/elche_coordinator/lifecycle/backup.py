@@ -59,7 +59,7 @@ def back_up(data: Path, to: Path) -> str:
 def restore(backup: Path, data: Path) -> str:
     """Restores a backup into a folder without a coordinator. Returns a line on the next steps. Raises `CannotStart`."""
     if not (backup / DATABASE).is_file():
-        raise CannotStart(f"{backup} is no backup: it has no {DATABASE}")
+        raise CannotStart(f"{backup} is not a backup: it has no {DATABASE}")
     try:
         num_jobs, tables = _contents(backup / DATABASE)
         if tables > REVISION:

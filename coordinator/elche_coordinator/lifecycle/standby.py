@@ -60,7 +60,7 @@ def using(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise CannotStart(f"{error.filename or folder} cannot be used: {why}") from error
 
 

@@ -57,7 +57,7 @@ class AccessControl:
             return
         send, grant = _hardened(send), None
         try:
-            refusal = _no_such_page(scope)
+            refusal = _invalid_request(scope)
             if refusal is None:
                 grant = self._let_in(scope)
                 refusal = self._refusal(scope)
@@ -152,9 +152,11 @@ def _payer(path: str) -> str:
     return STRANGERS if _is_open(path) else CALLER.get().name
 
 
-def _no_such_page(scope: Scope) -> JSONResponse | None:
-    """The answer to an unknown path; None for a known one. Routes, unlike roles, also match a path with a final line
-    feed.
+def _invalid_request(scope: Scope) -> JSONResponse | None:
+    """The error for a path with control characters, or for a write to a public page; else None.
+
+    Starlette's routes would match a path that ends with a line feed, but `_needed` would not, and so ask for a lesser
+    role.
     """
     if not scope["path"].isprintable():
         return _answer(404, "no such page")

@@ -1,4 +1,4 @@
-"""The user's own state beside the model: the objects that a job's `state(model)` returns."""
+"""The user's own state besides the model: the objects that a job's `state(model)` returns."""
 
 import json
 from collections.abc import Iterator, Mapping

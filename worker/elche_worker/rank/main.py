@@ -184,7 +184,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
             group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
             parts, _ = build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
             replica = Replica(
-                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
+                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, send=lambda message: None
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)

@@ -98,7 +98,7 @@ class ReplayedRank:
             channel=cast(Any, None),
             streams=self._streams,
             wake=wake,
-            tell=lambda message: None,
+            send=lambda message: None,
             meet=meet,
         )
         replica.rehearse(warms_up=launch.warms_up)

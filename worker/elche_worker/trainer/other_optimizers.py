@@ -19,7 +19,7 @@ _open: "WeakSet[OtherOptimizers]" = WeakSet()
 
 class OtherOptimizers:
     """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has; that one was built of the
-    model's parameters beside the Trainer's; that the first step has no gradients; that each batch is stepped twice; or
+    model's parameters besides the Trainer's; that the first step has no gradients; that each batch is stepped twice; or
     that an unfrozen parameter is in none.
 
     Not in a Trainer's step: there an optimizer may step another one that it wraps.

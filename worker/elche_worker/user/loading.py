@@ -139,7 +139,9 @@ def _let_spawned_import(file_name: str) -> None:
 
 
 def run_again(namespace: dict[str, Any]) -> None:
-    """Runs the file in a process that it has started, as the module that has this namespace."""
+    """Runs the user's file in a process that the file has started by spawn or forkserver: its functions are looked up
+    in the module `elche_job`, whose namespace this is.
+    """
     path = Path(os.environ[JOB_FILE])
     try:
         source = path.read_text(encoding="utf-8")

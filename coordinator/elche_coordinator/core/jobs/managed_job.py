@@ -168,7 +168,7 @@ class ManagedJob(PlacedJob):
             case SessionOpened():
                 pass  # `RankReady` follows with all data
             case LoopProgressed() | LoopEpochEnded() | LoopBegan() | LoopLeft():
-                self.refuse_now(event, "it is no loop of the user's own")
+                self.refuse_now(event, "it is not a loop of the user's own")
             case _:
                 assert_never(event)
 

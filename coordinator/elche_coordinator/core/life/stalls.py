@@ -23,7 +23,7 @@ FORGOTTEN = 0.999
 
 
 class StallWatch:
-    """The silence of a job's ranks.
+    """Finds a job's stalled ranks.
 
     A rank is stalled when it has work, waits for no other, and is silent for longer than 10 s plus the larger of 20 of
     its batch times and 4 times the longest gap between its reports. One without any batch is stalled after 60 s plus 20

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from elche.token import Role
 from elche_coordinator.roles import TokenRecord
-from elche_coordinator.storage.sql.database import Database, failing
+from elche_coordinator.storage.sql.database import Database, converted_errors
 from elche_coordinator.storage.sql.database import artifacts as _artifacts
 from elche_coordinator.storage.sql.database import bundles as _bundles
 from elche_coordinator.storage.sql.database import jobs as _jobs
@@ -116,7 +116,7 @@ class SqlStore(Database):
 
     def _connected(self) -> sa.Connection:
         if self._writer is None:
-            with failing():
+            with converted_errors():
                 connection = self.connect()
                 if not self.is_shared:
                     connection.execute(sa.text("PRAGMA journal_mode = WAL"))
