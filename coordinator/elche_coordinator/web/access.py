@@ -12,11 +12,11 @@ from elche.errors import Forbidden, NotAllowed, TooMuch
 from elche.network import is_loopback, split_host
 from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import Grant
 from elche_coordinator.limits.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.limits.processor import STRANGERS, Processor
 from elche_coordinator.roles import CALLER, HAS_CHANGED
-from elche_coordinator.services.interceptor import Credentials
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Paths that need no token: their answers do not depend on any job."""

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.upkeep import Upkeep
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -29,7 +30,6 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services import requests
-from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.services.validation import MAX_RANKS
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
