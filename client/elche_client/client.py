@@ -87,7 +87,7 @@ class Client:
     Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if
     that is this coordinator's; `tls` a folder with its `ca.crt`, by default that of ELCHE_TLS, or of the context. An
-    empty text is none. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
+    empty string is none. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
     (`InvalidJob`, `UnknownJob`, `NotAllowed`, `Forbidden`, `TooMuch`) or does not answer (`Unreachable`). Watching a
     job outlasts a restart of the coordinator that takes up to `reconnect_s` seconds, by default 60.
     """

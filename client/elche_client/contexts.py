@@ -149,5 +149,5 @@ def tls_of(coordinator: str) -> str:
 def _text(path: Path, table: Mapping[str, object], name: str) -> str:
     value = table.get(name, "")
     if not isinstance(value, str):
-        raise InvalidContext(f"{path}: {name} must be a text, not {value!r}")
+        raise InvalidContext(f"{path}: {name} must be a string, not {value!r}")
     return value

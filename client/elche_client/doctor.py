@@ -291,9 +291,7 @@ def _validity(name: str, since: datetime, until: datetime) -> Finding:
     now = datetime.now(UTC)
     text = f"valid until {until:%Y-%m-%d %H:%M} UTC"
     if now >= until:
-        return Finding(
-            name, State.FAULT, f"it has ended, at {until:%Y-%m-%d %H:%M} UTC", "make a new one: `elche certs`"
-        )
+        return Finding(name, State.FAULT, f"it expired at {until:%Y-%m-%d %H:%M} UTC", "make a new one: `elche certs`")
     if until - now < (until - since) / 10:
         return Finding(name, State.WARNING, text, "make a new one soon: `elche certs`; no restart is needed")
     return Finding(name, State.OK, text)

@@ -28,7 +28,7 @@ def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[st
 
 @contextmanager
 def folder_or_job(meant: str, address: str) -> Iterator[None]:
-    """In the body a text that is not a folder is taken for a job: an `UnknownJob` becomes an `InvalidJob`, and an
+    """In the body a name that is not a folder is taken for a job: an `UnknownJob` becomes an `InvalidJob`, and an
     `Unreachable` is extended, to say that it is neither.
     """
     try:

@@ -94,7 +94,9 @@ def checksum(manifest: dict[str, Any]) -> str:
 
 def write_manifest(draft: Path, unfinished: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a draft, whose other files are durable, a whole checkpoint; returns its manifest. Raises `OSError`."""
-    manifest = dict(json.loads(json.dumps({**unfinished, "training": training})))  # as it will be read: keys are texts
+    manifest = dict(
+        json.loads(json.dumps({**unfinished, "training": training}))
+    )  # as it will be read: keys are strings
     manifest["checksum"] = checksum(manifest)
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(draft / MANIFEST)

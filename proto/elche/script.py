@@ -62,16 +62,16 @@ def check_environment(environment: Mapping[str, str]) -> None:
                 f"{name} cannot be set for a job because it is read earlier: set it where elche-worker is started"
             )
         if not isinstance(value, str) or "\0" in value:
-            raise InvalidJob(f"the value of {name} must be a text without zero bytes")
+            raise InvalidJob(f"the value of {name} must be a string without zero bytes")
     size = sum(len(name.encode()) + len(value.encode("utf-8", "replace")) for name, value in environment.items())
     if size > MAX_ENVIRONMENT_BYTES:
         raise InvalidJob(f"the job's environment has {size} bytes; {MAX_ENVIRONMENT_BYTES} are allowed")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `InvalidJob` for arguments that are not texts, or too long."""
+    """Raises `InvalidJob` for arguments that are not strings, or too long."""
     if any(not isinstance(one, str) or "\0" in one for one in arguments):
-        raise InvalidJob("arguments of a job's file must be texts without zero bytes")
+        raise InvalidJob("arguments of a job's file must be strings without zero bytes")
     size = sum(len(one.encode("utf-8", "replace")) for one in arguments)
     if size > MAX_ARGUMENTS_BYTES:
         raise InvalidJob(f"the arguments of the job's file have {size} bytes; {MAX_ARGUMENTS_BYTES} are allowed")

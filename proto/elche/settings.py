@@ -116,7 +116,7 @@ class Setting:
         if self.kind == "flag":
             return "True or False"
         if self.kind == "word":
-            return f"a text{none}"
+            return f"a string{none}"
         if self.kind == "pair":
             return f"(slowest rank, ratio), such as (1, 2.3){none}"
         return ("a whole number" if self.kind == "whole" else "a number") + none

@@ -378,6 +378,7 @@ class Artifacts:
     async def _stored_log_end(
         self, job_id: str, rank: int, max_bytes: int, *, with_times: bool
     ) -> AsyncGenerator[bytes]:
+        """The last whole lines of a stored log, at most `max_bytes` of it."""
         end, is_cut = b"", False
         async with aclosing(self.chunks(job_id, rank_log(rank))) as chunks:
             async for data in chunks:

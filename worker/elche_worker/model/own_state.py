@@ -48,7 +48,7 @@ class OwnState:
             text = json.dumps(flattened(copied(state), tensors, where=name))
         except ValueError as error:
             raise InvalidJob(
-                f"{self._file_name}: state() gives {name!r}: {error}: keep numbers, texts and tensors in it"
+                f"{self._file_name}: state() gives {name!r}: {error}: keep numbers, strings and tensors in it"
             ) from None
         return unflattened(json.loads(text), tensors)
 
@@ -96,7 +96,7 @@ def build_own_state(job: JobDefinition, model: nn.Module, file_name: str) -> Own
         raise InvalidJob(f"{file_name}: state() must return a dict of objects by name, not {type(objects).__name__}")
     for name, one in objects.items():
         if not isinstance(name, str):
-            raise InvalidJob(f"{file_name}: state() must give names that are texts, not {name!r}")
+            raise InvalidJob(f"{file_name}: state() must give names that are strings, not {name!r}")
         if not (isinstance(one, dict) or _has_state(one)):
             raise InvalidJob(
                 f"{file_name}: state() gives {name!r}, a {type(one).__name__} without state_dict() and "

@@ -55,7 +55,7 @@ def record_event(text: str) -> None:
     in `job.run()`, it does nothing.
     """
     if not isinstance(text, str):
-        raise TypeError(f"record_event() takes a text, not {type(text).__name__}")
+        raise TypeError(f"record_event() takes a string, not {type(text).__name__}")
     if _sender is not None:
         _sender.add(text)
 
