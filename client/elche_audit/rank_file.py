@@ -387,7 +387,7 @@ class _Reader:
     def _take_outcome(self, number: int) -> None:
         self._file.outcome = OUTCOMES.get(number, "")
         if not self._file.outcome:
-            self._say(f"the job has outcome {number}, which there is not")
+            self._say(f"the job has outcome {number}, which is unknown")
 
     def _say(self, text: str) -> None:
         self._file.problems.append(f"{self._file.who}: {text}")

@@ -142,7 +142,7 @@ def plan(
     from elche_client import plan as plans
 
     if (ranks is None) == (like is None):
-        raise click.UsageError("give the devices as --ranks 25ms,57ms or as --like JOB, one of the two")
+        raise click.UsageError("give the devices either as --ranks 25ms,57ms or as --like JOB")
     ranks = ranks or plans.times_like(like or "", address)
     if add and len(ranks) + len(add) > MAX_DEVICES:
         raise click.BadParameter(f"with --add there are more than {MAX_DEVICES} devices", param_hint="'--add'")

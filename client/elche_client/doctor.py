@@ -230,7 +230,7 @@ def _of_several(finding: Finding) -> Finding:
     if finding.state is not State.FAULT:
         return finding
     if finding.text.startswith(NOBODY_LISTENS):
-        return Finding(finding.name, State.OK, f"{finding.text}: it stands by, or does not run")
+        return Finding(finding.name, State.OK, f"{finding.text}: it is a standby, or is not running")
     return replace(finding, state=State.WARNING)
 
 

@@ -199,7 +199,9 @@ def _new_server(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise CannotStart(f"{config.listen} cannot be listened on: the port is in use, or the host is not this machine")
+        raise CannotStart(
+            f"the coordinator cannot listen on {config.listen}: the port is in use, or the host is not this machine"
+        )
     return server, port
 
 

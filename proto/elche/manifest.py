@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if wrong := [name for name, type_ in FIELDS.items() if not isinstance(manifest[name], type_)]:
         raise InvalidJob(f"{path} is damaged: {wrong[0]} is not what elche writes; resume from an older checkpoint")
     if not all(map(_is_file, manifest["files"].items())):
-        raise InvalidJob(f"{path} is damaged: its list of files is none; resume from an older checkpoint")
+        raise InvalidJob(f"{path} is damaged: its list of files is invalid; resume from an older checkpoint")
     return dict(manifest)
 
 

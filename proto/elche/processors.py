@@ -11,7 +11,7 @@ SPINS = 1000
 milliseconds by default: two threads on busy processors took 40 times the processor time of one, and twice with this.
 """
 HASH_SEED = "PYTHONHASHSEED"
-"""By default Python hashes strings differently in each process, and sets of them have another order: a vocabulary that is
+"""By default Python hashes strings differently in each process, so that sets have another order: a vocabulary that is
 made of `set(text)` would give each rank, and each resumed training, other numbers.
 """
 

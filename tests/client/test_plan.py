@@ -29,7 +29,7 @@ ARGUMENTS = ["plan", "--ranks", "25ms", "--model", "350MB"]
         (["--link", "50MB"], "'50MB' is not a bandwidth: write it such as 50Mbit/s"),
         (["--link", "50Mbit/s,"], "'50Mbit/s,' is not a bandwidth"),
         (["--mtbf", "often"], "'often' is not a time between failures: write it such as 2h"),
-        (["--like", "runs/none"], "give the devices as --ranks 25ms,57ms or as --like JOB, one of the two"),
+        (["--like", "runs/none"], "give the devices either as --ranks 25ms,57ms or as --like JOB"),
         (["--policy", "sync", "--averaging", "overlapped"], "averaging is auto or blocking with policy sync"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_token_with_a_role_that_is_none(tmp_path: Path) -> None:
     IssuedTokens(store).make("ada", Role.USER, expires_s=0, made_by="")
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tokens SET role = 'king'")
-    with pytest.raises(DamagedStore, match="a token has a role that is none: 'king'"):
+    with pytest.raises(DamagedStore, match="a token has an unknown role: 'king'"):
         IssuedTokens(store)
 
 

@@ -213,12 +213,12 @@ def step_beside(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("a loss", "SGD is stepped beside the Trainer"), ("a second Trainer", ""), ("nothing", "")]
+    ("what", "words"), [("a loss", "SGD is stepped outside the Trainer"), ("a second Trainer", ""), ("nothing", "")]
 )
 def test_an_optimizer_that_no_trainer_has_is_named_once(worlds: Worlds, what: str, words: str) -> None:
     """A loss with parameters of its own, or a second model, became another one on each rank in silence."""
     said = worlds.run(2, step_beside, what)
-    assert [one.count("is stepped beside") for one in said] == [int(bool(words)), 0]
+    assert [one.count("is stepped outside") for one in said] == [int(bool(words)), 0]
     assert words in said[0]
 
 

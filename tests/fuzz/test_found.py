@@ -82,7 +82,7 @@ def test_a_manifest_of_which_a_field_is_something_else_is_damaged(checkpoint: Pa
 
 @pytest.mark.parametrize("name", ["../job.py", "/etc/passwd", "a/../../b", "\0"])
 def test_a_manifest_names_no_file_outside_of_its_checkpoint(checkpoint: Path, name: str) -> None:
-    with pytest.raises(InvalidJob, match="its list of files is none"):
+    with pytest.raises(InvalidJob, match="its list of files is invalid"):
         manifest.read_manifest(changed(checkpoint, files={name: {"bytes": 1, "sha256": ""}}))
 
 

@@ -81,7 +81,7 @@ class History:
         submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
         num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
         if not isinstance(submitted_at, float) or not isinstance(resume, str):
-            raise TypeError("when it was submitted, or its checkpoint, is no such value")
+            raise TypeError("its time of submission, or its checkpoint, has another type")
         if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
             raise TypeError("its attempt, or number of ranks, is not a number")
         return JobSubmitted(

@@ -32,7 +32,7 @@ def unsealed(content: bytes) -> bytes:
     """The inverse of `sealed`. Raises `pickle.UnpicklingError` if the content was changed."""
     pickled = content[CHECKSUM_BYTES:]
     if content != sealed(pickled):
-        raise pickle.UnpicklingError("its checksum is another one: it was damaged")
+        raise pickle.UnpicklingError("its checksum does not match: it was damaged")
     return pickled
 
 

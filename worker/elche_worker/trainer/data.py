@@ -419,7 +419,7 @@ def wire(
     """
     for what, given in (("names", names), ("inputs", inputs)):
         if isinstance(given, str):
-            raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
+            raise Misuse(f"{what} must be a tuple of names, not the string {given!r}")
     sample = first_batch(loader)
     if isinstance(sample, FetchError):
         error = sample.to_error()

@@ -115,8 +115,8 @@ class OtherOptimizers:
             )
         elif stepped - {id(one) for other in _open for one in other._model.parameters()}:
             self._say(
-                f"{type(optimizer).__name__} is stepped beside the Trainer, with gradients of each rank alone, so that "
-                "its parameters differ between ranks: let the model hold them, such as "
+                f"{type(optimizer).__name__} is stepped outside the Trainer, with gradients of each rank alone, so "
+                "that its parameters differ between ranks: let the model hold them, such as "
                 "nn.ModuleDict({'net': net, 'loss': loss}), and give that optimizer to Trainer.setup, too"
             )
 

@@ -177,7 +177,7 @@ class Trainer:
             attachment = attach(address, self._config, self._world, **where)
         else:
             if is_submitted() and self._world.rank == 0:
-                notice("the job shows this script's first Trainer; this one trains unseen")
+                notice("the job shows this script's first Trainer; this one is not shown")
             return
         self._progress.attachment = self._together.attachment = attachment
         self._together.on_regrouped, self._together.untrained = self._rejoin, self._stepper.untrained

@@ -107,7 +107,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         if isinstance(error, SystemExit):  # argparse has said why
             raise InvalidJob(
                 f"{file_name} ended itself (SystemExit: {said(error)}) before all of it was run: its own arguments "
-                "come behind --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
+                "come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
             ) from None
         raise describe_raised(error, file_name) from None
