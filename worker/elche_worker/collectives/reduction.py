@@ -134,7 +134,7 @@ class Reduction:
         self._loaded: dict[Kind, Mapping[str, Any]] = {}
         """Memories of a checkpoint, kept until the first round, in which all ranks have the last result."""
         self._loaded_mean: Mapping[str, torch.Tensor] = {}
-        """By name."""
+        """The moving average (`ema`) of the checkpoint, by name."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
         """Compression of earlier generations, whose errors this rank has still to send. The present one cannot take

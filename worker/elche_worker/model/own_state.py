@@ -131,12 +131,12 @@ def _load(one: Any, state: Any) -> None:
     if _has_state(one):
         one.load_state_dict(state)
         return
-    filled = {key: _beside(value, one.get(key)) for key, value in copied(state).items()}
+    filled = {key: _on_device_of(one.get(key), value) for key, value in copied(state).items()}
     one.clear()
     one.update(filled)
 
 
-def _beside(value: Any, old: Any) -> Any:
-    """Moves a tensor to the device of the one that it replaces."""
+def _on_device_of(old: Any, value: Any) -> Any:
+    """The value; a tensor on the device of the tensor `old` that it replaces."""
     are_tensors = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
     return value.to(old.device) if are_tensors else value
