@@ -403,7 +403,7 @@ class Client:
                 if lost_s == -math.inf or now_s - began_s > STEADY_S:
                     lost_s = now_s
                     if self._was_answered and self._reconnect_s:
-                        log.warning("%s; it is asked again for %.0f s", error, self._reconnect_s)
+                        log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
                 if not self._was_answered or now_s - lost_s >= self._reconnect_s:
                     raise
                 time.sleep(RECONNECT_EVERY_S)

@@ -71,7 +71,8 @@ sys.exit(main())
 
 
 def test_control_c_while_the_command_imports_is_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AT.format("click")], capture_output=True, text=True)
+    program = INTERRUPTED_AT.format("click")
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -96,8 +96,8 @@ def _is_used(data: Path) -> bool:
 
 
 def _end_states(copy: sqlite3.Connection) -> None:
-    """Has a coordinator on the copy go back to checkpoints: ranks hear more from the one that runs, and would refuse to
-    go on from here.
+    """Makes the copy's saved states unusable, so that a coordinator on it resumes jobs from checkpoints. Ranks have
+    received more from the running coordinator since, and would refuse one that is behind.
     """
     copy.execute("UPDATE states SET code = ?", (BACKED_UP,))
     copy.commit()

@@ -16,7 +16,7 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
 from elche_worker.model.tensors import is_divided, is_plain
 
-PARTED = 0.01
+MAX_DIFFERENCE = 0.01
 """Largest difference between ranks of the sums in `_figures`. It allows for devices that round differently."""
 
 
@@ -106,7 +106,7 @@ def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
                     "trainer.mean({'loss': loss})"
                 )
         for name, ours, theirs in zip(named, gathered[first][1], other, strict=False):
-            if any(abs(one - another) > PARTED for one, another in zip(ours, theirs, strict=True)):
+            if any(abs(one - another) > MAX_DIFFERENCE for one, another in zip(ours, theirs, strict=True)):
                 raise Misuse(
                     f"the ranks' models differ: {name} of rank {rank} is not that of rank {first}. All step "
                     "with the same gradients, so what else changes parameters must do the same on every rank: load "
@@ -143,7 +143,7 @@ def begin_as_rank_0(model: nn.Module, world: World) -> bool:
 def _are_others(figures: list[list[float]], others: list[list[float]]) -> bool:
     """True if two results of `_figures` are of different tensors."""
     pairs = zip(chain(*figures), chain(*others), strict=True)
-    return any(abs(one - other) > PARTED for one, other in pairs)
+    return any(abs(one - other) > MAX_DIFFERENCE for one, other in pairs)
 
 
 @torch.no_grad()
