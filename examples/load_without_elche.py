@@ -55,7 +55,7 @@ def load(path: str) -> GPT:
     """The trained model; its sizes are those of the file's tensors. Raises `ValueError` when it is another model's."""
     tensors = load_file(path)
     if "positions" not in tensors:
-        raise ValueError(f"{path} is no model of bytes_gpt.py")
+        raise ValueError(f"{path} is not a model of bytes_gpt.py")
     context, width = tensors["positions"].shape
     num_blocks = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
     model = GPT(width, num_blocks, context)

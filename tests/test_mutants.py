@@ -55,7 +55,7 @@ def problem_of(mutant: Any) -> str:
     except (ValueError, SyntaxError) as error:
         return str(error)
     if mutant.before == mutant.after or not mutant.story.endswith(".") or not mutant.tests:
-        return "it changes nothing, is no sentence, or names no tests"
+        return "it changes nothing, is not a sentence, or names no tests"
     for test in mutant.tests:
         path, _, name = test.partition("::")
         if not path.startswith("tests/") or not (ROOT / path).exists():

@@ -45,7 +45,7 @@ def module_names(path: Path) -> dict[str, ast.stmt]:
 
 
 def class_names(node: ast.stmt) -> dict[str, ast.stmt]:
-    """The names that a class defines, and that its methods set on `self`; none for what is no class."""
+    """The names that a class defines, and that its methods set on `self`; none for what is not a class."""
     if not isinstance(node, ast.ClassDef):
         return {}
     stored = {

@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(slots=True)
 class AuditedRound:
-    """One averaging, as far as files tell of it."""
+    """One averaging, as far as files contain it."""
 
     attempt: int
     generation: int

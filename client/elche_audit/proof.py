@@ -95,6 +95,7 @@ class _Judge:
     # Attempts
 
     def _link_attempts(self) -> None:
+        """Makes each attempt's chain of rounds: those of earlier attempts before its checkpoint, then its own."""
         chain: list[AuditedRound] = []
         for attempt in self._attempts:
             is_first = attempt is self._attempts[0]
@@ -202,7 +203,7 @@ class _Judge:
     def _check_checkpoint(self, books: CheckpointBooks) -> None:
         chain = self._chains.get(books.attempt)
         if chain is None:
-            self._lack(f"checkpoint {books.name}: no file is of attempt {books.attempt}")
+            self._lack(f"checkpoint {books.name}: there is no file of attempt {books.attempt}")
             return
         rounds = [one for one in chain if one.version <= books.version]
         if not rounds or rounds[-1].version != books.version:
@@ -356,7 +357,7 @@ def _differing(one: AuditedRound) -> list[str]:
 def _lacks_ranks(one: AuditedRound) -> str:
     return (
         f"{one.words} (version {one.version}) had {one.result.num_rows} ranks, and the files of {len(one.entries)} "
-        "tell of it: the file of a rank is missing, or not whole"
+        "contain it: the file of a rank is missing, or not whole"
     )
 
 

@@ -292,7 +292,7 @@ def _read_start(name: str, data: bytes) -> tuple[RankFile, int, int]:
         raise Damaged(f"{name} is damaged: it has {len(data)} bytes, less than its head")
     magic, version, _, length = HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise Damaged(f"{name} is no audit file of a rank")
+        raise Damaged(f"{name} is not an audit file of a rank")
     if version != FORMAT:
         raise Damaged(f"{name} has format {version}, and this version of elche reads {FORMAT}")
     end = HEAD.size + length
@@ -387,7 +387,7 @@ class _Reader:
     def _take_outcome(self, number: int) -> None:
         self._file.outcome = OUTCOMES.get(number, "")
         if not self._file.outcome:
-            self._say(f"the job has outcome {number}, which there is not")
+            self._say(f"the job has outcome {number}, which is unknown")
 
     def _say(self, text: str) -> None:
         self._file.problems.append(f"{self._file.who}: {text}")

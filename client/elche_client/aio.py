@@ -130,29 +130,29 @@ async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iter
     """
     client, loop = new_client(), asyncio.get_running_loop()
     room = threading.Semaphore(64)  # items that the thread may be ahead, so that a slow reader bounds memory
-    told: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
+    received: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
     is_over = threading.Event()
 
-    def tell(item: T | None, error: BaseException | None = None) -> None:
+    def put(item: T | None, error: BaseException | None = None) -> None:
         if not is_over.is_set():
-            loop.call_soon_threadsafe(told.put_nowait, (item, error))
+            loop.call_soon_threadsafe(received.put_nowait, (item, error))
 
     def read() -> None:
         try:
             for item in begin(client):
-                tell(item)
+                put(item)
                 room.acquire()
                 if is_over.is_set():
                     return
-            tell(None, StopAsyncIteration())
+            put(None, StopAsyncIteration())
         except BaseException as error:
-            tell(None, error)
+            put(None, error)
 
     thread = threading.Thread(target=read, name="elche stream", daemon=True)
     thread.start()
     try:
         while True:
-            item, error = await told.get()
+            item, error = await received.get()
             if isinstance(error, StopAsyncIteration):
                 return
             if error is not None:
@@ -161,7 +161,7 @@ async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iter
             assert item is not None
             yield item
     finally:
-        # First the flag: the thread then tells nothing more, and ends when the closed connection wakes it.
+        # First the flag: the thread then puts nothing more, and ends when the closed connection wakes it.
         is_over.set()
         room.release()
         client.close()

@@ -63,7 +63,8 @@ class Authority:
         """A certificate for an agent, a program or a person, with its name and role. Errors as for `server`."""
         if not name or len(name) > MAX_NAME or not name.isprintable() or re.search(r"[\s@/]|^\.", name):
             raise BadCertificate(
-                f"{name[:MAX_NAME]!r} is no name for a certificate: one word of up to {MAX_NAME} letters without @ or /"
+                f"{name[:MAX_NAME]!r} is not a name for a certificate: use one word of up to {MAX_NAME} letters, "
+                "without @ or /"
             )
         found: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity_uri(role, name))]
         return self._sign(name, name, found, ExtendedKeyUsageOID.CLIENT_AUTH, expires)

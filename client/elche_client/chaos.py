@@ -53,26 +53,28 @@ LASTING = frozenset({Fault.STOP, Fault.DISK})
 
 @dataclass
 class Course:
-    """A job under fire, as its watch tells of it. Times are in seconds since the first fault was waited for."""
+    """What has become of a job while its parts were broken. Times are in seconds since `Chaos.run` began."""
 
     view: JobView | None = None
     result: JobResult | None = None
     commits_s: list[float] = field(default_factory=list)
     num_rounds: int = 0
     lost_s: dict[int, float] = field(default_factory=dict)
-    """By rank: since when it is lost."""
+    """By rank: the time at which it was lost."""
     num_lost: int = 0
     back_after_s: list[float] = field(default_factory=list)
 
     def add(self, event: Shown, at_s: float) -> None:
-        """Takes in an event of the job that has come at this time."""
+        """Records an event of the job, received at this time."""
         match event:
             case JobView():
                 self.view = event
                 if event.num_rounds > self.num_rounds:  # a view may come before its round's report, or after an absence
                     self._commit(event.num_rounds, at_s)
                 for rank in event.ranks:
-                    if rank.state == "training":  # its return may have been told while the watch was away
+                    if (
+                        rank.state == "training"
+                    ):  # the report of its return may have been missed while the watch was away
                         self._return(rank.rank, at_s)
             case RoundReport():
                 if event.round > self.num_rounds:
@@ -118,7 +120,7 @@ class Chaos:
         """Faults that have hit nothing, such as a rank that was gone."""
 
     def run(self, limit_s: float) -> None:
-        """Breaks things until the job ends, or for so many seconds. Raises what a watch raises, and `Interrupted`."""
+        """Breaks things until the job ends, or for this many seconds. Raises what a watch raises, and `Interrupted`."""
         self._client.inject(self._job_id, None)  # raises where faults are not allowed
         notifications: NotificationQueue = SimpleQueue()
         start_watch(self._client.job(self._job_id), notifications)

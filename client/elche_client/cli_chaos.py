@@ -8,23 +8,23 @@ from elche_client.cli_options import SECONDS, Parsed, address_option, json_optio
 from elche_client.events import Fault
 
 USUAL = (Fault.RANK, Fault.STOP, Fault.NETWORK)
-"""Faults after which nobody has to start anything again."""
+"""Faults from which a job recovers without outside help."""
 
 
 def seconds_of(text: str) -> float:
     """Seconds of a time such as 30s or 5min."""
     seconds = quantity_of(text, SECONDS)
     if seconds is None:
-        raise ValueError(f"{text!r} is no time: write it such as 30s, 5min or 2h")
+        raise ValueError(f"{text!r} is not a time: write it such as 30s, 5min or 2h")
     return seconds
 
 
 def faults_of(text: str) -> tuple[Fault, ...]:
-    """Kinds of faults, separated by commas; one more often that is named more often."""
+    """Parses kinds of faults, separated by commas. One that is named twice is drawn twice as often."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in list(Fault)]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no fault; there are {', '.join(Fault)}")
+        raise ValueError(f"{unknown[0]!r} is not a fault; there are {', '.join(Fault)}")
     return tuple(map(Fault, names))
 
 

@@ -84,7 +84,7 @@ def lifetime(text: str) -> float | None:
     found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text, re.ASCII)
     seconds = int(found[1]) * UNITS[found[2]] if found else 0
     if not 0 < seconds <= MAX_DAYS * UNITS["d"]:
-        raise ValueError(f"{text!r} is no time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`")
+        raise ValueError(f"{text!r} is neither a time such as 30m, 12h or 90d, up to {MAX_DAYS}d, nor `never`")
     return float(seconds)
 
 

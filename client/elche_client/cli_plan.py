@@ -26,7 +26,7 @@ def batch_times(text: str) -> tuple[float, ...]:
         assert found is not None
         seconds, count = quantity_of(found[2], SECONDS), int(found[1] or 1)
         if seconds is None or count < 1:
-            raise ValueError(f"{part!r} is no time per batch: write it such as 25ms,57ms,0.4s or 8x25ms")
+            raise ValueError(f"{part!r} is not a time per batch: write it such as 25ms,57ms,0.4s or 8x25ms")
         times += [seconds * 1000] * count
     if len(times) > MAX_DEVICES:
         raise ValueError(f"{len(times)} devices are too many to simulate: at most {MAX_DEVICES}")
@@ -40,7 +40,7 @@ def size_of(text: str) -> int:
     """Bytes of a size such as 350MB."""
     size = quantity_of(text, BYTES)
     if size is None:
-        raise ValueError(f"{text!r} is no size: write it such as 350MB or 1.5GiB")
+        raise ValueError(f"{text!r} is not a size: write it such as 350MB or 1.5GiB")
     return round(size)
 
 
@@ -52,7 +52,7 @@ def link_of(text: str) -> tuple[float, float]:
     bytes_per_s = quantity_of(bandwidth, BYTES_PER_S)
     round_trip_s = quantity_of(trip, SECONDS) if comma else 1e-3
     if bytes_per_s is None or round_trip_s is None:
-        raise ValueError(f"{text!r} is no bandwidth: write it such as 50Mbit/s, 10Gbit/s or 50Mbit/s,20ms")
+        raise ValueError(f"{text!r} is not a bandwidth: write it such as 50Mbit/s, 10Gbit/s or 50Mbit/s,20ms")
     return bytes_per_s, round_trip_s
 
 
@@ -64,7 +64,7 @@ def failures_of(text: str) -> tuple[float, float]:
     mtbf_s = quantity_of(mtbf, SECONDS)
     restart_s = quantity_of(restart, SECONDS) if comma else 30.0
     if mtbf_s is None or restart_s is None:
-        raise ValueError(f"{text!r} is no time between failures: write it such as 2h, 30min or 2h,5min")
+        raise ValueError(f"{text!r} is not a time between failures: write it such as 2h, 30min or 2h,5min")
     return mtbf_s, restart_s
 
 
@@ -142,7 +142,7 @@ def plan(
     from elche_client import plan as plans
 
     if (ranks is None) == (like is None):
-        raise click.UsageError("give the devices as --ranks 25ms,57ms or as --like JOB, one of the two")
+        raise click.UsageError("give the devices either as --ranks 25ms,57ms or as --like JOB")
     ranks = ranks or plans.times_like(like or "", address)
     if add and len(ranks) + len(add) > MAX_DEVICES:
         raise click.BadParameter(f"with --add there are more than {MAX_DEVICES} devices", param_hint="'--add'")

@@ -63,7 +63,7 @@ RECONNECT_S = 60.0
 RECONNECT_EVERY_S = 1.0
 """Seconds between its attempts."""
 STEADY_S = 5.0
-"""A watch that has lasted for so many seconds gets the whole waiting time again when it is lost."""
+"""A watch that has lasted for this many seconds gets the whole waiting time again when it is lost."""
 LOG_BYTES = 64 * 1024
 """Default bytes of each rank's log."""
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -87,7 +87,7 @@ class Client:
     Without an address it is that of ELCHE_COORDINATOR, else of the context (`elche context`), else on this machine.
     `token` is the coordinator's credential, by default that of ELCHE_TOKEN or ELCHE_TOKEN_FILE, else of the context if
     that is this coordinator's; `tls` a folder with its `ca.crt`, by default that of ELCHE_TLS, or of the context. An
-    empty text is none. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
+    empty string is none. Every method raises an `elche.errors.ElcheError` when the coordinator refuses
     (`InvalidJob`, `UnknownJob`, `NotAllowed`, `Forbidden`, `TooMuch`) or does not answer (`Unreachable`). Watching a
     job outlasts a restart of the coordinator that takes up to `reconnect_s` seconds, by default 60.
     """
@@ -151,10 +151,10 @@ class Client:
           current one), or that of ELCHE_FOLDER, except files in .gitignore and .elcheignore. It is uploaded if the
           coordinator does not have it. "none": the file alone.
         - `num_ranks`: 0 takes every free slot. With `min_ranks` the job begins with these, and others join later.
-        - `arguments`, `environment`: the file's `sys.argv` after its name, and variables beside the worker's;
+        - `arguments`, `environment`: the file's `sys.argv` after its name, and variables besides the worker's;
           `secrets`: names of variables whose values the hosts have.
         - `conditions` that every device meets, such as "model=*H200*", "memory>=20GiB" or "zone!=eu".
-        - `requirements`: packages to install beside those of the hosts, by default those of the file's metadata
+        - `requirements`: packages to install besides those of the hosts, by default those of the file's metadata
           (PEP 723).
         - `priority`: jobs with a higher one get slots first, and may take them from others, which lose no work by it.
           Among equals the next slots go to the `project` with the fewest, by default the submitter's own.
@@ -403,7 +403,7 @@ class Client:
                 if lost_s == -math.inf or now_s - began_s > STEADY_S:
                     lost_s = now_s
                     if self._was_answered and self._reconnect_s:
-                        log.warning("%s; it is asked again for %.0f s", error, self._reconnect_s)
+                        log.warning("%s; retrying for %.0f s", error, self._reconnect_s)
                 if not self._was_answered or now_s - lost_s >= self._reconnect_s:
                     raise
                 time.sleep(RECONNECT_EVERY_S)

@@ -82,7 +82,7 @@ def load() -> Contexts:
     except FileNotFoundError:
         return Contexts()
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidContext(f"{path} cannot be read: {error}; mend it, or remove it") from error
+        raise InvalidContext(f"{path} cannot be read: {error}; correct it, or remove it") from error
     found = Contexts(current=_text(path, content, "current"))
     listed = content.get("contexts", {})
     if not isinstance(listed, dict):
@@ -149,5 +149,5 @@ def tls_of(coordinator: str) -> str:
 def _text(path: Path, table: Mapping[str, object], name: str) -> str:
     value = table.get(name, "")
     if not isinstance(value, str):
-        raise InvalidContext(f"{path}: {name} must be a text, not {value!r}")
+        raise InvalidContext(f"{path}: {name} must be a string, not {value!r}")
     return value

@@ -121,8 +121,8 @@ def _devices() -> Iterator[Finding]:
     for line in lines:
         yield Finding("devices", State.WARNING, line, "see what `nvidia-smi` says of it")
     try:
-        told = json.loads(done.stdout.splitlines()[-1])
-        found = told["devices"]
+        build = json.loads(done.stdout.splitlines()[-1])
+        found = build["devices"]
     except (IndexError, ValueError, KeyError, TypeError):
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield Finding("devices", State.FAULT, f"torch cannot be loaded: {last[0]}", "install torch again")
@@ -135,21 +135,21 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", State.FAULT, text, "install the torch that fits the driver (`nvidia-smi` names both)")
         return
     yield Finding("devices", State.OK, names)
-    yield _averaging(told)
+    yield _averaging(build)
 
 
-def _averaging(told: Mapping[str, Any]) -> Finding:
+def _averaging(build: Mapping[str, Any]) -> Finding:
     """The backends with which ranks here can average among themselves."""
-    num_gpus = sum(one["device"].startswith("cuda") for one in told["devices"])
+    num_gpus = sum(one["device"].startswith("cuda") for one in build["devices"])
     driver = DRIVER.read_text(encoding="utf-8").splitlines()[0].strip() if DRIVER.exists() else ""
-    means = [f"NCCL {told['nccl']}"] if told["nccl"] else []
-    means += ["gloo"] if told["gloo"] else []
-    cuda = f"CUDA {told['cuda']}; " if told["cuda"] else ""
+    means = [f"NCCL {build['nccl']}"] if build["nccl"] else []
+    means += ["gloo"] if build["gloo"] else []
+    cuda = f"CUDA {build['cuda']}; " if build["cuda"] else ""
     text = f"{cuda}{' and '.join(means) or 'through the coordinator alone'}{f'; {driver}' if driver else ''}"
     mend = "install PyTorch's own build, which has both NCCL and gloo"
     if not means:
         return Finding("averaging", State.WARNING, text, mend)
-    if num_gpus > 1 and not told["nccl"]:
+    if num_gpus > 1 and not build["nccl"]:
         return Finding("averaging", State.WARNING, f"{text}: {num_gpus} GPUs average slowly without NCCL", mend)
     return Finding("averaging", State.OK, text)
 
@@ -230,7 +230,7 @@ def _of_several(finding: Finding) -> Finding:
     if finding.state is not State.FAULT:
         return finding
     if finding.text.startswith(NOBODY_LISTENS):
-        return Finding(finding.name, State.OK, f"{finding.text}: it stands by, or does not run")
+        return Finding(finding.name, State.OK, f"{finding.text}: it is a standby, or is not running")
     return replace(finding, state=State.WARNING)
 
 
@@ -291,9 +291,7 @@ def _validity(name: str, since: datetime, until: datetime) -> Finding:
     now = datetime.now(UTC)
     text = f"valid until {until:%Y-%m-%d %H:%M} UTC"
     if now >= until:
-        return Finding(
-            name, State.FAULT, f"it has ended, at {until:%Y-%m-%d %H:%M} UTC", "make a new one: `elche certs`"
-        )
+        return Finding(name, State.FAULT, f"it expired at {until:%Y-%m-%d %H:%M} UTC", "make a new one: `elche certs`")
     if until - now < (until - since) / 10:
         return Finding(name, State.WARNING, text, "make a new one soon: `elche certs`; no restart is needed")
     return Finding(name, State.OK, text)

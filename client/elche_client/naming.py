@@ -28,7 +28,7 @@ def of_job(client: Client, meant: str, ask: Callable[[str], Answer]) -> tuple[st
 
 @contextmanager
 def folder_or_job(meant: str, address: str) -> Iterator[None]:
-    """In the body a text that is no folder is taken for a job: an `UnknownJob` becomes an `InvalidJob`, and an
+    """In the body a name that is not a folder is taken for a job: an `UnknownJob` becomes an `InvalidJob`, and an
     `Unreachable` is extended, to say that it is neither.
     """
     try:
@@ -36,7 +36,7 @@ def folder_or_job(meant: str, address: str) -> Iterator[None]:
     except UnknownJob:
         raise InvalidJob(f"{meant} is neither a folder here nor a job of the coordinator at {address}") from None
     except Unreachable as error:
-        raise Unreachable(f"{meant} is no folder here, and {error}") from error
+        raise Unreachable(f"{meant} is not a folder here, and {error}") from error
 
 
 def find(meant: str, views: Sequence[JobView]) -> str:

@@ -54,7 +54,7 @@ class JobOptions:
     conditions: tuple[str, ...] = ()
     """Conditions on each device, such as "model=*H200*", "memory>=20GiB" or "zone!=eu"."""
     requirements: tuple[str, ...] = ()
-    """Packages that the file needs beside the hosts', such as "einops>=0.8"."""
+    """Packages that the file needs besides the hosts', such as "einops>=0.8"."""
     module: str = ""
     """The job in the sent folder, as PACKAGE.MODULE:NAME; empty: `job` of the file."""
     secrets: tuple[str, ...] = ()

@@ -61,7 +61,9 @@ def print_ending(
     record_path: Path | None = None,
     resume: str = "",
 ) -> None:
-    """Prints the summary of a job that succeeded, else its error, its logs and the command that resumes it."""
+    """Prints the summary of a job that succeeded, else its error, its logs and `resume`, the command that resumes it;
+    with `as_json` also the result as JSON. `record_path`: the file with the job's record, if it was written.
+    """
     if result.state is not JobState.SUCCEEDED:
         print_error(result.error or f"job {record.job_id} was {result.state}", traceback=result.traceback)
         for log in log_paths(record, record_path):

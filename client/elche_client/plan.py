@@ -32,7 +32,7 @@ PROPERTIES = ("bound_fraction", "sent_bytes_per_hour")
 
 
 def show(request: PlanRequest, added_ms: Sequence[float], *, as_json: bool) -> int:
-    """Prints the plan, and with added devices that of all beside it. Raises `InvalidJob` and `ElcheError`."""
+    """Prints the plan, and with added devices that of all besides it. Raises `InvalidJob` and `ElcheError`."""
     requests = [request]
     if added_ms:
         requests.append(replace(request, batch_ms=(*request.batch_ms, *added_ms)))

@@ -23,7 +23,7 @@ STOP_GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 60.0
-"""A process that was killed more than `MAX_RESTARTS` times within so many seconds is not restarted."""
+"""A process that was killed more than `MAX_RESTARTS` times within this many seconds is not restarted."""
 
 
 class ProcessError(ElcheError):

@@ -37,7 +37,7 @@ def plain_table() -> Table:
 
 
 def wide_console() -> Console:
-    """The console of standard output; if that is no terminal, so wide that nothing is cut."""
+    """The console of standard output; if that is not a terminal, so wide that nothing is cut."""
     console = Console(highlight=False)
     if not console.file.isatty():
         console.width = PIPE_WIDTH

@@ -118,7 +118,7 @@ class Runner:
             try:
                 view = self.views[job.id] = listed.get(job.id) or self._client.get(job.id)
             except UnknownJob:
-                print_notice(f"job {job.id} is known no more: its trial counts as failed")
+                print_notice(f"job {job.id} is no longer known to the coordinator: its trial counts as failed")
                 self.results[key] = None
                 continue
             if view.state.has_ended:

@@ -62,7 +62,7 @@ def read(lines: Iterable[str], where: str) -> Timeline:
     try:
         return _timeline(rows)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidJob(f"{where} is no timeline: a line lacks what elche writes, or is damaged ({error})") from None
+        raise InvalidJob(f"{where} is not a timeline: a line lacks a field, or is damaged ({error})") from None
 
 
 def _timeline(rows: list[dict[str, Any]]) -> Timeline:
@@ -92,17 +92,17 @@ def _rows(lines: Iterable[str], where: str) -> Iterator[dict[str, Any]]:
     broken = None
     for number, line in enumerate(lines, 1):
         if broken is not None:
-            raise InvalidJob(f"{where} is no timeline: line {broken} is not JSON")
+            raise InvalidJob(f"{where} is not a timeline: line {broken} is not JSON")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             broken = number
             continue
         if not isinstance(row, dict):
-            raise InvalidJob(f"{where} is no timeline: line {number} is not an object")
+            raise InvalidJob(f"{where} is not a timeline: line {number} is not an object")
         yield row
     if broken == 1:
-        raise InvalidJob(f"{where} is no timeline: line 1 is not JSON")
+        raise InvalidJob(f"{where} is not a timeline: line 1 is not JSON")
 
 
 def _spans(row: dict[str, Any], ahead_s: float) -> Iterator[Span]:

@@ -68,7 +68,7 @@ def top(address: str, *, every_s: float, as_json: bool = False) -> int:
                 try:
                     shown = _snapshot(client)
                 except Unreachable as error:
-                    shown = Snapshot(shown.address, shown.jobs, shown.hosts, f"{error}; it is asked again")
+                    shown = Snapshot(shown.address, shown.jobs, shown.hosts, f"{error}; retrying")
                 live.update(shown, refresh=True)
     return 0
 

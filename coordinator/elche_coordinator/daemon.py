@@ -21,6 +21,7 @@ from elche.v1 import (
 )
 from elche_coordinator import collector
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.encryption import Encryption
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import Upkeep
@@ -43,7 +44,7 @@ from elche_coordinator.services.averaging_service import AveragingServicer
 from elche_coordinator.services.bundle_service import BundleServicer
 from elche_coordinator.services.faults import Faults
 from elche_coordinator.services.health_service import health_handler
-from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, rank_caller
+from elche_coordinator.services.interceptor import AccessInterceptor, rank_caller
 from elche_coordinator.services.job_service import JobServicer
 from elche_coordinator.services.rank_service import RankServicer
 from elche_coordinator.services.store_service import StoreServicer
@@ -198,7 +199,9 @@ def _new_server(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise CannotStart(f"{config.listen} cannot be listened on: the port is in use, or the host is not this machine")
+        raise CannotStart(
+            f"the coordinator cannot listen on {config.listen}: the port is in use, or the host is not this machine"
+        )
     return server, port
 
 

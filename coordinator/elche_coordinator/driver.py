@@ -333,9 +333,9 @@ class Driver:
         stream = self._receiver(command)
         return Visible(command=command, stream=stream, number=stream.keep(message) if stream is not None else 0)
 
-    def made(self, order: agent_pb2.AttendResponse | StartOrder) -> agent_pb2.AttendResponse | None:
-        """The message of an order to an agent, to be sent now. None for the start of a rank whose job has ended and is
-        forgotten.
+    def order_message(self, order: agent_pb2.AttendResponse | StartOrder) -> agent_pb2.AttendResponse | None:
+        """The message of an order to an agent. For the start of a rank it is made only as it is sent: it has the user's
+        file, and a secret that is never stored. None if the rank's job has ended and is forgotten.
         """
         if not isinstance(order, StartOrder):
             return order

@@ -1,4 +1,4 @@
-"""Like tkipf/pygcn: two graph convolutions, trained on a few labelled nodes of one graph. The graph is no sample,
+"""Like tkipf/pygcn: two graph convolutions, trained on a few labelled nodes of one graph. The graph is not a sample,
 since each rank has all of it: the data set has the numbers of the labelled nodes, of which each batch has a quarter,
 and `train_step` computes the whole graph. A graph with five communities stands for Cora.
 """

@@ -140,7 +140,7 @@ class _Folder:
     def begin(self) -> None:
         if not self._root.is_dir():
             raise FileNotFoundError(
-                f"{self._root} is no folder on this host: mount it where all workers and the coordinator see it"
+                f"{self._root} is not a folder on this host: mount it where all workers and the coordinator see it"
             )
         with self._entered(self._folder, makes=True) as handle:
             with suppress(FileNotFoundError):
@@ -175,7 +175,7 @@ class _Folder:
             opened = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
             with os.fdopen(opened, "rb") as file:
                 if not stat.S_ISREG(os.fstat(opened).st_mode):
-                    raise OSError(errno.EINVAL, "it is no plain file")
+                    raise OSError(errno.EINVAL, "it is not a plain file")
                 yield file
 
     @contextmanager

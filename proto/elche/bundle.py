@@ -24,7 +24,7 @@ def check_path(name: str) -> str:
     """Returns the path of a file in a bundle: relative, with slashes, and within it. Raises `InvalidJob`."""
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise InvalidJob(f"{name[:200]!a} is no path within a folder")
+        raise InvalidJob(f"{name[:200]!a} is not a path within a folder")
     if len(parts) > MAX_DEPTH + 1:
         raise InvalidJob(f"{name[:200]!a}... is in {len(parts) - 1} folders, and {MAX_DEPTH} is the limit")
     return name

@@ -26,7 +26,8 @@ class Contribution(Protocol):
 def discarded(rows: Sequence[Contribution], *, nonfinite: str, outliers: str) -> list[bool]:
     """For each row, True if its rank's values are left out, by the job's settings `nonfinite` and `outliers`.
 
-    Unusual steps of all ranks with samples are not left out: then the training has changed, and no device is broken.
+    If the steps of all ranks with samples are unusual, none is left out for it: no device is broken, the training has
+    changed.
     """
     out = [nonfinite == "skip" and not row.finite for row in rows]
     have_usual = any(row.weight and not row.unusual and not is_out for row, is_out in zip(rows, out, strict=True))

@@ -47,7 +47,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     whole = [one for one in found if not one.name.startswith(".")]
     if not whole:
         raise InvalidJob(
-            f"{path} is no checkpoint and contains none: no {MANIFEST} is in it; "
+            f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it; "
             "a run writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch"
         )
     return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
@@ -64,17 +64,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidJob(f"the checkpoint {folder} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidJob(f"{path} is no manifest of an elche checkpoint, or is damaged") from None
+        raise InvalidJob(f"{path} is not a manifest of an elche checkpoint, or is damaged") from None
     if not is_sealed:
         raise InvalidJob(f"{path} is damaged: its checksum does not match; resume from an older checkpoint")
     if version != FORMAT:
         raise InvalidJob(f"the checkpoint {folder} has format {version}, and this version of elche reads {FORMAT}")
     if missing:
-        raise InvalidJob(f"{path} is no manifest of an elche checkpoint: {missing[0]} is missing")
+        raise InvalidJob(f"{path} is not a manifest of an elche checkpoint: {missing[0]} is missing")
     if wrong := [name for name, type_ in FIELDS.items() if not isinstance(manifest[name], type_)]:
         raise InvalidJob(f"{path} is damaged: {wrong[0]} is not what elche writes; resume from an older checkpoint")
     if not all(map(_is_file, manifest["files"].items())):
-        raise InvalidJob(f"{path} is damaged: its list of files is none; resume from an older checkpoint")
+        raise InvalidJob(f"{path} is damaged: its list of files is invalid; resume from an older checkpoint")
     return dict(manifest)
 
 
@@ -94,7 +94,9 @@ def checksum(manifest: dict[str, Any]) -> str:
 
 def write_manifest(draft: Path, unfinished: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a draft, whose other files are durable, a whole checkpoint; returns its manifest. Raises `OSError`."""
-    manifest = dict(json.loads(json.dumps({**unfinished, "training": training})))  # as it will be read: keys are texts
+    manifest = dict(
+        json.loads(json.dumps({**unfinished, "training": training}))
+    )  # as it will be read: keys are strings
     manifest["checksum"] = checksum(manifest)
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(draft / MANIFEST)

@@ -33,7 +33,9 @@ def use_utf8() -> None:
 
 
 def take_any_text(*, encoding: str | None = None) -> None:
-    """Has `sys.stdout` and `sys.stderr` escape characters that their encoding, or the given one, lacks."""
+    """Has `sys.stdout` and `sys.stderr` print "?" for characters that their encoding lacks. With `encoding` they use
+    that, and escape what it lacks.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError, ValueError):  # a closed or replaced file
@@ -47,37 +49,37 @@ def notice(text: object) -> None:
             print(f"elche: {text}", file=sys.stderr, flush=True)
 
 
-def outlive_readers(tell: Callable[[str], None]) -> None:
-    """Has `sys.stdout` and `sys.stderr` lose what cannot be written, instead of raising: their reader has gone, as
-    `head` does, or the disk is full. `tell` is called once with a line that says so of `sys.stdout`.
+def outlive_readers(report: Callable[[str], None]) -> None:
+    """Has `sys.stdout` and `sys.stderr` drop what cannot be written instead of raising, as when their reader (`head`)
+    has ended, or the disk is full. `report` is called once with the reason, for `sys.stdout` only.
     """
     for name in ("stderr", "stdout"):
         stream = getattr(sys, name)
         with suppress(OSError):
             stream.flush()
         with suppress(OSError, ValueError):  # a replaced stream without a descriptor
-            file = io.BufferedWriter(_Outlet(stream, tell if name == "stdout" else None))
+            file = io.BufferedWriter(_Outlet(stream, report if name == "stdout" else None))
             encoding, errors = stream.encoding, stream.errors
             setattr(sys, name, io.TextIOWrapper(file, encoding=encoding, errors=errors, line_buffering=True))
 
 
 class _Outlet(io.FileIO):
-    """A standard stream's file, which loses what cannot be written."""
+    """A standard stream's file, which drops what cannot be written."""
 
-    def __init__(self, stream: io.TextIOWrapper, tell: Callable[[str], None] | None) -> None:
+    def __init__(self, stream: io.TextIOWrapper, report: Callable[[str], None] | None) -> None:
         super().__init__(stream.fileno(), "wb", closefd=False)
         self._stream = stream  # closes the descriptor when nobody has it, and another file would get its number
-        self._tell = tell
+        self._report = report
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            tell, self._tell = self._tell, None
+            report, self._report = self._report, None
             if error.errno in (errno.EPIPE, errno.EIO):  # nobody will read it any more
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
-            if tell is not None:
-                tell(f"standard output cannot be written ({error.strerror}): what is printed there is lost")
+            if report is not None:
+                report(f"standard output cannot be written ({error.strerror}): what is printed there is lost")
             return len(data)

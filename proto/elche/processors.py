@@ -1,4 +1,4 @@
-"""The environment of ranks: how many threads compute beside other ranks of the host, and how Python hashes texts."""
+"""The environment of ranks: how many threads compute besides other ranks of the host, and how Python hashes strings."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ SPINS = 1000
 milliseconds by default: two threads on busy processors took 40 times the processor time of one, and twice with this.
 """
 HASH_SEED = "PYTHONHASHSEED"
-"""By default Python hashes texts differently in each process, and sets of them have another order: a vocabulary that is
+"""By default Python hashes strings differently in each process, so that sets have another order: a vocabulary that is
 made of `set(text)` would give each rank, and each resumed training, other numbers.
 """
 

@@ -1,4 +1,4 @@
-"""The packages that a job's file needs beside the hosts': PEP 508 requirements, one per line."""
+"""The packages that a job's file needs besides the hosts': PEP 508 requirements, one per line."""
 
 import re
 import tomllib
@@ -20,8 +20,8 @@ def check_requirements(lines: Sequence[str]) -> None:
     for line in lines:
         if len(line) > MAX_CHARS or not line.isprintable() or not NAMED.fullmatch(line):
             raise InvalidJob(
-                f"{line[:80]!r} is no requirement: write a package a line, such as einops>=0.8; indexes and options of "
-                "the installer are set where elche-worker is started"
+                f"{line[:80]!r} is not a requirement: write one package per line, such as einops>=0.8; indexes and "
+                "options of the installer are set where elche-worker is started"
             )
 
 
@@ -47,7 +47,7 @@ def inline_requirements(source: str) -> tuple[str, ...]:
             or not isinstance(dependencies, list)
             or not all(isinstance(one, str) for one in dependencies)
         ):
-            raise ValueError("there is one block, and `dependencies` is a list of texts")
+            raise ValueError("there is one block, and `dependencies` is a list of strings")
     except ValueError as error:
         raise InvalidJob(f"the file's own metadata (# /// script) cannot be read: {error}") from None
     found = tuple(one.strip() for one in dependencies)

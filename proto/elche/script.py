@@ -29,14 +29,14 @@ OWN = re.compile(
 def check_project(name: str) -> str:
     """Returns the name of a project; empty: none. Raises `InvalidJob` for an invalid one."""
     if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise InvalidJob(f"{name[:64]!r} is no name of a project: use up to 64 letters, digits, '.', '_' and '-'")
+        raise InvalidJob(f"{name[:64]!r} is not a name of a project: use up to 64 letters, digits, '.', '_' and '-'")
     return name
 
 
 def check_module(name: str) -> tuple[str, str]:
     """Splits PACKAGE.MODULE:NAME into (module, name). Raises `InvalidJob` for another text."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name, re.ASCII):
-        raise InvalidJob(f"{name[:64]!r} is no job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
+        raise InvalidJob(f"{name[:64]!r} is not a job of a module: write PACKAGE.MODULE:NAME, such as train.digits:job")
     module, _, attribute = name.partition(":")
     return module, attribute
 
@@ -54,7 +54,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
         raise InvalidJob(f"a job may have {MAX_VARIABLES} variables of its environment, not {len(environment)}")
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise InvalidJob(f"{name[:64]!r} is no name of an environment variable: use letters, digits and _")
+            raise InvalidJob(f"{name[:64]!r} is not a name of an environment variable: use letters, digits and _")
         if OWN.fullmatch(name):
             raise InvalidJob(f"{name} cannot be set for a job: elche sets it for each rank")
         if READ_AT_START.fullmatch(name):
@@ -62,16 +62,16 @@ def check_environment(environment: Mapping[str, str]) -> None:
                 f"{name} cannot be set for a job because it is read earlier: set it where elche-worker is started"
             )
         if not isinstance(value, str) or "\0" in value:
-            raise InvalidJob(f"the value of {name} must be a text without zero bytes")
+            raise InvalidJob(f"the value of {name} must be a string without zero bytes")
     size = sum(len(name.encode()) + len(value.encode("utf-8", "replace")) for name, value in environment.items())
     if size > MAX_ENVIRONMENT_BYTES:
         raise InvalidJob(f"the job's environment has {size} bytes; {MAX_ENVIRONMENT_BYTES} are allowed")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `InvalidJob` for arguments that are not texts, or too long."""
+    """Raises `InvalidJob` for arguments that are not strings, or too long."""
     if any(not isinstance(one, str) or "\0" in one for one in arguments):
-        raise InvalidJob("arguments of a job's file must be texts without zero bytes")
+        raise InvalidJob("arguments of a job's file must be strings without zero bytes")
     size = sum(len(one.encode("utf-8", "replace")) for one in arguments)
     if size > MAX_ARGUMENTS_BYTES:
         raise InvalidJob(f"the arguments of the job's file have {size} bytes; {MAX_ARGUMENTS_BYTES} are allowed")

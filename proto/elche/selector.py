@@ -44,13 +44,13 @@ def parse(text: str) -> Condition:
     found = CONDITION.fullmatch(text) if len(text) <= MAX_CHARS else None
     if found is None:
         raise InvalidJob(
-            f"{text[:80]!r} is no condition on devices: write NAME=PATTERN or NAME!=PATTERN, such as model=*H200*, "
+            f"{text[:80]!r} is not a condition on devices: write NAME=PATTERN or NAME!=PATTERN, such as model=*H200*, "
             "or memory>=20GiB"
         )
     name, operator, value = found.groups()
     if (name == "memory") is not (operator == ">="):
         how = "memory>=20GiB is how to ask for memory" if name == "memory" else f"{name} is compared by = or !="
-        raise InvalidJob(f"{text[:80]!r} is no condition on devices: {how}")
+        raise InvalidJob(f"{text[:80]!r} is not a condition on devices: {how}")
     if name == "memory":
         _size(value)
     return Condition(name, operator, value)
@@ -68,7 +68,7 @@ def check_label(name: str, value: str) -> None:
     """Raises `InvalidJob` for an invalid label of a host."""
     if not NAME.fullmatch(name) or name in RESERVED or not value or len(value) > MAX_CHARS:
         raise InvalidJob(
-            f"{name[:80]}={value[:80]} is no label: write NAME=VALUE, such as zone=eu; "
+            f"{name[:80]}={value[:80]} is not a label: write NAME=VALUE, such as zone=eu; "
             f"{', '.join(RESERVED)} are known of every device"
         )
 
@@ -76,5 +76,5 @@ def check_label(name: str, value: str) -> None:
 def _size(text: str) -> float:
     found = SIZE.fullmatch(text)
     if found is None or found[2].upper() not in UNITS:
-        raise InvalidJob(f"{text[:40]!r} is no size of a memory: write 20GiB or 20GB")
+        raise InvalidJob(f"{text[:40]!r} is not a size of a memory: write 20GiB or 20GB")
     return float(found[1]) * UNITS[found[2].upper()]

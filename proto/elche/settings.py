@@ -116,7 +116,7 @@ class Setting:
         if self.kind == "flag":
             return "True or False"
         if self.kind == "word":
-            return f"a text{none}"
+            return f"a string{none}"
         if self.kind == "pair":
             return f"(slowest rank, ratio), such as (1, 2.3){none}"
         return ("a whole number" if self.kind == "whole" else "a number") + none
@@ -263,9 +263,9 @@ class SharedSettings:
     checkpoint_every_minutes: Annotated[float | None, Setting("Write a checkpoint every X minutes.")] = 10.0
     """Minutes between checkpoints; None: no rule by time."""
     keep_checkpoints: Annotated[
-        int, Setting("Number of newest checkpoints that are kept, beside the best.", least=1, below=2**16)
+        int, Setting("Number of newest checkpoints that are kept, besides the best.", least=1, below=2**16)
     ] = 3
-    """Number of newest checkpoints that are kept, beside the best."""
+    """Number of newest checkpoints that are kept, besides the best."""
     monitor: Annotated[str | None, Setting("Metric of the evaluation by which the best checkpoint is chosen.")] = None
     """The metric by which the best checkpoint is chosen; each epoch then has a checkpoint."""
     mode: Annotated[

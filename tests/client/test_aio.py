@@ -111,7 +111,7 @@ def test_what_is_not_read_is_not_sent_without_end() -> None:
         await anext(events)
         mine = events.ag_frame.f_locals
         await comes(lambda: not mine["room"].acquire(blocking=False) or mine["room"].release())
-        assert mine["told"].qsize() < 100
+        assert mine["received"].qsize() < 100
         await events.aclose()
 
     run(ScriptedJobs(VIEW, *[EPOCH] * 5000, RESULT), story)

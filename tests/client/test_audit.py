@@ -72,7 +72,7 @@ class Log:
 
 @dataclass
 class Run:
-    """A run of two ranks, as its files tell of it."""
+    """A run of two ranks, as its files contain it."""
 
     folder: Path
     logs: dict[str, Log] = field(default_factory=dict)
@@ -419,7 +419,7 @@ FAULTS: dict[Fault, str] = {
     batch_left_out_of_a_file: r"rank 0 .*: batch 4 follows batch 2",
     one_entry_too_many: r"round 3 .* was entered by 2 ranks, and its result is of 1",
     two_outcomes: r"the job has two outcomes: rank 0 .* was told failed, and rank 1 .* was told cancelled",
-    outcome_that_there_is_not: r"rank 0 \(rank-0-1.bin\): the job has outcome 9, which there is not",
+    outcome_that_there_is_not: r"rank 0 \(rank-0-1.bin\): the job has outcome 9, which is unknown",
     skipped_tail: r"epoch 1: positions 24 to 31 \(8 samples\) are in no round of the final parameters",
     result_with_other_samples: r"epoch 1: record.json says 28 samples, and the ranks' rounds have 32",
     checkpoint_of_a_version_that_nobody_made: r"checkpoint epoch-version-5: no round made its version 9",
@@ -541,8 +541,8 @@ LACKS: dict[Fault, str] = {
     record_after_the_last_one: r"rank-0-1.bin is damaged at byte \d+: there is no record of type 1",
     damaged_head: r"rank-0-1.bin is damaged: the checksum of its head",
     another_format: r"rank-0-1.bin has format 18, and this version of elche reads 2",
-    missing_file: r"round 1 of generation 1 .* had 2 ranks, and the files of 1 tell of it",
-    file_that_was_cut: r"round \d of generation 1 .* had 2 ranks, and the files of 1 tell of it",
+    missing_file: r"round 1 of generation 1 .* had 2 ranks, and the files of 1 contain it",
+    file_that_was_cut: r"round \d of generation 1 .* had 2 ranks, and the files of 1 contain it",
     missing_rounds: r"cadence.binpb, the record of rounds, is missing",
     damaged_rounds: r"cadence.binpb is damaged at byte 0",
     damaged_manifest: r"checkpoint epoch-version-4: its manifest is damaged",

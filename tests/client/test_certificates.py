@@ -83,7 +83,7 @@ def test_what_is_no_host_is_refused_and_makes_nothing(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("name", ["", "two words", "a/b", "anna@lab", "x" * 65, "..", ".hidden", "a\nb"])
 def test_what_is_no_name_is_refused_and_makes_nothing(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BadCertificate, match="is no name for a certificate"):
+    with pytest.raises(BadCertificate, match="is not a name for a certificate"):
         Authority(tmp_path / "certs").client(name, "user", expires=DAY)
     assert not (tmp_path / "certs").exists()
 

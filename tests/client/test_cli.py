@@ -71,7 +71,8 @@ sys.exit(main())
 
 
 def test_control_c_while_the_command_imports_is_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AT.format("click")], capture_output=True, text=True)
+    program = INTERRUPTED_AT.format("click")
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -503,14 +504,14 @@ def test_a_jobs_project_is_what_the_command_says_or_the_environment(
 def test_a_name_that_is_no_projects(name: str, job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", str(job_file), "--project", name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is no name of a project: use up to 64 letters, digits, '.', '_' and '-'" in line
+    assert "is not a name of a project: use up to 64 letters, digits, '.', '_' and '-'" in line
 
 
 @pytest.mark.parametrize(
     ("variable", "why"),
     [
-        ("1A=x", "no name of an environment variable"),
-        ("A-B=x", "no name of an environment variable"),
+        ("1A=x", "not a name of an environment variable"),
+        ("A-B=x", "not a name of an environment variable"),
         ("ELCHE_RANK=1", "elche sets it for each rank"),
         ("CUDA_VISIBLE_DEVICES=1", "elche sets it for each rank"),
         ("WORLD_SIZE=1", "elche sets it for each rank"),

@@ -102,7 +102,7 @@ def test_a_token_may_come_from_another_program(tmp_path: Path) -> None:
 def test_contexts_without_end_are_refused(config: Path) -> None:
     config.parent.mkdir()
     config.symlink_to("/dev/zero")
-    with pytest.raises(InvalidContext, match="it has 1048576 characters or more; mend it, or remove it"):
+    with pytest.raises(InvalidContext, match="it has 1048576 characters or more; correct it, or remove it"):
         contexts.load()
 
 
@@ -146,10 +146,10 @@ def test_a_mistake_is_one_line(
     [
         ("current = ", "cannot be read"),
         ("\0", "cannot be read"),
-        ("current = 3", "current must be a text, not 3"),
+        ("current = 3", "current must be a string, not 3"),
         ("contexts = 3", "contexts must be tables"),
         ("[contexts.lab]\nport = 7", r"\[contexts.lab\] needs coordinator"),
-        ("[contexts.lab]\ncoordinator = 7", "coordinator must be a text"),
+        ("[contexts.lab]\ncoordinator = 7", "coordinator must be a string"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(

@@ -16,7 +16,7 @@ def fleet(**changes: object) -> AgentFleet:
 
 @pytest.mark.parametrize("name", ["", "Pool", "a b", "-a", "a-", "a" * 41, "a;rm", "../a"])
 def test_names_that_an_engine_would_not_take(name: str) -> None:
-    with pytest.raises(BadFleet, match="small letters"):
+    with pytest.raises(BadFleet, match="lowercase letters"):
         fleet(name=name)
 
 

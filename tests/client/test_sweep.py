@@ -164,7 +164,7 @@ def test_optuna_is_asked_for_the_same_trials_again(write: Write) -> None:
         ("{job: train.py, halving: 3, settings: {epochs: [1]}}", "halving is a table"),
         ("{job: train.py, conditions: zone=eu, settings: {epochs: [1]}}", "conditions is a list"),
         ("{job: train.py, folder: 3, settings: {epochs: [1]}}", "folder is a path"),
-        ("{job: train.py, conditions: [gpu], settings: {epochs: [1]}}", "is no condition on devices"),
+        ("{job: train.py, conditions: [gpu], settings: {epochs: [1]}}", "is not a condition on devices"),
     ],
 )
 def test_a_mistake_in_the_file_gets_one_clear_error(write: Write, text: str, mend: str) -> None:

@@ -124,6 +124,6 @@ def test_a_line_that_is_cut_off_is_left_out_and_anything_else_is_an_error() -> N
     good = spans(0, (BATCH, 0, 10, 0))
     assert len(read([good, good[:20]], "here").spans) == 1
     for lines in (["nonsense"], [good, "nonsense", good], ["[1]"]):
-        with pytest.raises(InvalidJob, match="here is no timeline"):
+        with pytest.raises(InvalidJob, match="here is not a timeline"):
             read(lines, "here")
     assert read([], "here").spans == []

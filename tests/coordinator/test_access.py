@@ -15,8 +15,9 @@ from elche.errors import InvalidJob, NotAllowed
 from elche.status import answering
 from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller
-from elche_coordinator.services.interceptor import AccessInterceptor, Credentials, RankCaller
+from elche_coordinator.services.interceptor import AccessInterceptor, RankCaller
 
 OWN = "correct horse battery"
 

@@ -89,7 +89,7 @@ def test_what_is_not_finite_goes_through() -> None:
     [
         ([[FINISH], [part(pb.OPERATION_GATHER, b"x")]], "ranks 0 and 1 have sent different operations"),
         ([[part(pb.OPERATION_GATHER, b"xy")], [part(pb.OPERATION_GATHER, b"x")]], "have sent 2 and 1 bytes"),
-        ([[part(pb.OPERATION_SUM_FLOAT32, b"xyz")]] * 2, "3 bytes are no whole number of float32 values"),
+        ([[part(pb.OPERATION_SUM_FLOAT32, b"xyz")]] * 2, "3 bytes are not a whole number of float32 values"),
         ([[part(pb.OPERATION_BROADCAST, b"", source=9)]] * 2, "different operations"),
         ([[part(77, b"")]] * 2, "operation 77 is not known"),
         ([[part(pb.OPERATION_GATHER, bytes(MAX_PART_BYTES + 1))], [SILENCE]], "rank 0 has sent a part of 1048577"),

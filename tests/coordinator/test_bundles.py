@@ -57,7 +57,7 @@ async def test_an_upload_that_breaks_goes_on_where_it_was(tmp_path: Path) -> Non
         await bundles.write(NAME, 0, 1000, parts(DATA[:250], DATA[250:400]))
     bundles = new_bundles(tmp_path)  # the coordinator was started again
     assert bundles.find(NAME) == (400, False)
-    with pytest.raises(Unreachable, match="go on where it is"):
+    with pytest.raises(Unreachable, match="continue from there"):
         await bundles.write(NAME, 0, 1000, parts(DATA))
     await bundles.write(NAME, 400, 1000, parts(DATA[400:]))
     assert bundles.find(NAME) == (1000, True)
@@ -110,7 +110,7 @@ async def test_one_that_is_cancelled_lets_the_next_go_on(tmp_path: Path) -> None
 @within_20_s
 async def test_what_is_damaged_is_refused_and_may_come_again(tmp_path: Path) -> None:
     bundles = new_bundles(tmp_path)
-    with pytest.raises(InvalidJob, match="damaged on its way"):
+    with pytest.raises(InvalidJob, match="damaged in transfer"):
         await bundles.write(NAME, 0, 1000, parts(DATA[:999], b"?" if DATA[-1:] != b"?" else b"!"))
     assert bundles.find(NAME) == (0, False)
     with pytest.raises(InvalidJob, match="more bytes"):

@@ -159,15 +159,15 @@ def test_a_token_with_a_role_that_is_none(tmp_path: Path) -> None:
     IssuedTokens(store).make("ada", Role.USER, expires_s=0, made_by="")
     with sqlite3.connect(path) as database:
         database.execute("UPDATE tokens SET role = 'king'")
-    with pytest.raises(DamagedStore, match="a token has a role that is none: 'king'"):
+    with pytest.raises(DamagedStore, match="a token has an unknown role: 'king'"):
         IssuedTokens(store)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("db.lab/elche", "--store is no URL, such as postgresql://elche@db/elche"),
-        ("postgresql://elche@db:port/elche", "--store is no URL, such as postgresql://elche@db/elche"),
+        ("db.lab/elche", "--store is not a URL, such as postgresql://elche@db/elche"),
+        ("postgresql://elche@db:port/elche", "--store is not a URL, such as postgresql://elche@db/elche"),
         ("mysql://db.lab/elche", "--store names mysql, and only postgresql:// can be shared"),
         ("sqlite:///x", "--store names sqlite, and only postgresql:// can be shared"),
         ("postgresql:///elche?host=a&host=b&port=1&port=2", "--store: Can't mix 'multihost' formats"),

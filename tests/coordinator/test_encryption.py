@@ -11,11 +11,11 @@ import pytest
 from elche.errors import NotAllowed
 from elche.token import Role
 from elche_client.certificates import Authority
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.encryption import Encryption, caller_of
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.config import CannotStart, Config
 from elche_coordinator.roles import Caller
-from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.storage.sql.store import SqlStore
 
 ANNA = b"elche://user/anna"

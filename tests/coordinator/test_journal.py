@@ -37,7 +37,7 @@ KINDS = EVENTS | COMMANDS
 
 
 def filled(hint: Any, numbers: "count[int]") -> Any:
-    """A value of a type that is no field's default, made of numbers that come once."""
+    """A value of a type that is not a field's default, made of numbers that come once."""
     if isinstance(hint, NewType):
         return filled(hint.__supertype__, numbers)
     if get_origin(hint) in (Union, UnionType):
@@ -88,7 +88,7 @@ def test_numbers_that_json_has_not_are_read_back() -> None:
     "tagged", [None, {}, {"Nothing": {}}, {"JobCancelled": {}}, {"JobCancelled": {"x": 1}}, {"JobCancelled": 1}, []]
 )
 def test_what_is_no_message_is_refused(tagged: Any) -> None:
-    with pytest.raises(ValueError, match=r"is none of|this is no JobCancelled"):
+    with pytest.raises(ValueError, match=r"is none of|this is not a JobCancelled"):
         decode(KINDS, tagged)
 
 

@@ -100,10 +100,10 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
 """A dataclass and its message: what the one has alone, and the other."""
 SAID = rank_pb2.ConverseRequest.DESCRIPTOR.oneofs_by_name["message"].fields
 ELSEWHERE = {"spans"}
-"""What ranks say that is no event of the core's: `services` takes it."""
+"""What ranks say that is not an event of the core's: `services` takes it."""
 SENT = rank_pb2.ConverseResponse.DESCRIPTOR.oneofs_by_name["message"].fields
 NO_COMMAND = {"clock", "welcome", "taken"}
-"""What ranks are sent that is no command of the core's: the driver sends it."""
+"""What ranks are sent that is not a command of the core's: the driver sends it."""
 
 
 @pytest.mark.parametrize(("pair", "alone"), PAIRS.items(), ids=lambda one: getattr(one[0], "__name__", ""))

@@ -15,9 +15,10 @@ from elche.protocol import call_metadata
 from elche.token import Role
 from elche.v1 import bundle_pb2, bundle_pb2_grpc, job_pb2, job_pb2_grpc, store_pb2, store_pb2_grpc
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.roles import Caller
 from elche_coordinator.services import interceptor as module
-from elche_coordinator.services.interceptor import SECRET, AccessInterceptor, Credentials, RankCaller
+from elche_coordinator.services.interceptor import SECRET, AccessInterceptor, RankCaller
 
 MOST = 3
 

@@ -16,10 +16,10 @@ from elche.errors import TooMuch
 from elche.token import Role
 from elche_client.certificates import Authority
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.limits import listener
 from elche_coordinator.limits.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.roles import Caller
-from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.web import server
 from elche_coordinator.web.access import LET_IN, AccessControl
 from elche_coordinator.web.server import WebServer

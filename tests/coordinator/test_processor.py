@@ -14,10 +14,11 @@ from elche.protocol import call_metadata
 from elche.token import Role
 from elche.v1 import job_pb2, job_pb2_grpc
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.limits.budgets import MAX_TURN_S, PROCESSOR_FRACTION, PROCESSOR_STORE_S
 from elche_coordinator.limits.processor import STRANGERS, Processor
 from elche_coordinator.roles import Caller
-from elche_coordinator.services.interceptor import AccessInterceptor, Credentials
+from elche_coordinator.services.interceptor import AccessInterceptor
 from elche_coordinator.web.access import AccessControl
 
 AT_ONCE_S = PROCESSOR_FRACTION * PROCESSOR_STORE_S

@@ -80,7 +80,7 @@ def test_who_starts_again_has_the_files_of_all_that_wait(tmp_path: Path) -> None
         assert (await asyncio.wait_for(queue.get(), 10)).HasField("welcome")  # type: ignore[union-attr]
         order = await asyncio.wait_for(queue.get(), 10)
         assert order is not None
-        message = driver.made(order)
+        message = driver.order_message(order)
         assert message is not None
         assert message.start_rank.spec.source == "the file of one that waits"
         driver.stop()
@@ -100,17 +100,17 @@ def test_orders_to_start_many_ranks_hold_their_jobs_file_and_arguments_once(tmp_
         assert (await asyncio.wait_for(queue.get(), 10)).HasField("welcome")  # type: ignore[union-attr]
         assert len(pickle.dumps(driver.streams)) < 100_000
         orders = [await asyncio.wait_for(queue.get(), 10) for _ in range(40)]
-        made = [driver.made(order) for order in orders if order is not None]
+        made = [driver.order_message(order) for order in orders if order is not None]
         assert [(one.seq, one.start_rank.rank) for one in made if one] == [(n + 1, n) for n in range(40)]
         assert made[39] is not None
         assert len(made[39].start_rank.spec.source) == MIB
         assert driver.secrets.read(made[39].start_rank.secret) == {"job_id": "job", "rank": 39, "incarnation": 40}
 
         driver.sources.release("job")  # as when it ends before its host has taken all
-        assert driver.made(orders[0]) == made[0], "the database still has it"  # type: ignore[arg-type]
+        assert driver.order_message(orders[0]) == made[0], "the database still has it"  # type: ignore[arg-type]
         with closing(sqlite3.connect(tmp_path / "elche.sqlite")) as database, database:
             database.execute("DELETE FROM sources")
-        assert driver.made(orders[0]) is None, "nobody needs the rank of a forgotten job"  # type: ignore[arg-type]
+        assert driver.order_message(orders[0]) is None, "nobody needs the rank of a forgotten job"  # type: ignore[arg-type]
         driver.stop()
 
     in_loop(story)

@@ -80,7 +80,7 @@ def test_what_was_not_heard_is_said_again_and_only_that() -> None:
 def test_one_who_has_heard_more_than_was_said_belongs_to_a_newer_store() -> None:
     stream = new_stream()
     keep(stream, 2)
-    with pytest.raises(Superseded, match="message 3 was heard, and 2 were said"):
+    with pytest.raises(Superseded, match="message 3 was received, but only 2 were sent"):
         stream.connect(3)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from elche.token import Role
 from elche_client.certificates import Authority
+from elche_coordinator.access import credentials
 from elche_coordinator.access.encryption import Encryption
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.access.upkeep import FORGOTTEN_S, Upkeep
-from elche_coordinator.services import interceptor
 from elche_coordinator.storage.sql.store import SqlStore
 
 DAY_S = 24 * 3600.0
@@ -80,7 +80,7 @@ def test_a_token_of_an_open_call_ends_by_the_clock_as_it_is_set_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that was wrong ended a worker, with its ranks, or kept it for hours after its token had expired."""
-    monkeypatch.setattr(interceptor, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(credentials, "LOOK_EVERY_S", 0.001)
     clock = Clock()
     tokens = IssuedTokens(SqlStore.in_file(tmp_path / "db.sqlite"), now=clock)
     _, text = tokens.make("pool", Role.AGENT, expires_s=DAY_S, made_by="")
@@ -89,7 +89,7 @@ def test_a_token_of_an_open_call_ends_by_the_clock_as_it_is_set_meanwhile(
 
     async def story() -> None:
         clock.now_s += DAY_S - 0.001
-        ended = asyncio.create_task(interceptor.Credentials("own", tokens).ended(grant))
+        ended = asyncio.create_task(credentials.Credentials("own", tokens).ended(grant))
         await asyncio.sleep(0)
         clock.now_s -= DAY_S / 2  # it was too far ahead
         before = clock.num_reads

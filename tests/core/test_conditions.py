@@ -166,7 +166,7 @@ def test_conditions_are_counted_and_labels_checked() -> None:
     with pytest.raises(InvalidJob, match="at most 16"):
         check_conditions(["a=b"] * 17)
     for name, value in (("", "x"), ("memory", "x"), ("zone", ""), ("a b", "x")):
-        with pytest.raises(InvalidJob, match="is no label"):
+        with pytest.raises(InvalidJob, match="is not a label"):
             check_label(name, value)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of what an evaluation has summed, and trainings whose final evaluation is no number, in virtual time."""
+"""Metrics of what an evaluation has summed, and trainings whose final evaluation is not a number, in virtual time."""
 
 import struct
 from math import inf, nan
@@ -78,7 +78,7 @@ def test_a_part_of_another_shape_fails_the_job_as_one_that_cannot_be(simulate):
     assert len(result.error.splitlines()) == 1
 
 
-# Metrics that are no numbers
+# Metrics that are not numbers
 
 
 def ended(simulation: WatchedSimulation):

@@ -146,7 +146,7 @@ def test_metrics_of_sums_are_made_by_one_rank_when_all_parts_are_there():
     (asked,) = some.ask(Rank(1))
     assert asked.tensors == {"confusion": whole(4, 6), "rare": whole(1)}
     assert some.ask(Rank(1)) == [], "it is asked once"
-    assert some.take_part(part(1, 0, {"loss": (3.0, 1)})) == [], "its own part again is no answer"
+    assert some.take_part(part(1, 0, {"loss": (3.0, 1)})) == [], "its own part again is not an answer"
     (done,) = some.take_part(part(1, 0, {"f1": (0.5, 1)}, is_made=True, duration_ms=2.0))
     assert (done.metrics, done.duration_ms) == ({"loss": 2.0, "f1": 0.5}, 3.0)
 

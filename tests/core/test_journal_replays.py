@@ -273,7 +273,7 @@ def test_another_answer_is_found_and_named():
     "text", ["", "{}", "[]", "nonsense", '{"journal": 1, "job": "a", "num_dropped": 0}\n{"at": 1}']
 )
 def test_what_is_no_journal_is_refused(text):
-    with pytest.raises(CannotReplay, match="this is no journal"):
+    with pytest.raises(CannotReplay, match="this is not a journal"):
         replay(text.splitlines())
 
 

@@ -505,7 +505,7 @@ def test_what_was_before_a_time_without_work_is_no_speed_when_the_first_batch_af
     record.on_batches(20, (300.0,) * 20, 6.0)
     record.on_committed(HeaderRow(weight=200, cut=200, local_step=20, compute_us=6_000_000), 0.0, 6.0)
     record.on_batches(21, (10.0,), 6.1)
-    assert record.ms_per_batch > 200, "one quick batch, which may be a short one, is no faster device"
+    assert record.ms_per_batch > 200, "one quick batch, which may be a short one, is not a faster device"
     record.on_committed(HeaderRow(weight=10, cut=210, local_step=21, compute_us=10_000), 0.0, 6.2)
     record.on_committed(HeaderRow(weight=0, cut=210, local_step=21, compute_us=0), 0.0, 7.0)
     record.on_batches(22, (10.0,), 7.1)

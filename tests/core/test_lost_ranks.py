@@ -181,7 +181,7 @@ def test_finished_epochs_are_told_to_another_rank_when_rank_0_has_died(simulate)
     simulation.run_until(lambda: len(simulation.epochs) == 1)
     simulation.kill(0)
     succeeds(simulation)
-    assert not simulation.training.epochs.untaken
+    assert not simulation.training.epochs.unhandled
 
 
 @by_policy

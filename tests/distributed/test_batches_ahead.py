@@ -46,7 +46,7 @@ def test_a_list_of_an_epochs_batches_is_said_once(worlds: Worlds, size: int, is_
 
 
 def test_batches_that_another_thread_fetches_ahead_are_refused() -> None:
-    """With two ranks it was left to the threads how many a step counted: "the ranks have parted"."""
+    """With two ranks it was left to the threads how many a step counted: "the ranks make different calls"."""
     trainer, ahead = set_up(samples(16)), ThreadPoolExecutor(1)
     batch = ahead.submit(next, trainer.epoch(0)).result()
     ahead.shutdown()

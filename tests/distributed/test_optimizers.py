@@ -213,19 +213,19 @@ def step_beside(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("a loss", "SGD is stepped beside the Trainer"), ("a second Trainer", ""), ("nothing", "")]
+    ("what", "words"), [("a loss", "SGD is stepped outside the Trainer"), ("a second Trainer", ""), ("nothing", "")]
 )
 def test_an_optimizer_that_no_trainer_has_is_named_once(worlds: Worlds, what: str, words: str) -> None:
     """A loss with parameters of its own, or a second model, became another one on each rank in silence."""
     said = worlds.run(2, step_beside, what)
-    assert [one.count("is stepped beside") for one in said] == [int(bool(words)), 0]
+    assert [one.count("is stepped outside") for one in said] == [int(bool(words)), 0]
     assert words in said[0]
 
 
 def test_a_model_that_another_optimizer_has_stepped_is_compared_at_the_end(worlds: Worlds) -> None:
     """Without one step of the Trainer each rank had a model of its own, and all ended with success."""
     ended = worlds.run(2, step_beside, "its model", may_raise=True)
-    assert any(isinstance(one, Raised) and "the ranks' models have parted" in one.message for one in ended)
+    assert any(isinstance(one, Raised) and "the ranks' models differ" in one.message for one in ended)
 
 
 def test_on_one_process_only_what_is_named_is_stepped_and_cleared() -> None:

@@ -61,7 +61,7 @@ def test_models_that_have_parted_are_found_out(worlds: Worlds, kind: str) -> Non
     for raised in worlds.run(2, train, kind, may_raise=True):
         assert isinstance(raised, Raised)
         assert raised.kind == "Misuse"
-        assert "the ranks' models have parted: " in raised.message
+        assert "the ranks' models differ: " in raised.message
         assert "of rank 1 is not that of rank 0" in raised.message
 
 
@@ -117,7 +117,7 @@ def part_late(end: str, parts: bool, place: str) -> list[str]:
 def test_models_that_part_near_an_end_are_found_out_there(worlds: Worlds, tmp_path: Path, end: str) -> None:
     for raised in worlds.run(2, part_late, end, True, str(tmp_path), may_raise=True):
         assert isinstance(raised, Raised)
-        assert "the ranks' models have parted: " in raised.message
+        assert "the ranks' models differ: " in raised.message
     assert not list(tmp_path.iterdir())
 
 
@@ -126,7 +126,7 @@ def test_models_that_part_before_a_checkpoint_of_the_script_are_found_out_after_
 ) -> None:
     for raised in worlds.run(2, part_late, "save", True, str(tmp_path), may_raise=True):
         assert isinstance(raised, Raised)
-        assert "the ranks' models have parted: " in raised.message
+        assert "the ranks' models differ: " in raised.message
 
 
 def test_models_that_part_in_the_last_steps_are_found_out_as_the_loop_closes(worlds: Worlds, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_models_that_part_in_the_last_steps_are_found_out_as_the_loop_closes(wor
     raised, _ = worlds.run(2, part_late, "close", True, str(tmp_path), may_raise=True)
     assert isinstance(raised, Raised)
     assert raised.kind == "Misuse"
-    assert "the ranks' models have parted: 0.weight of rank 1 is not that of rank 0" in raised.message
+    assert "the ranks' models differ: 0.weight of rank 1 is not that of rank 0" in raised.message
 
 
 @pytest.mark.parametrize("end", ["epochs", "epoch", "shares", "checkpoint", "save", "close"])
@@ -182,7 +182,7 @@ def test_weights_that_one_rank_loads_as_its_loop_is_left_part_nothing(worlds: Wo
 
 def test_steps_after_weights_were_loaded_on_one_rank_are_found_out(worlds: Worlds) -> None:
     ended = worlds.run(2, stop_early, "epochs", True, may_raise=True)
-    assert any(isinstance(one, Raised) and "the ranks' models have parted" in one.message for one in ended)
+    assert any(isinstance(one, Raised) and "the ranks' models differ" in one.message for one in ended)
 
 
 class Pair:
@@ -208,5 +208,5 @@ def test_a_small_part_of_a_large_tensor_is_enough(name: str) -> None:
         change = torch.randn_like(one)
         one += change * 0.03 * one.norm() / change.norm()
     rank_1: Any = Pair(rank_0.told)
-    with pytest.raises(Misuse, match=f"^the ranks' models have parted: {name} of rank 1"):
+    with pytest.raises(Misuse, match=f"^the ranks' models differ: {name} of rank 1"):
         consistency.check_still_alike(model, [0.1], rank_1)

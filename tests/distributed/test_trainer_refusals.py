@@ -477,7 +477,7 @@ def misuse(kind: str) -> None:
         ("optimizer", "gradients of this rank alone: call trainer.step() instead"),
         ("samples", "give step(samples=...) at every step, or never"),
         ("negative", "samples is -1"),
-        ("one rank", "some ranks say how many samples they have"),
+        ("one rank", "some ranks call step(samples=...)"),
     ],
 )
 def test_a_loop_that_would_be_wrong_without_a_word_is_told(worlds: Worlds, kind: str, words: str) -> None:

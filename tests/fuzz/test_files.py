@@ -203,7 +203,7 @@ def test_a_token_is_read_or_refused(tmp_path: Path, data: bytes) -> None:
 
 
 def lines_of(text: str) -> str:
-    """The rows of a list in JSON, a line each; the text itself where it is no list."""
+    """The rows of a list in JSON, a line each; the text itself where it is not a list."""
     rows = json.loads(text)
     return "\n".join(as_text(json.dumps(row)) for row in rows) if isinstance(rows, list) else as_text(text)
 

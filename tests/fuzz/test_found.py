@@ -67,7 +67,7 @@ def changed(checkpoint: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize("text", [DEEP, "[]", '"format"'])
 def test_a_manifest_that_is_nested_deeply_is_damaged(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_text(text)
-    with pytest.raises(InvalidJob, match="is no manifest of an elche checkpoint, or is damaged"):
+    with pytest.raises(InvalidJob, match="is not a manifest of an elche checkpoint, or is damaged"):
         manifest.read_manifest(checkpoint)
 
 
@@ -82,7 +82,7 @@ def test_a_manifest_of_which_a_field_is_something_else_is_damaged(checkpoint: Pa
 
 @pytest.mark.parametrize("name", ["../job.py", "/etc/passwd", "a/../../b", "\0"])
 def test_a_manifest_names_no_file_outside_of_its_checkpoint(checkpoint: Path, name: str) -> None:
-    with pytest.raises(InvalidJob, match="its list of files is none"):
+    with pytest.raises(InvalidJob, match="its list of files is invalid"):
         manifest.read_manifest(changed(checkpoint, files={name: {"bytes": 1, "sha256": ""}}))
 
 
@@ -135,7 +135,7 @@ def test_the_auditor_names_a_file_whose_head_no_rank_has_written(run: Path, fiel
 def test_contexts_that_are_nested_deeply_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text(f"a = {DEEP}")
     monkeypatch.setenv("ELCHE_CONFIG", str(tmp_path / "config.toml"))
-    with pytest.raises(contexts.InvalidContext, match="mend it, or remove it"):
+    with pytest.raises(contexts.InvalidContext, match="correct it, or remove it"):
         contexts.load()
 
 
@@ -192,13 +192,13 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, how: str) -> None:
 
 
 def test_a_journal_that_is_nested_deeply_is_not_replayed() -> None:
-    with pytest.raises(CannotReplay, match="this is no journal"):
+    with pytest.raises(CannotReplay, match="this is not a journal"):
         read_journal([DEEP])
 
 
 @pytest.mark.parametrize("row", ['{"spans": 0}', '{"clock": 0}', '{"told": 0}', '{"event": 1}', DEEP])
 def test_a_timeline_that_lacks_something_is_refused(row: str) -> None:
-    with pytest.raises(InvalidJob, match=r"timeline\.jsonl is no timeline"):
+    with pytest.raises(InvalidJob, match=r"timeline\.jsonl is not a timeline"):
         timeline.read([row], "timeline.jsonl")
 
 
@@ -241,7 +241,7 @@ def test_rounds_that_fit_no_memory_are_not_announced() -> None:
 
 
 def test_sums_that_are_no_tensor_are_named() -> None:
-    with pytest.raises(ElcheError, match="sums of 'hits' that are no tensor"):
+    with pytest.raises(ElcheError, match="sums of 'hits' that are not a tensor"):
         tensors_of({"hits": rank_pb2.TensorSum(shape=[2], data=bytes(7))})
 
 

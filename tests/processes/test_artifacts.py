@@ -147,7 +147,7 @@ def test_a_store_that_fails_is_said_and_tried_again_and_nothing_is_lost(
             goes_on.touch()
             handle.result()
             eventually(lambda: "not stored yet: " in said(client), "that is said of the job")
-            why = {"it is full": "File too large", "it is not mounted": f"{store} is no folder on this host: mount it"}
+            why = {"it is full": "File too large", "it is not mounted": f"{store} is not a folder on this host"}
             assert why[fault] in said(client)
             assert "not all that it left is stored, which is tried again" in one.log.read_text()
             eventually(lambda: metric(one, "elche_artifact_failures_total") >= 2, "it is tried again, and counted")

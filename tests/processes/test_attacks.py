@@ -323,7 +323,7 @@ def test_the_store_has_a_bound_in_bytes(client: Client, channel: grpc.Channel, j
         stub.DeleteKey(store_pb2.DeleteKeyRequest(key="key 0"), metadata=secret, timeout=100)
         stub.Set(store_pb2.SetRequest(key="again", value=bytes(1 << 19)), metadata=secret, timeout=100)
         stub.Set(store_pb2.SetRequest(key="count", value=b"9223372036854775807"), metadata=secret, timeout=100)
-        with pytest.raises(grpc.RpcError, match="no 64-bit number"):
+        with pytest.raises(grpc.RpcError, match="not a 64-bit number"):
             stub.Add(store_pb2.AddRequest(key="count", amount=1), metadata=secret, timeout=100)
         waiting = stub.Get.future(
             store_pb2.GetRequest(key="never", timeout={"seconds": 600}), metadata=secret, timeout=100
@@ -474,7 +474,7 @@ def test_bytes_that_are_no_message_are_refused_in_words(client: Client, channel:
         with pytest.raises(grpc.RpcError) as refused:
             call()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert refused.value.details() == "the request is malformed: it is no message of this service"
+        assert refused.value.details() == "the request is malformed: it is not a message of this service"
 
 
 @pytest.mark.parametrize(

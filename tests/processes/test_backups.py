@@ -76,7 +76,7 @@ def test_what_cannot_be_backed_up_or_restored_is_said_in_a_line(mark: Mark, tmp_
         assert "copy exists" in run(mark, tmp_path, "backup", "copy", "--data", one.data).complaint
         assert "another coordinator uses" in run(mark, tmp_path, "restore", "copy", "--data", one.data).complaint
     assert "has a database: move it away" in run(mark, tmp_path, "restore", "copy", "--data", one.data).complaint
-    assert "is no backup" in run(mark, tmp_path, "restore", "data/bundles", "--data", "new").complaint
+    assert "is not a backup" in run(mark, tmp_path, "restore", "data/bundles", "--data", "new").complaint
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["backup.json", "bundles", "elche.sqlite"]
     assert [path.name for path in tmp_path.glob(".copy.*")] == []
 

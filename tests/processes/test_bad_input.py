@@ -185,7 +185,7 @@ def test_data_that_is_no_folder(mark: Mark, tmp_path: Path, name: str) -> None:
     """That of bundles ended in a traceback."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("a file")
-    assert f"{name} cannot be used: it is no folder" in refused(mark, tmp_path, "--listen", "127.0.0.1:0")
+    assert f"{name} cannot be used: it is not a folder" in refused(mark, tmp_path, "--listen", "127.0.0.1:0")
 
 
 def test_data_that_is_no_database(mark: Mark, tmp_path: Path) -> None:

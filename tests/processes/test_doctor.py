@@ -104,7 +104,7 @@ def test_several_coordinators_of_which_one_serves(cluster: Cluster, doctor: Doct
     found = list(of_coordinator(f"{nobody},{cluster.address}"))
     assert all(one.state is State.OK for one in found), found
     assert [one.text.split(":")[-1] for one in found if "nothing listens" in one.text] == [
-        " it stands by, or does not run"
+        " it is a standby, or is not running"
     ]
     assert doctor(f"no-such-host.invalid:1,{cluster.address}")["hosts"].state == "ok"
     assert doctor(f"{nobody},{nobody}")["port"].state == "fault"
@@ -141,7 +141,7 @@ def test_certificates_that_do_not_fit(mark: Mark, tmp_path: Path, doctor: Doctor
         found = doctor(one.address, ELCHE_TLS=str(anna))
         assert [found[name].state for name in ("own certificate", "TLS", "access")] == ["ok", "ok", "ok"], found
         assert "its certificate is refused" in doctor(one.address, ELCHE_TLS=str(stranger))["TLS"].text
-        assert "it has ended" in doctor(one.address, ELCHE_TLS=str(ended))["own certificate"].text
+        assert "it expired at" in doctor(one.address, ELCHE_TLS=str(ended))["own certificate"].text
         assert "if it asks for TLS" in doctor(one.address)["access"].text
         shutil.rmtree(stranger)
         assert "ca.crt is not there" in doctor(one.address, ELCHE_TLS=str(stranger))["certificates"].text

@@ -105,7 +105,7 @@ def test_its_model_writes_without_elche(trained_gpt: dict[str, Any]) -> None:
 def test_another_models_file(example: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
     load, path = example("load_without_elche.py")["load"], tmp_path / "model.safetensors"
     save_file({"0.weight": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="is no model of bytes_gpt"):
+    with pytest.raises(ValueError, match="is not a model of bytes_gpt"):
         load(path)
     save_file({"positions": torch.ones(8, 32)}, path)
     with pytest.raises(ValueError, match=r"lacks .*embedding.weight"):

@@ -86,7 +86,7 @@ def test_a_script_that_ends_with_models_that_have_parted_does_not_exit_with_0(ma
     """It has left its loop, whose end would have compared them."""
     code, text = run_of(mark, tmp_path, PARTING, LOOP_DOES="other model", LOOP_IS_GIVEN="1")
     assert code == 1, text
-    assert "elche: the ranks' models have parted: weight of rank 1 is not that of rank 0" in text
+    assert "elche: the ranks' models differ: weight of rank 1 is not that of rank 0" in text
     assert "Traceback" not in text
 
 

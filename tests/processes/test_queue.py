@@ -102,7 +102,7 @@ def test_a_job_trains_on_the_host_whose_label_it_asks_for(
         assert done.code == 0, done.err
         job = client.job(done.out.strip())
         assert view(client, job.id).reason.endswith("no host offers any with zone=eu; start more workers")
-        assert elche(*asks, "--on", "zone").err.startswith("elche: 'zone' is no condition on devices: write NAME=PATT")
+        assert elche(*asks, "--on", "zone").err.startswith("elche: 'zone' is not a condition on devices: write ")
         labels = ("--label", "zone=eu", "--share", "2")
         with agent(mark, tmp_path / "eu", one.address, *labels, devices="cpu"):
             assert job.result().state is JobState.SUCCEEDED

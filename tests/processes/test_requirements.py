@@ -91,7 +91,7 @@ def test_what_cannot_be_installed_fails_the_job_with_what_uv_says(
             assert caught.value.invalid
         (tmp_path / "bad.txt").write_text("-r other.txt\n")
         refused = elche("submit", str(job_file("linear.py")), "--requirements", "bad.txt", "--coordinator", one.address)
-        assert refused.err.startswith("elche: '-r other.txt' is no requirement: write a package a line")
+        assert refused.err.startswith("elche: '-r other.txt' is not a requirement: write one package per line")
         path = job_file("inline.py", text="# /// script\n# dependencies = 3\n# ///\n")
         refused = elche("submit", str(path), "--coordinator", one.address)
         assert "metadata (# /// script) cannot be read" in refused.err

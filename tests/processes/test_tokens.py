@@ -295,7 +295,7 @@ def test_the_command_makes_lists_and_revokes(lab: Lab, elche: Callable[..., Comm
     refused = elche("token", "list", *to, env={"ELCHE_TOKEN": text})
     assert (refused.code, "expired or revoked" in refused.complaint) == (2, True)
     wrong = elche("token", "make", "two words", "--role", "user", *to, env=own)
-    assert (wrong.code, "'two words' is no name for a token" in wrong.complaint) == (2, True)
+    assert (wrong.code, "'two words' is not a name for a token" in wrong.complaint) == (2, True)
     lacking = elche("token", "list", *to, env={"ELCHE_TOKEN": lab.texts["anna"]})
     assert (lacking.code, "ListTokens needs the role operator" in lacking.complaint) == (2, True)
 

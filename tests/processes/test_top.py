@@ -63,7 +63,7 @@ def test_all_jobs_and_devices_live(
             terminal.shows("1 have ended")
             waits.cancel()
             terminal.shows("0 of 2 devices busy")
-    terminal.shows("it is asked again")
+    terminal.shows("retrying")
     with coordinator(mark, tmp_path, data=data, listen=address):
         terminal.shows("0 jobs run, 0 wait, 2 have ended")
         terminal.process.send_signal(signal.SIGINT)

@@ -113,7 +113,7 @@ MISTAKES = {
         said=("ValueError", "first line", "rank 0 at batch 0"),
     ),
     "lone surrogate": Mistake(
-        lines="def broken(model, batch):\n    raise ValueError('\\udcff is no UTF-8')",
+        lines="def broken(model, batch):\n    raise ValueError('\\udcff is not UTF-8')",
         replaced="train_step=broken",
         said=("ValueError", "linear.py, line", "rank 0 at batch 0"),
     ),
@@ -322,7 +322,7 @@ LOADS_FOR_EVER = (
 def test_a_run_ends_while_its_file_loads(
     mark: Mark, tmp_path: Path, job_file: JobFile, number: signal.Signals, code: int
 ) -> None:
-    """Nothing is left of it; and what it was given in its environment was no argument, which all users can see."""
+    """Nothing is left of it; and what it was given in its environment was not an argument, which all users can see."""
     path = job_file("linear.py", *LOADS_FOR_EVER)
     command = [sys.executable, "-m", "elche_client", "run", str(path), "--env", "KEY"]
     env = mark.environment({"KEY": "of nobody else"})

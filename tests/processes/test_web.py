@@ -175,7 +175,7 @@ def test_a_failed_job_says_which_rank_and_goes_on_from_its_checkpoint(cluster: C
     for text in ("", "two", "-1", "1e3", "10001", "9" * 5000, "%D9%A3"):
         status, said = post(f"{again}/scale?ranks={text}")
         assert status == 409, text
-        assert "is no number of ranks up to 10000" in said["error"]
+        assert "is not a number of ranks up to 10000" in said["error"]
     assert post(f"{again}/scale?ranks=0")[0] == 409
     assert told(again)["num_wanted"] == 2
     post(f"{again}/cancel")

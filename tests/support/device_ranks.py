@@ -109,7 +109,7 @@ class Rank:
                 launch, job, ReplicaGroup(), wake=self._wake, timeline=None, streams=self.streams
             )
             self.replica = Replica(
-                launch, job, parts, channel=None, streams=self.streams, wake=self._wake, tell=self.said.append  # type: ignore[arg-type]
+                launch, job, parts, channel=None, streams=self.streams, wake=self._wake, send=self.said.append  # type: ignore[arg-type]
             )  # fmt: skip
         self.replica.generations.in_use = group
         self.replica.model.train()

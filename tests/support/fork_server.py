@@ -442,7 +442,7 @@ def _run(order: Mapping[str, Any]) -> None:
             os.execv = _go_on_instead(os.execv)
         import_module("support.gpus").take_part(rest[1])
         if not hasattr(sys.modules.get(rest[1]), "__path__"):
-            sys.modules.pop(rest[1], None)  # it is run, and is no import of the server any more
+            sys.modules.pop(rest[1], None)  # it is run, and is not an import of the server any more
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
         import_module("support.gpus").take_part(rest[0])

@@ -107,7 +107,7 @@ def new_rank(folder: Path, rank: int, stack: ExitStack, loaded: Loaded | None = 
         channel=nobody,
         streams=DeviceStreams(),
         wake=lambda: None,
-        tell=lambda message: None,
+        send=lambda message: None,
     )
     return Rank(replica, ready, asked)
 
@@ -120,7 +120,7 @@ def weight(rank: Rank) -> torch.Tensor:
 def write(replica: Replica, round_id: int, training: str = "{}") -> list[rank_pb2.ConverseRequest]:
     """Begins the checkpoint of a round that has just been committed; returns what is told when it is over."""
     told: list[rank_pb2.ConverseRequest] = []
-    replica.checkpoints.writer._tell = told.append
+    replica.checkpoints.writer._send = told.append
     order = rank_pb2.WriteCheckpoint(name=f"{round_id}-00000002", training=training)
     replica.resolve_checkpoint(ResolveCheckpoint(round_id, round_id, is_written=True), order)
     return told

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elche.errors import UnknownJob
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.core.describe import JobDetails, JobView, RankView
 from elche_coordinator.core.messages.events import Gauges
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -19,7 +20,6 @@ from elche_coordinator.core.messages.reports import EpochReport, EvaluationRepor
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.core.records.histogram import BATCH_SECONDS, Histogram
-from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.web.app import Web
 from elche_coordinator.web.recordings import Recordings
 from elche_coordinator.web.server import WebServer

@@ -49,7 +49,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 @pytest.fixture
 def from_benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a module of `benchmarks`, which are no package."""
+    """Imports a module of `benchmarks`, which are not package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield import_module
     for name, module in list(sys.modules.items()):

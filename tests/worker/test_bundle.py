@@ -41,7 +41,7 @@ def test_files_are_unpacked_for_their_owner_alone(tmp_path: Path) -> None:
 def test_no_path_leaves_the_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
-    with pytest.raises(InvalidJob, match="no path within a folder"):
+    with pytest.raises(InvalidJob, match="not a path within a folder"):
         unpack(archive(name), folder)
     assert list(tmp_path.iterdir()) == [folder]
     assert list(folder.iterdir()) == []
@@ -57,7 +57,7 @@ def test_a_file_in_too_many_folders_is_refused(tmp_path: Path) -> None:
 def test_a_header_with_words_for_numbers_is_refused(tmp_path: Path) -> None:
     odd = tarfile.TarInfo("odd")
     odd.pax_headers = {"GNU.sparse.map": "a,b", "GNU.sparse.size": "1"}
-    with pytest.raises(InvalidJob, match="no archive that"):
+    with pytest.raises(InvalidJob, match="not an archive that"):
         unpack(archive(odd), tmp_path)
 
 
@@ -73,14 +73,14 @@ def test_a_header_with_words_for_numbers_is_refused(tmp_path: Path) -> None:
     ids=["symlink", "hardlink", "fifo", "device", "folder"],
 )
 def test_only_regular_files_are_unpacked(tmp_path: Path, member: tarfile.TarInfo) -> None:
-    with pytest.raises(InvalidJob, match="'odd', which is no regular file"):
+    with pytest.raises(InvalidJob, match="'odd', which is not a regular file"):
         unpack(archive(member), tmp_path)
 
 
 def test_the_same_path_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob, match="no archive that"):
+    with pytest.raises(InvalidJob, match="not an archive that"):
         unpack(archive("a", "a"), tmp_path)
-    with pytest.raises(InvalidJob, match="no archive that"):
+    with pytest.raises(InvalidJob, match="not an archive that"):
         unpack(archive("b", "b/c"), tmp_path)
 
 
@@ -96,5 +96,5 @@ def test_an_archive_that_unpacks_to_too_much_ends_before_it_is_written(
 
 @pytest.mark.parametrize("data", [b"", b"no archive", archive("a").getvalue()[:-20]], ids=["empty", "text", "cut off"])
 def test_what_is_no_archive_is_said(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(InvalidJob, match="no archive that `elche submit` makes"):
+    with pytest.raises(InvalidJob, match="not an archive that `elche submit` makes"):
         unpack(io.BytesIO(data), tmp_path)

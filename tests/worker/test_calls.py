@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from elche_worker.collectives import calls
 from elche_worker.collectives.calls import Calls
-from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
+from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 
 Ranks = Callable[..., list[Calls]]
 
@@ -93,7 +93,7 @@ def test_however_many_ranks_there_are_one_that_differs_is_found(ranks: Ranks, mo
         one.look()
     num_looks = next(count for count in range(10) if many[4].look())
     assert 0 < num_looks <= 4  # 8 others, 2 at each look
-    assert many[7].parted
+    assert many[7].difference
 
 
 def test_only_a_call_that_lasts_is_looked_at_and_ended(ranks: Ranks) -> None:
@@ -101,7 +101,7 @@ def test_only_a_call_that_lasts_is_looked_at_and_ended(ranks: Ranks) -> None:
     ended: list[str] = []
     stopped = threading.Event()
     stopped.set()  # nobody is waited for
-    first.end_call = lambda: ended.append(first.parted)
+    first.end_call = lambda: ended.append(first.difference)
     first.begin("calls step()")
     second.leave("ends its loop")
     last = first.watch(-1, stopped)
@@ -121,7 +121,7 @@ def test_only_a_call_that_lasts_is_looked_at_and_ended(ranks: Ranks) -> None:
 def test_marks_of_ranks_that_have_not_parted(count: int, optimizer: int) -> None:
     for num_batches in range(2 * NUM_MARKS):
         sums = [count * one for one in mark(num_batches, optimizer)]
-        assert not have_parted([*[1.0] * RequestConsensus.NUM_REQUESTS, *sums])
+        assert not marks_differ([*[1.0] * RequestConsensus.NUM_REQUESTS, *sums])
 
 
 @pytest.mark.parametrize(("batches", "optimizer"), [(1, 0), (2, 0), (3, 0), (0, 1)])
@@ -129,4 +129,4 @@ def test_marks_of_ranks_that_have_parted(batches: int, optimizer: int) -> None:
     for num_batches in range(2 * NUM_MARKS):
         other = mark(num_batches + batches, optimizer)
         sums = [99 * one + more for one, more in zip(mark(num_batches, 0), other, strict=True)]
-        assert have_parted([0.0] * RequestConsensus.NUM_REQUESTS + sums)
+        assert marks_differ([0.0] * RequestConsensus.NUM_REQUESTS + sums)

@@ -78,9 +78,9 @@ def test_without_space_nothing_is_left_and_the_last_one_stays(tmp_path: Path) ->
 def test_a_draft_is_no_checkpoint_until_it_is_finished_with_the_trainings_state(tmp_path: Path) -> None:
     target = CheckpointTarget(str(tmp_path))
     draft = target.write_draft(kept(), ABOUT)
-    with pytest.raises(InvalidJob, match=r"is no checkpoint and contains none.*--checkpoint-every-epochs 1"):
+    with pytest.raises(InvalidJob, match=r"is not a checkpoint and contains none.*--checkpoint-every-epochs 1"):
         newest(tmp_path)
-    with pytest.raises(InvalidJob, match="is no checkpoint"):
+    with pytest.raises(InvalidJob, match="is not a checkpoint"):
         load(str(draft))
     path, size_bytes = target.write("1-00000006", kept(), ABOUT, {"attempt": 1, "version": 6})
     with pytest.raises(OSError, match="not empty"):
@@ -144,8 +144,8 @@ def spoil(path: Path, how: str) -> None:
         ("model.safetensors", "cut off", "model.safetensors has"),
         ("model.safetensors", "gone", "is not whole: model.safetensors is missing"),
         ("state.safetensors", "a bit flipped", "is damaged: state.safetensors is not what was written"),
-        ("manifest.json", "gone", "is no checkpoint and contains none: no manifest.json is in it"),
-        ("manifest.json", "cut off", "is no manifest of an elche checkpoint"),
+        ("manifest.json", "gone", "is not a checkpoint and contains none: no manifest.json is in it"),
+        ("manifest.json", "cut off", "is not a manifest of an elche checkpoint"),
         ("manifest.json", "with another version", "is damaged: its checksum does not match"),
         ("manifest.json", "of another format", "has format 0, and this version"),
     ],

@@ -295,7 +295,9 @@ def test_several_data_sets_at_once_are_refused(built: Any) -> None:
 )
 def test_inputs_beside_targets_are_no_two_samples(built: Any) -> None:
     """`return inputs, targets` trained on two samples, with exit code 0 where both had one shape."""
-    with pytest.raises(InvalidJob, match=r"tuple of 2 \w+s; return a data set with one item per sample, such as TensorDataset"):
+    with pytest.raises(
+        InvalidJob, match=r"tuple of 2 \w+s; return a data set with one item per sample, such as TensorDataset"
+    ):
         as_dataset(built, "train.py")
 
 

@@ -249,7 +249,7 @@ def test_a_rank_makes_metrics_of_the_sums_that_it_is_told(start: Any) -> None:
     }
 
 
-# Metrics that are no numbers
+# Metrics that are not numbers
 
 
 def spoilt(*losses: float, **changes: Any) -> TrainingJob:

@@ -285,7 +285,7 @@ def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_told(
             loader.stop()
         else:
             monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: f"{folder}/pymp-12345678")
-            with pytest.raises(InvalidJob, match="at most 75 characters leave room for their names, it has 76"):
+            with pytest.raises(InvalidJob, match="it has 76 characters, of at most 75"):
                 loader_of(Indices(10**9), num_workers=1)
             monkeypatch.setattr(lease_loader, "get_temp_dir", lambda: "/tmp/pymp-12345678")
             loader_of(Indices(10**9), num_workers=1)[0].stop()

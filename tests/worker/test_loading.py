@@ -79,7 +79,7 @@ def test_a_job_that_its_own_file_trains_is_not_trained_while_the_file_is_loaded(
 
 def test_a_file_that_ends_itself_is_told_where_its_arguments_belong() -> None:
     """argparse says which it lacks; a traceback of argparse said no more."""
-    with pytest.raises(InvalidJob, match=r"^train.py ended itself \(SystemExit: 2\) .* arguments come behind --"):
+    with pytest.raises(InvalidJob, match=r"^train.py ended itself \(SystemExit: 2\) .* arguments come after --"):
         load_job("raise SystemExit(2)\njob = 1", "train.py")
 
 

@@ -176,5 +176,5 @@ def test_who_is_left_out() -> None:
 def test_unusual_steps_of_all_are_averaged() -> None:
     assert out(UNUSUAL, UNUSUAL) == []
     assert out(UNUSUAL) == []
-    assert out(UNUSUAL, NEWCOMER) == [], "who brings nothing is no example"
+    assert out(UNUSUAL, NEWCOMER) == [], "who brings nothing is not an example"
     assert out(UNUSUAL, NOT_FINITE, nonfinite="skip") == [1]

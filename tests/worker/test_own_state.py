@@ -147,7 +147,7 @@ class Broken(Stubborn):
     ("state", "said"),
     [
         (lambda model: [1], "train.py: state() must return a dict of objects by name, not list"),
-        (lambda model: {1: {}}, "train.py: state() must give names that are texts, not 1"),
+        (lambda model: {1: {}}, "train.py: state() must give names that are strings, not 1"),
         (
             lambda model: {"memory": deque()},
             "train.py: state() gives 'memory', a deque without state_dict() and load_state_dict(): give it these "
@@ -156,7 +156,7 @@ class Broken(Stubborn):
         (
             lambda model: {"mine": Foreign()},
             "train.py: state() gives 'mine': mine['thing'] is of type object, which a checkpoint cannot hold: keep "
-            "numbers, texts and tensors in it",
+            "numbers, strings and tensors in it",
         ),
         (
             lambda model: {"mine": Stubborn()},

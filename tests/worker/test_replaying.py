@@ -115,7 +115,7 @@ class Recorded:
         streams = DeviceStreams()
         self.replicas.append(
             Replica(
-                launch, job, parts, channel=nobody, streams=streams, wake=wake, tell=lambda message: None, meet=meet
+                launch, job, parts, channel=nobody, streams=streams, wake=wake, send=lambda message: None, meet=meet
             )
         )
         return self.replicas[-1]
@@ -291,9 +291,9 @@ def no_files(place: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (no_file_of_a_rank, "round 1 of generation 1 had 2 ranks, and files of 1 tell of it"),
-        (a_file_that_was_cut, "had 2 ranks, and files of 1 tell of it|had 3 ranks, and files of 2 tell of it"),
-        (no_entry_into_a_round_that_all_have_lost, "round 4 of generation 1 had 2 ranks, and files of 1 tell of it"),
+        (no_file_of_a_rank, "round 1 of generation 1 had 2 ranks, and files of 1 contain it"),
+        (a_file_that_was_cut, "had 2 ranks, and files of 1 contain it|had 3 ranks, and files of 2 contain it"),
+        (no_entry_into_a_round_that_all_have_lost, "round 4 of generation 1 had 2 ranks, and files of 1 contain it"),
         (a_changed_byte, r"rank-0-1.bin is damaged at byte \d+"),
         (no_job, r"job-[0-9a-f]+\.py, the job's file, is missing"),
         (no_files, "has no files of ranks: it was not run with --audit true"),

@@ -41,5 +41,5 @@ def test_an_event_is_one_short_line(text: str, expected: str) -> None:
 
 def test_what_is_no_text_is_refused_and_without_a_watcher_nothing_happens() -> None:
     record_event("nobody hears it")
-    with pytest.raises(TypeError, match="takes a text, not int"):
+    with pytest.raises(TypeError, match="takes a string, not int"):
         record_event(7)  # type: ignore[arg-type]

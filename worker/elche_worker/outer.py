@@ -45,7 +45,7 @@ class SGD:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0.0, math.inf), momentum=(0.0, 1.0))
+        _check(self, lr=math.inf, momentum=1.0)
 
     def num_moments(self) -> int:
         return 1 if self.momentum else 0
@@ -65,7 +65,7 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0.0, math.inf), momentum=(0.0, 1.0))
+        _check(self, lr=math.inf, momentum=1.0)
 
     def num_moments(self) -> int:
         return 1
@@ -85,7 +85,7 @@ class Adam:
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0.0, math.inf), eps=(0.0, math.inf))
+        _check(self, lr=math.inf, eps=math.inf)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise InvalidJob(f"outer_optimizer: betas must be at least 0 and below 1, not {self.betas}")
 
@@ -103,9 +103,9 @@ class Adam:
         average.copy_(mean.div_(size)).mul_(self.lr).add_(last)
 
 
-def _check(optimizer: Any, **ranges: tuple[float, float]) -> None:
-    """Raises `InvalidJob` for a field outside of its range: above 0 (momentum: at least 0), and below its limit."""
-    for name, (_, limit) in ranges.items():
+def _check(optimizer: Any, **limits: float) -> None:
+    """Raises `InvalidJob` unless each named field is above 0 (momentum: at least 0) and below its limit."""
+    for name, limit in limits.items():
         value = getattr(optimizer, name)
         is_number = isinstance(value, int | float) and math.isfinite(value)
         least_ok = is_number and (value >= 0 if name == "momentum" else value > 0)

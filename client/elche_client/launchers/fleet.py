@@ -102,5 +102,5 @@ class Launcher(Protocol):
 def check_name(name: str) -> str:
     """Returns the name of a fleet. Raises `BadFleet` for one that some engine does not allow."""
     if not NAME.fullmatch(name):
-        raise BadFleet(f"a fleet's name has small letters, digits and -, at most 40, not {name[:100]!r}")
+        raise BadFleet(f"a fleet's name has lowercase letters, digits and -, at most 40, not {name[:100]!r}")
     return name

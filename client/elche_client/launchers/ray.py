@@ -44,7 +44,7 @@ class Ray:
         if not ray.is_initialized():
             place = address or os.environ.get("RAY_ADDRESS") or "auto"
             try:
-                if place != "auto":  # of which Ray itself would take minutes to tell
+                if place != "auto":  # Ray itself would report a wrong address only after minutes
                     socket.create_connection(split_address(place.removeprefix("ray://")), timeout=CONNECT_S).close()
                 ray.init(place, namespace=NAMESPACE, log_to_driver=False)
             except (OSError, RuntimeError, ValueError, BadAddress) as error:

@@ -86,7 +86,7 @@ class Ssh:
     def up(self, fleet: AgentFleet) -> None:
         if fleet.num_agents is not None or fleet.gpus_per_agent:
             raise BadFleet(
-                "the file says which hosts there are; options such as --devices cuda:0 go behind a host in it"
+                "the file says which hosts there are; options such as --devices cuda:0 go after a host in it"
             )
         files = _files(fleet)
         names = {name: f'"$PWD/{_basename(name)}"' for name in fleet.environment}

@@ -1,1 +1,1 @@
-"""Authentication of callers: tokens, certificates, the audit log."""
+"""Authentication of callers: `credentials` checks what a caller presents; tokens, certificates, the audit log."""

@@ -42,7 +42,7 @@ class IssuedTokens:
         """
         if not name or len(name) > MAX_NAME or not name.isprintable() or any(c.isspace() or c in "@/" for c in name):
             raise InvalidJob(
-                f"{name[:MAX_NAME]!r} is no name for a token: one word of up to {MAX_NAME} letters without @ or /"
+                f"{name[:MAX_NAME]!r} is not a name for a token: one word of up to {MAX_NAME} letters without @ or /"
             )
         if len(self._grants) >= MAX_TOKENS:
             raise InvalidJob(f"there are {MAX_TOKENS} tokens: revoke some first")

@@ -265,7 +265,7 @@ class Artifacts:
             }
             missing = [str(name) for name in manifest["missing"]]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise InvalidJob(f"the worker on {part.host} has answered what is no manifest") from None
+            raise InvalidJob(f"the worker on {part.host} has sent something other than a manifest") from None
         except _Away:
             raise
         except ElcheError as error:
@@ -378,6 +378,7 @@ class Artifacts:
     async def _stored_log_end(
         self, job_id: str, rank: int, max_bytes: int, *, with_times: bool
     ) -> AsyncGenerator[bytes]:
+        """The last whole lines of a stored log, at most `max_bytes` of it."""
         end, is_cut = b"", False
         async with aclosing(self.chunks(job_id, rank_log(rank))) as chunks:
             async for data in chunks:

@@ -55,6 +55,7 @@ class History:
         self._close(lost)
 
     def _take_in(self, job_id: str, record: Record, lost: dict[str, Record]) -> None:
+        """Sorts a record into `unfinished` or `jobs`. Adds to `lost` the changed record of a job that ends here."""
         if (version := record["format"]) != FORMAT:
             log.warning(
                 "job=%s the record has format %s and is ignored: this coordinator reads %d", job_id, version, FORMAT
@@ -80,9 +81,9 @@ class History:
         submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
         num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
         if not isinstance(submitted_at, float) or not isinstance(resume, str):
-            raise TypeError("when it was submitted, or its checkpoint, is no such value")
+            raise TypeError("its time of submission, or its checkpoint, has another type")
         if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
-            raise TypeError("its attempt, or number of ranks, is no number")
+            raise TypeError("its attempt, or number of ranks, is not a number")
         return JobSubmitted(
             job_id=JobId(job_id),
             spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks),
@@ -129,7 +130,7 @@ def _record(row: JobRow) -> Record:
     """A row and its spec. Raises `ValueError` and others for damaged ones."""
     record: Record = {**json.loads(row.record), "spec": json.loads(row.spec or "")}
     if not isinstance(record["spec"], dict):
-        raise TypeError("its spec is no table")
+        raise TypeError("its spec is not a table")
     return record
 
 

@@ -177,7 +177,7 @@ class RelayRound:
 
     async def _sum(self, data: list[bytes], kind: str) -> bytes:
         if len(data[0]) % (4 if kind == "float32" else 8):
-            raise RelayAborted(f"{len(data[0])} bytes are no whole number of {kind} values")
+            raise RelayAborted(f"{len(data[0])} bytes are not a whole number of {kind} values")
         if len(data[0]) < SMALL_BYTES:
             return _add_up(data, kind)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _add_up, data, kind)

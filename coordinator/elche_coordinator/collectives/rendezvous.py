@@ -82,7 +82,7 @@ class Rendezvous:
             raise NotACounter(f"{key!r} holds no number to add to")
         value = int(held) + amount
         if not -MAX_COUNT <= value < MAX_COUNT:
-            raise NotACounter(f"{key!r} holds {held.decode()}, and {amount} more is no 64-bit number")
+            raise NotACounter(f"{key!r} holds {held.decode()}, and {amount} more is not a 64-bit number")
         self.set(key, str(value).encode())
         return value
 

@@ -26,7 +26,7 @@ committed, learned and owed; checkpoints, evaluations), `rounds` (a generation o
 this). `invariants` has the rules as checks.
 
 **Rules** (checked after every event in every test): every sample of an epoch is committed exactly once; a round has one
-result, equal on every member; it commits when all members have received it; old news changes nothing; targets lie
+result, equal on every member; it commits when all members have received it; stale messages change nothing; targets lie
 within leased work; a job that trains has an open round, so that it always goes on.
 
 **Durability** is not the core's concern. The driver writes each event to the tape, and shows what it leads to only when

@@ -57,7 +57,7 @@ class Coordinator:
     A job is a training or a loop of the user's own. Trainings and submitted loops get slots of hosts; attached loops
     have none.
 
-    `handle` never raises for a message of a client, an agent or a rank: old news, and events that do not fit the
+    `handle` never raises for a message of a client, an agent or a rank: stale ones, and events that do not fit the
     present phase, change nothing. An exception out of it is a bug of the core.
     """
 

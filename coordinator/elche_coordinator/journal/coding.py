@@ -32,7 +32,7 @@ def decode(kinds: Mapping[str, type], tagged: Any) -> Any:
     try:
         return _decode_fields(kinds[name], tagged[name])
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"this is no {name}: {error}") from None
+        raise ValueError(f"this is not a {name}: {error}") from None
 
 
 def _encode_fields(value: Any) -> dict[str, Any]:

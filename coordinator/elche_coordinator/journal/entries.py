@@ -90,7 +90,7 @@ def new_entry(
     found: Found | None,
     error: str,
 ) -> JournalEntry:
-    """A new entry. `event` is shortened already; the commands are shortened here."""
+    """A new entry with its estimated size; shortens the commands. `event` must be shortened already."""
     num_bytes = ENTRY_BYTES + weight(event)
     kept = tuple(map(kept_command, commands)) if commands else ()
     for command in kept:

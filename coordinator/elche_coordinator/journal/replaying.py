@@ -78,7 +78,7 @@ class RecordedFleet(Fleet):
 def replay(lines: Iterable[str]) -> int:
     """Replays a journal, given as JSON lines, and returns the number of its events.
 
-    Raises `CannotReplay` for content that is no whole journal, and `Differs` at the first event at which the core's
+    Raises `CannotReplay` for content that is not a whole journal, and `Differs` at the first event at which the core's
     answer differs.
     """
     about, entries = read(lines)
@@ -109,7 +109,7 @@ def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[RecordedEntry]]:
             raise CannotReplay(f"the journal has format {about['journal']}, and this is {FORMAT}")
         return about, [_entry(row) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CannotReplay(f"this is no journal: {error}") from error
+        raise CannotReplay(f"this is not a journal: {error}") from error
 
 
 def _entry(row: dict[str, Any]) -> RecordedEntry:

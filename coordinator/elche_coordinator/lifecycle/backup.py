@@ -59,7 +59,7 @@ def back_up(data: Path, to: Path) -> str:
 def restore(backup: Path, data: Path) -> str:
     """Restores a backup into a folder without a coordinator. Returns a line on the next steps. Raises `CannotStart`."""
     if not (backup / DATABASE).is_file():
-        raise CannotStart(f"{backup} is no backup: it has no {DATABASE}")
+        raise CannotStart(f"{backup} is not a backup: it has no {DATABASE}")
     try:
         num_jobs, tables = _contents(backup / DATABASE)
         if tables > REVISION:
@@ -96,8 +96,8 @@ def _is_used(data: Path) -> bool:
 
 
 def _end_states(copy: sqlite3.Connection) -> None:
-    """Has a coordinator on the copy go back to checkpoints: ranks hear more from the one that runs, and would refuse to
-    go on from here.
+    """Makes the copy's saved states unusable, so that a coordinator on it resumes jobs from checkpoints. Ranks have
+    received more from the running coordinator since, and would refuse one that is behind.
     """
     copy.execute("UPDATE states SET code = ?", (BACKED_UP,))
     copy.commit()

@@ -60,7 +60,7 @@ def using(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise CannotStart(f"{error.filename or folder} cannot be used: {why}") from error
 
 
@@ -122,12 +122,12 @@ def start_over(reason: str) -> None:
 
 
 def _check_free(address: str) -> None:
-    """Raises `CannotStart` if an address cannot be listened on."""
+    """Raises `CannotStart` if an address is not available."""
     host, port = split_address(address)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise CannotStart(f"{address} cannot be listened on: {error.strerror}") from None
+        raise CannotStart(f"the coordinator cannot listen on {address}: {error.strerror}") from None
 
 
 def take_folder(data: Path) -> None:

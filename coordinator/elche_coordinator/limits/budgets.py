@@ -102,6 +102,7 @@ class Held:
     """Counts the bytes of `what` that are held for each user's jobs, or the agents of a token."""
 
     def __init__(self, what: str, of_user: int, in_all: int, whose: str = "jobs") -> None:
+        """Limits are in bytes: `of_user` for each user, `in_all` for all together."""
         self._what = what
         self._whose = whose
         self._of_user = of_user

@@ -17,7 +17,7 @@ class Listener(socket.socket):
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises `OSError` when the address cannot be listened on."""
+        """Raises `OSError` when the address is not available."""
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

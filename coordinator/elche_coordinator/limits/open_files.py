@@ -7,7 +7,7 @@ from elche_coordinator.config import CannotStart
 MAX_FILES = 1 << 16
 """Open files that the process asks for."""
 MIN_FILES = 128
-"""With fewer, a few ranks and their worker could not connect beside what the coordinator itself has open."""
+"""With fewer, a few ranks and their worker could not connect besides what the coordinator itself has open."""
 OTHER_FILES = 600
 """Open files reserved for the page, the database and bundles, or half of all where these are few."""
 

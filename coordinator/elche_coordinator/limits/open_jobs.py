@@ -35,8 +35,8 @@ class OpenJobs:
         """Number of jobs of each kind, by user."""
 
     def require_room(self, user: str, spec: JobSpec | None = None) -> None:
-        """Raises `TooMuch` if there is no room for one more job, which waits for slots if it has a `spec`. `user` is
-        the token's name; empty: only the total is bounded.
+        """Raises `TooMuch` if there is no room for one more job. `user` is the token's name; empty: only the total is
+        bounded. `spec` is None for an attached loop, which needs no slots.
         """
         if user:
             self._require("your", self._num[user], MAX_JOBS_OF_USER, self._bytes[user], MAX_BYTES_OF_USER)

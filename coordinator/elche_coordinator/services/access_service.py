@@ -7,9 +7,9 @@ import grpc
 from elche.errors import InvalidJob
 from elche.token import Role
 from elche.v1 import access_pb2, access_pb2_grpc
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import IssuedTokens
 from elche_coordinator.roles import CALLER, TokenRecord
-from elche_coordinator.services.interceptor import Credentials
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

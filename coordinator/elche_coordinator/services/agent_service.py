@@ -43,7 +43,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         reading = asyncio.ensure_future(self._read(agent_id, request_iterator, stream, queue))
         try:
             async for order in queue:
-                if (response := self._driver.made(order)) is not None:
+                if (response := self._driver.order_message(order)) is not None:
                     yield response
             if reading.done():
                 reading.result()  # raises the error of the agent's last message

@@ -1,4 +1,4 @@
-"""Faults on purpose, for `elche chaos`. The core is not told: it learns of them by what they break, as of real ones."""
+"""Injects faults, for `elche chaos`. The core gets no event of them: it only sees their effects, as with real ones."""
 
 import asyncio
 import logging

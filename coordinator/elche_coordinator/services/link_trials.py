@@ -73,7 +73,7 @@ class LinkTrials:
             found = await self._answer(host, agent_id, agent_pb2.AttendResponse(try_link=tried), tried.transfer)
             return job_pb2.LinkMeasured.FromString(found)
         except (UnicodeDecodeError, DecodeError, TooLong):
-            raise Unmeasured(f"{host} or {other} has sent what is no measurement") from None
+            raise Unmeasured(f"{host} or {other} has sent something other than a measurement") from None
         except InvalidJob as error:  # the host's error
             raise Unmeasured(f"{host} cannot connect to {other}: {error}") from None
 

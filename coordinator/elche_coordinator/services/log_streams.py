@@ -53,6 +53,7 @@ async def _merged(
     agents: Agents,
     artifacts: Artifacts,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
+    """Yields the parts of all ranks' logs as they come. Raises `InvalidJob` if no rank's log can be read."""
     parts: Parts = asyncio.Queue(DEPTH)
     job_id = view().job_id
     readers = [asyncio.ensure_future(_read(request, job_id, rank, agents, artifacts, parts)) for rank in ranks]

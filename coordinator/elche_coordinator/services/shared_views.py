@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from elche.v1 import job_pb2
 
 VIEW_EVERY_S = 0.25
-"""Most seconds of age of a view that is sent at intervals."""
+"""Greatest age in seconds of a view that is sent at intervals, unless `VIEW_COST` makes it longer."""
 VIEW_COST = 20
-"""A view is made again only after this many times the time to make it, which bounds their part of the event loop."""
+"""A view is made again only after this many times the time to make it, so that views take a bounded part of the event
+loop's time."""
 MAX_KEPT = 64
 """Most views that are kept for further watchers."""
 
@@ -31,8 +32,8 @@ class SharedViews:
         num_events: Callable[[], int],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make` makes a view of a job; `num_events` returns the number of events so far, without a new one of which a
-        view has changed only with time.
+        """`make` makes a view of a job. `num_events` returns how many events the core has handled. While that is equal,
+        only values that change with time are out of date.
         """
         self._make, self._num_events, self._now = make, num_events, now
         self._made: dict[str, _Made] = {}

@@ -71,7 +71,7 @@ def check_settings(settings: Mapping[str, str]) -> None:
         try:
             SETTINGS[name].check(json.loads(text))
         except (ValueError, RecursionError):
-            raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is no JSON value") from None
+            raise InvalidJob(f"the setting {name} is {_shortened(text)!r}, which is not a JSON value") from None
 
 
 def _shortened(text: str) -> str:

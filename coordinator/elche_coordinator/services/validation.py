@@ -280,7 +280,7 @@ def _parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         message = deserialize(data)
     except Exception:  # protobuf raises several kinds
-        return InvalidJob("the request is malformed: it is no message of this service")
+        return InvalidJob("the request is malformed: it is not a message of this service")
     problem = first_problem(message) if isinstance(message, Message) else ""
     return InvalidJob(problem) if problem else message
 

@@ -379,7 +379,7 @@ class Simulation:
                 process.exit(-15)
 
     def _new_batch_s(self, model: RankModel) -> Callable[[float], float]:
-        """The times of one process's batches, by the clock."""
+        """A function that returns the seconds that a process's next batch takes, if it begins at the given time."""
         first = iter(model.first_ms)
         fraction, factor = model.tail
 

@@ -93,7 +93,7 @@ class Bundles:
             if is_complete:
                 return
             if found != offset:
-                raise Unreachable("another upload of this folder has gone on: go on where it is")
+                raise Unreachable("another upload of this folder is further: continue from there")
             try:
                 self._coming[name] = size_bytes
                 await asyncio.to_thread(self._make_room)
@@ -117,7 +117,7 @@ class Bundles:
                 if num_counted >= CHUNK_BYTES:
                     num_counted, left_s = 0, self._stall_s
                 if num_bytes < 0:
-                    raise InvalidJob("more bytes have come than the bundle was said to have")
+                    raise InvalidJob("the upload has more bytes than were announced")
                 await asyncio.to_thread(file.write, data)
             if num_bytes:
                 raise Unreachable(f"the upload has ended {num_bytes} bytes before its end")
@@ -141,7 +141,7 @@ class Bundles:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != name:
             part.unlink()
-            raise InvalidJob(f"the folder was damaged on its way: its checksum is {digest[:12]}, not {name[:12]}")
+            raise InvalidJob(f"the folder was damaged in transfer: its checksum is {digest[:12]}, not {name[:12]}")
         if self._shared is not None:
             self._shared.save(name, part)
         part.rename(self._path(name))

@@ -32,7 +32,7 @@ def unsealed(content: bytes) -> bytes:
     """The inverse of `sealed`. Raises `pickle.UnpicklingError` if the content was changed."""
     pickled = content[CHECKSUM_BYTES:]
     if content != sealed(pickled):
-        raise pickle.UnpicklingError("its checksum is another one: it was damaged")
+        raise pickle.UnpicklingError("its checksum does not match: it was damaged")
     return pickled
 
 
@@ -42,8 +42,8 @@ def loads(content: bytes) -> Any:
 
 
 def _attribute(owner: object, name: str) -> Any:
-    """Restores a pickled method of one of these objects, which the core passes around, or a member of one of their
-    enumerations, as Python 3.11.0 to 3.11.3 pickles it.
+    """Stands for `getattr` in a pickle, as bound methods have it, and in Python 3.11.0 to 3.11.3 members of
+    enumerations. Allows only methods of elche's objects, and members of its enumerations.
     """
     if isinstance(owner, EnumMeta) and owner.__module__.startswith(OWN) and name in owner.__members__:
         return owner[name]

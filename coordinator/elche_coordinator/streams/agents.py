@@ -1,4 +1,4 @@
-"""Orders to agents beside the core's commands: delivery of files, and measurements of links."""
+"""Orders to agents besides the core's commands: delivery of files, and measurements of links."""
 
 from elche.v1 import agent_pb2
 from elche_coordinator.core.coordinator import Coordinator

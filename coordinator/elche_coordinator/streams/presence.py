@@ -95,7 +95,7 @@ class Presence:
         return stream is not None and stream.is_connected and agent is not None and agent.is_connected
 
     def await_all(self) -> None:
-        """Waits for all agents and ranks to reconnect, after a restart of the coordinator."""
+        """Starts the grace times of all agents and ranks, which have to reconnect after the coordinator's restart."""
         for agent_id, stream in self._streams.agents.items():
             self._await_agent(agent_id, stream, RESTART_GRACE_S)
         for job_id, streams in self._streams.ranks.items():

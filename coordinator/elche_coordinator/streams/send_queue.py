@@ -20,7 +20,7 @@ MAX_WATCHED_BYTES = 16 << 20
 class SendQueue(Generic[Item]):
     """The messages to be sent on one stream, in order. A receiver that falls too far behind is disconnected.
 
-    There is one for each rank, so that it is smaller than `asyncio.Queue`, and one task takes from it.
+    There is one for each rank, so it is made smaller than `asyncio.Queue`: only one task takes from it.
     """
 
     def __init__(self, limit: int, max_bytes: int | None = None) -> None:

@@ -85,8 +85,8 @@ class Stream(Generic[Message]):
         """
         if num_heard > self._num_kept:
             raise Superseded(
-                f"message {num_heard} was heard, and {self._num_kept} were said: the coordinator's store is older than "
-                "what it coordinates; start it on the newer one"
+                f"message {num_heard} was received, but only {self._num_kept} were sent: the coordinator's store is "
+                "older than what it coordinates; start it on the newer one"
             )
         self.disconnect(self._queue)
         self.num_connections += 1

@@ -70,7 +70,7 @@ class Transfers:
             self.drop(name)
 
     async def whole(self, name: str, max_bytes: int) -> bytes:
-        """A short file. Raises `ElcheError`, also when the agent sends more."""
+        """Returns the file, of at most `max_bytes`. Raises `ElcheError`, `TooLong` when the agent sends more."""
         found = b""
         async with aclosing(self.chunks(name)) as chunks:
             async for chunk in chunks:

@@ -51,7 +51,7 @@ def snapshot(
     upkeep: Upkeep,
     disk: tuple[int, int] | None,
 ) -> MetricsSnapshot:
-    """All that is exported, as it is now. `disk` is that of `upkeep`, which may take a while to find."""
+    """All that is exported, as it is now. `disk` is from `upkeep.disk()`, which may block, and so runs on a thread."""
     hosts, streams = driver.agents.hosts(), driver.streams
     num_connected = {
         "agent": sum(stream.is_connected for stream in streams.agents.values()),

@@ -148,8 +148,8 @@ class Timelines:
             stream.pass_on(message)
 
     def _take_command(self, command: commands.SessionCommand, why: str) -> None:
-        if command.job_id in self._open and (told := _told(command)) is not None:
-            name, details = told
+        if command.job_id in self._open and (described := _described(command)) is not None:
+            name, details = described
             row = {"told": command.rank, "at": time.time(), "name": name, **details}
             self._add(command.job_id, {**row, "why": why} if isinstance(command, commands.SendSyncNow) else row)
 
@@ -241,7 +241,7 @@ class Timelines:
         return self._folder / f"{job_id}.jsonl"
 
 
-def _told(command: commands.SessionCommand) -> tuple[str, dict[str, object]] | None:
+def _described(command: commands.SessionCommand) -> tuple[str, dict[str, object]] | None:
     """A command's name and facts for the timeline; None for one that does not concern when ranks train."""
     match command:
         case commands.SendSyncNow():

@@ -12,11 +12,11 @@ from elche.errors import Forbidden, NotAllowed, TooMuch
 from elche.network import is_loopback, split_host
 from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.tokens import Grant
 from elche_coordinator.limits.budgets import MAX_REQUESTS, MAX_REQUESTS_OF_CALLER, Budget
 from elche_coordinator.limits.processor import STRANGERS, Processor
 from elche_coordinator.roles import CALLER, HAS_CHANGED
-from elche_coordinator.services.interceptor import Credentials
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Paths that need no token: their answers do not depend on any job."""
@@ -57,7 +57,7 @@ class AccessControl:
             return
         send, grant = _hardened(send), None
         try:
-            refusal = _no_such_page(scope)
+            refusal = _invalid_request(scope)
             if refusal is None:
                 grant = self._let_in(scope)
                 refusal = self._refusal(scope)
@@ -152,9 +152,11 @@ def _payer(path: str) -> str:
     return STRANGERS if _is_open(path) else CALLER.get().name
 
 
-def _no_such_page(scope: Scope) -> JSONResponse | None:
-    """The answer to an unknown path; None for a known one. Routes, unlike roles, also match a path with a final line
-    feed.
+def _invalid_request(scope: Scope) -> JSONResponse | None:
+    """The error for a path with control characters, or for a write to a public page; else None.
+
+    Starlette's routes would match a path that ends with a line feed, but `_needed` would not, and so ask for a lesser
+    role.
     """
     if not scope["path"].isprintable():
         return _answer(404, "no such page")

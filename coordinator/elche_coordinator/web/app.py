@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from elche.errors import ElcheError, Forbidden, InvalidJob, UnknownJob
 from elche_coordinator.access.audit import Audit
+from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.access.upkeep import Upkeep
 from elche_coordinator.archive.artifacts import Artifacts
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -29,7 +30,6 @@ from elche_coordinator.core.messages.ids import AgentId
 from elche_coordinator.driver import Driver
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services import requests
-from elche_coordinator.services.interceptor import Credentials
 from elche_coordinator.services.validation import MAX_RANKS
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
@@ -115,7 +115,7 @@ class Web:
         try:
             while True:
                 self._take_views()
-                await self._save([view for view in self._views if view.ended_for_s is not None], is_told=True)
+                await self._save([view for view in self._views if view.ended_for_s is not None], only_durable=True)
                 await self._save_running()
                 await asyncio.sleep(EVERY_S)
         finally:
@@ -129,13 +129,13 @@ class Web:
         except Exception:
             log.exception("a view could not be recorded")
 
-    async def _save(self, views: list[JobView], *, is_told: bool = False) -> None:
-        """Saves the recordings that are not saved yet; with `is_told`, only those of jobs whose result is durable."""
+    async def _save(self, views: list[JobView], *, only_durable: bool = False) -> None:
+        """Saves recordings that are not saved yet; with `only_durable`, of jobs whose result is durable."""
         for view in views:
             recording = self._recorder.jobs.get(view.job_id)
             if recording is None or view.job_id in self._saved:
                 continue
-            if is_told and self._catalogue.result(view.job_id) is None:
+            if only_durable and self._catalogue.result(view.job_id) is None:
                 continue
             self._saved.add(view.job_id)
             await self._write(view, recording)
@@ -192,7 +192,7 @@ class Web:
         registry.register(self._process)
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # a version that is no number
+        except (TypeError, ValueError):  # a version that is not a number
             encode, content_type = choose_encoder("")
         # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
         return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
@@ -371,7 +371,7 @@ class Web:
 def _num_ranks(params: QueryParams) -> int:
     text = params.get("ranks", "")
     if (num_ranks := _number(text, MAX_RANKS)) is None:
-        raise InvalidJob(f"ranks={text[:20]!r} is no number of ranks up to {MAX_RANKS}")
+        raise InvalidJob(f"ranks={text[:20]!r} is not a number of ranks up to {MAX_RANKS}")
     return num_ranks
 
 

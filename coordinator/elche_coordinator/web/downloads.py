@@ -62,7 +62,7 @@ class Downloads:
         """Downloads by the names of their links."""
         self._links = Budget("downloads that have not been started", MAX_LINKS_OF_CALLER, MAX_LINKS)
         self._counted: dict[str, ExitStack] = {}
-        """By name, what ends the counting of a link."""
+        """The entry of each link in `_links`, by name; closing it frees the place."""
 
     async def begin(self, chunks: AsyncGenerator[bytes], file_name: str) -> Download:
         """Waits for the first chunk. Raises `ElcheError` when the host cannot deliver."""

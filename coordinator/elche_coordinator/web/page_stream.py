@@ -29,10 +29,9 @@ class PageStream:
             for name, part in parts.items()
             if part is not None
         }
-        # Only new rows, so that a message does not grow with the cluster.
-        news = {name: text for name, text in texts.items() if self._parts.get(name) != text}
-        self._parts |= news
-        return "data: {" + ",".join(f'"{name}":{text}' for name, text in news.items()) + "}\n\n"
+        changed = {name: text for name, text in texts.items() if self._parts.get(name) != text}
+        self._parts |= changed
+        return "data: {" + ",".join(f'"{name}":{text}' for name, text in changed.items()) + "}\n\n"
 
     def figures(self, view: JobView, recording: JobRecording) -> dict[str, Any]:
         """The new figures and events of a job, as parts of a message."""

@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
 
 
 class WebServer:
-    """Serves an ASGI application at HOST:PORT. Raises `OSError` when the address cannot be listened on."""
+    """Serves an ASGI application at HOST:PORT. Raises `OSError` when the address is not available."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = Listener(host, port)

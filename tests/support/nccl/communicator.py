@@ -52,7 +52,7 @@ class Kernel:
     outputs: Sequence[Plain]
     seed: int
     scratch: Sequence[Plain] = ()
-    """Outputs that are no inputs: a kernel writes into them as soon as it runs."""
+    """Outputs that are not inputs: a kernel writes into them as soon as it runs."""
     after: Sequence[Latch] = ()
     """What is queued before it on its stream."""
     ended: Latch = field(default_factory=Latch)

@@ -45,8 +45,8 @@ FORMAT = 1
 
 
 class ArtifactWriter:
-    """Stores jobs' artifacts, one job after the other, and beside them those of one in a store of its own. Removes
-    nothing from this host.
+    """Stores jobs' artifacts, one job at a time for the coordinator's store, and one at a time for jobs' own stores.
+    Removes nothing from this host.
     """
 
     def __init__(self, folders: JobFolders, processes: Processes, *, is_confined: bool) -> None:
@@ -56,7 +56,7 @@ class ArtifactWriter:
         self._processes = processes
         self._turns = {is_of_job: threading.Lock() for is_of_job in (False, True)}
         """Held while an order is carried out: several uploads at once would slow down training ranks. A job's own store
-        may hang, and has others wait that are such.
+        (True) may hang, and then must only make other such jobs wait.
         """
         self._changed = threading.Condition()
         self._num_open = 0

@@ -82,7 +82,7 @@ Examples:
     default=1,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Offer each device so many times, to run small jobs at the same time; each may use that part of its memory.",
+    help="Offer each device this many times, to run small jobs at the same time; each may use that part of its memory.",
 )
 @click.option(
     "--label",
@@ -255,7 +255,7 @@ def _slots(devices: str) -> list[agent_pb2.Slot]:
     for device in devices.split(","):
         if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device.strip()):
             raise InvalidJob(
-                f"--devices: {device.strip()!r} is no device; use auto, or names such as cpu,cpu or cuda:0"
+                f"--devices: {device.strip()!r} is not a device; use auto, or names such as cpu,cpu or cuda:0"
             )
     wanted = [device.strip() for device in devices.split(",")]
     if set(wanted) == {"cpu"}:
@@ -294,14 +294,16 @@ def _labels(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _find(wanted: list[str]) -> list[dict[str, Any]]:
-    """The wanted devices that can be used. Unusable ones are named on standard error."""
+    """The usable ones of these devices, found by a process of its own, since the agent does not import torch. It names
+    unusable ones on standard error. Raises `InvalidJob`.
+    """
     command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", ",".join(wanted)]
     try:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
     except subprocess.TimeoutExpired:
         raise InvalidJob(f"torch did not list the devices within {FIND_LIMIT_S:.0f} s") from None
     if found.returncode:
-        raise InvalidJob("torch cannot list the devices; the lines above may say why")
+        raise InvalidJob("torch cannot list the devices; see the lines above")
     devices: list[dict[str, Any]] = json.loads(found.stdout.splitlines()[-1])
     if not devices:
         raise InvalidJob(f"--devices {','.join(wanted)}: none of them can be used; use auto, or cpu")

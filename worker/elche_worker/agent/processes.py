@@ -25,9 +25,9 @@ from elche.processors import THREADS, environment_of_ranks, threads_per_rank
 from elche.token import FILE_VARIABLE, VARIABLE
 from elche.v1 import agent_pb2
 from elche_worker.agent.confinement import Confinement, host_pid
+from elche_worker.process.anonymous_files import anonymous_file
 from elche_worker.process.leaving import ASK
 from elche_worker.process.rank_files import RankFiles
-from elche_worker.process.sealed import sealed
 from elche_worker.process.stacks import ask
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Processes:
                 raise OSError("the agent ends")
             spawner = self._need_spawner()
             with ExitStack() as stack:
-                launches = [stack.enter_context(sealed(one.launch_line)) for one in starts]
+                launches = [stack.enter_context(anonymous_file(one.launch_line)) for one in starts]
                 running = self._running[key] = _Running(
                     [one.log_path for one in starts], spawner, is_loop=any(one.is_loop for one in starts)
                 )
@@ -264,12 +264,12 @@ class Processes:
         """Reads the spawner's reports of processes that have begun or ended, on a thread. When the spawner ends, the
         kernel kills its ranks, which are reported as killed.
         """
-        for told in spawner.hear():
-            if "pid" in told:
-                spawner.note(told["number"], told["pid"])
+        for report in spawner.hear():
+            if "pid" in report:
+                spawner.note(report["number"], report["pid"])
             else:
-                spawner.pids.pop(told["number"], None)
-                self._take_end(told["number"], told["code"], told["error"])
+                spawner.pids.pop(report["number"], None)
+                self._take_end(report["number"], report["code"], report["error"])
         # the reports end with the spawner
         code, pids = spawner.wait(), spawner.pids
         _end_sessions(list(pids.values()))
@@ -374,14 +374,14 @@ class SpawnerProcess:
         `elche_worker.rank.check.answer`. Returns the fork's exit code, negative for a signal, and its line of output.
         Without one, returns the reason why the fork was not started, or "".
         """
-        with tempfile.TemporaryFile() as answers, sealed(request) as asked:
+        with tempfile.TemporaryFile() as answers, anonymous_file(request) as asked:
             order = json.dumps({"number": CHECK, "check": True}).encode()
             with suppress(OSError):
                 socket.send_fds(self._socket, [order + b"\n"], [asked.fileno(), answers.fileno()])
-            for told in self.hear():
-                if "code" in told:
+            for report in self.hear():
+                if "code" in report:
                     answers.seek(0)
-                    return told["code"], answers.read().decode().strip() or told["error"]
+                    return report["code"], answers.read().decode().strip() or report["error"]
         return self.wait() or 1, ""
 
     def write_to(self, log: int) -> None:

@@ -25,7 +25,7 @@ LOOK_EVERY_S = 1.0
 NUM_TOLD = 64
 """Number of its latest calls that a rank publishes: ranks that differ are rarely further apart."""
 NUM_READ = 32
-"""Ranks whose calls are read in each comparison, beside rank 0: with more ranks, others each time."""
+"""Ranks whose calls are read in each comparison, besides rank 0: with more ranks, others each time."""
 NUM_WAITS = 3
 """Looks for which a rank waits until the others know of the difference, before it shuts connections."""
 END_S = 10.0
@@ -43,7 +43,7 @@ WHAT_TO_DO = (
 )
 
 
-class Parted(Misuse):
+class CallsDiffer(Misuse):
     """Ranks do not make the same calls."""
 
 
@@ -51,7 +51,7 @@ class Calls:
     """This rank's calls, and those of the ranks in its group."""
 
     def __init__(self, number: int) -> None:
-        self.parted = ""
+        self.difference = ""
         """The message on how the ranks' calls differ; "" until a difference is found."""
         self.end_call: Callable[[], None] = lambda: None
         """Ends a call that waits, where that is possible. Called on the watching thread."""
@@ -130,14 +130,14 @@ class Calls:
         self.end()
         self._has_left = True
         with suppress(RuntimeError):
-            self._tell()
+            self._publish()
 
     def tell_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
         """Publishes this rank's `text` at the end of its loop of this number. Returns those that it is to be compared
         with, by rank: the first rank's, and on the first rank all others'. Of ranks whose loop has not ended in
         `limit_s` there is none: they compare theirs with this one.
         """
-        store, told = self._store, {self._number: text}
+        store, texts = self._store, {self._number: text}
         wanted = set(self._members if self._number == self._members[0] else self._members[:1]) - {self._number}
         until_s = time.monotonic() + limit_s
         with suppress(RuntimeError):
@@ -145,29 +145,33 @@ class Calls:
                 store.set(f"end {loop} of {self._number}", text)
             while store is not None:
                 ended = {number for number in wanted if store.check([f"end {loop} of {number}"])}
-                told |= {number: store.get(f"end {loop} of {number}").decode() for number in ended}
+                texts |= {number: store.get(f"end {loop} of {number}").decode() for number in ended}
                 wanted -= ended
                 if not wanted or time.monotonic() >= until_s:
                     break
                 time.sleep(END_POLL_S)
-        return {self._members.index(number): text for number, text in told.items()}
+        return {self._members.index(number): text for number, text in texts.items()}
 
     def look(self) -> str:
         """Publishes this rank's calls and compares the others'. Returns how they differ, or "" if they do not."""
         if self._store is None:
             return ""
         with suppress(RuntimeError, ValueError):
-            self._tell()
-            told = {self._number: self._told(), **self._read()}
-            self.parted = self.parted or self._difference(told)
-        return self.parted
+            self._publish()
+            published = {self._number: self._state(), **self._read()}
+            self.difference = self.difference or self._difference(published)
+        return self.difference
 
-    def _told(self) -> dict[str, Any]:
-        return {"num_calls": self._num_calls, "calls": list(self._calls), "knows": bool(self.parted) or self._has_left}
+    def _state(self) -> dict[str, Any]:
+        return {
+            "num_calls": self._num_calls,
+            "calls": list(self._calls),
+            "knows": bool(self.difference) or self._has_left,
+        }
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         if self._store is not None:
-            self._store.set(str(self._number), json.dumps(self._told()))
+            self._store.set(str(self._number), json.dumps(self._state()))
 
     def _read(self) -> dict[int, dict[str, Any]]:
         """Published calls of some other ranks, by number: the first rank's always, and `NUM_READ` others in turn."""
@@ -179,9 +183,9 @@ class Calls:
         chosen = dict.fromkeys([others[0], *(others[start:] + others[:start])[:NUM_READ]])
         return {number: json.loads(store.get(str(number))) for number in chosen if store.check([str(number)])}
 
-    def _difference(self, told: dict[int, dict[str, Any]]) -> str:
+    def _difference(self, published: dict[int, dict[str, Any]]) -> str:
         """The message on the first call in which ranks differ, or ""."""
-        calls = {number: _numbered(one) for number, one in told.items()}
+        calls = {number: _numbered(one) for number, one in published.items()}
         for at in sorted(calls[self._number]):
             made = {number: one[at] for number, one in sorted(calls.items()) if at in one}
             if differ(made.values()):
@@ -204,15 +208,15 @@ class Calls:
         """Waits until the others know of the difference, since the store may end with this process."""
         for _ in range(NUM_WAITS):
             with suppress(RuntimeError, ValueError):
-                self._tell()
+                self._publish()
                 if all(one["knows"] for one in self._read().values()):
                     return
             stopped.wait(LOOK_EVERY_S)
 
     def _end_process(self) -> None:
-        notice(self.parted)
-        if (tell := self.on_stuck()) is not None:
-            tell(self.parted)
+        notice(self.difference)
+        if (report := self.on_stuck()) is not None:
+            report(self.difference)
         os._exit(1)
 
 
@@ -239,7 +243,7 @@ def difference(members: Sequence[int], made: dict[int, str]) -> str:
         by_call.setdefault(call, []).append(members.index(number))
     most_first = sorted(by_call.items(), key=lambda item: -len(item[1]))[:3]
     texts = [f"{_ranks(ranks)} {call}" for call, ranks in most_first]
-    return f"the ranks have parted: {', '.join(texts)}; {WHAT_TO_DO}"
+    return f"the ranks make different calls: {', '.join(texts)}; {WHAT_TO_DO}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -247,6 +251,6 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"each of ranks {shown}"
 
 
-def _numbered(told: dict[str, Any]) -> dict[int, str]:
-    calls = told["calls"]
-    return dict(enumerate(calls, told["num_calls"] - len(calls)))
+def _numbered(published: dict[str, Any]) -> dict[int, str]:
+    calls = published["calls"]
+    return dict(enumerate(calls, published["num_calls"] - len(calls)))

@@ -20,7 +20,7 @@ FINE_BLOCK = 64
 NUM_TOP = BLOCK // 32
 """Values of a block that `TopK` sends."""
 LARGE = 1.2
-"""A magnitude counts as large above so many times the mean of its block: near the best for normal values."""
+"""A magnitude counts as large above this many times the mean of its block: near the best for normal values."""
 
 
 class Codec(Protocol):
@@ -82,7 +82,7 @@ class Int4:
         return _joined(_packed(steps.to(torch.uint8), 4), scales.view(torch.uint8))
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        packed, scales = _parted(raw, FINE_BLOCK // 2, 2)
+        packed, scales = _split(raw, FINE_BLOCK // 2, 2)
         steps = _unpacked(packed, 4).float().sub_(8)
         return steps.mul_(scales.view(torch.bfloat16).float()).view(raw.shape[0], -1)
 
@@ -95,7 +95,7 @@ class Int2:
         return _joined(_packed(codes, 2), magnitudes)
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        packed, magnitudes = _parted(raw, BLOCK // 4, 4)
+        packed, magnitudes = _split(raw, BLOCK // 4, 4)
         return _of_two_bits(_unpacked(packed, 2), magnitudes).view(raw.shape[0], -1)
 
 
@@ -109,7 +109,7 @@ class TopK:
         return _joined(positions.to(torch.uint8), _packed(codes, 2), magnitudes)
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        positions, packed, magnitudes = _parted(raw, NUM_TOP, NUM_TOP // 4, 4)
+        positions, packed, magnitudes = _split(raw, NUM_TOP, NUM_TOP // 4, 4)
         values = torch.zeros(*positions.shape[:2], BLOCK, device=raw.device)
         values.scatter_(2, positions.long(), _of_two_bits(_unpacked(packed, 2), magnitudes))
         return values.view(raw.shape[0], -1)
@@ -141,7 +141,9 @@ def _of_two_bits(codes: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of so many bits (uint8, along the last dimension) in full bytes: its first part has the lowest bits."""
+    """Packs codes of `bits` bits (uint8, in the last dimension) into full bytes; those of its first part get the lowest
+    bits.
+    """
     first, *others = codes.chunk(8 // bits, dim=-1)
     packed = first.clone()
     for at, part in enumerate(others, start=1):
@@ -160,8 +162,8 @@ def _joined(*parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
-def _parted(raw: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
-    """The inverse of `_joined` with so many bytes per block."""
+def _split(raw: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """The inverse of `_joined`; `sizes`: bytes per block of each part."""
     num_blocks = raw.shape[1] // sum(sizes)
     parts = torch.split(raw, [num_blocks * size for size in sizes], dim=1)
     return [part.reshape(raw.shape[0], num_blocks, size) for part, size in zip(parts, sizes, strict=True)]

@@ -16,7 +16,7 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
 from elche_worker.model.tensors import is_divided, is_plain
 
-PARTED = 0.01
+MAX_DIFFERENCE = 0.01
 """Largest difference between ranks of the sums in `_figures`. It allows for devices that round differently."""
 
 
@@ -95,20 +95,20 @@ def not_finite(model: nn.Module) -> str:
 def _check_figures(model: nn.Module, texts: Mapping[int, str]) -> None:
     """Raises `Misuse` when ranks differ from the first one; `texts` are results of `comparable`, by rank."""
     named = _compared(model)
-    told = {rank: json.loads(text) for rank, text in sorted(texts.items())}
-    first = min(told)
-    for rank, (other_rates, other) in told.items():
-        for at, (one, another) in enumerate(zip(told[first][0], other_rates, strict=False)):
+    gathered = {rank: json.loads(text) for rank, text in sorted(texts.items())}
+    first = min(gathered)
+    for rank, (other_rates, other) in gathered.items():
+        for at, (one, another) in enumerate(zip(gathered[first][0], other_rates, strict=False)):
             if not math.isclose(one, another, rel_tol=1e-6) and not math.isnan(one + another):
                 raise Misuse(
                     f"ranks have different learning rates: group {at} has {one:g} on rank {first} and {another:g} on "
                     f"rank {rank}: let them follow what all ranks know, such as the step or "
                     "trainer.mean({'loss': loss})"
                 )
-        for name, ours, theirs in zip(named, told[first][1], other, strict=False):
-            if any(abs(one - another) > PARTED for one, another in zip(ours, theirs, strict=True)):
+        for name, ours, theirs in zip(named, gathered[first][1], other, strict=False):
+            if any(abs(one - another) > MAX_DIFFERENCE for one, another in zip(ours, theirs, strict=True)):
                 raise Misuse(
-                    f"the ranks' models have parted: {name} of rank {rank} is not that of rank {first}. All step "
+                    f"the ranks' models differ: {name} of rank {rank} is not that of rank {first}. All step "
                     "with the same gradients, so what else changes parameters must do the same on every rank: load "
                     "weights on all of them, or before Trainer.setup; draw random numbers for them from one seed; and "
                     "step with averaged gradients alone (average_gradients() before, finish_step() after each of them)"
@@ -135,15 +135,15 @@ def begin_as_rank_0(model: nn.Module, world: World) -> bool:
     there, as where the script draws them without a seed.
     """
     text = "" if world.size == 1 else comparable(model, [])
-    told = [json.loads(one)[1] for one in world.gather_texts(text) if one]
+    gathered = [json.loads(one)[1] for one in world.gather_texts(text) if one]
     broadcast([*model.parameters(), *model.buffers()], world)
-    return any(_are_others(told[0], other) for other in told[1:])
+    return any(_are_others(gathered[0], other) for other in gathered[1:])
 
 
 def _are_others(figures: list[list[float]], others: list[list[float]]) -> bool:
     """True if two results of `_figures` are of different tensors."""
     pairs = zip(chain(*figures), chain(*others), strict=True)
-    return any(abs(one - other) > PARTED for one, other in pairs)
+    return any(abs(one - other) > MAX_DIFFERENCE for one, other in pairs)
 
 
 @torch.no_grad()

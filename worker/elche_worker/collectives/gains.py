@@ -20,7 +20,7 @@ SMOOTHING = 0.9
 """Factor per round of the exponential smoothing of a row's norms. It begins with the first round, in which ranks agree
 and steps are long, so that the gain rises only after training has settled."""
 OVERLAPPED = 2.0
-"""Where rounds overlap, a gain adds at most so many mean steps to the mean. A rank trains a batch there that does not
+"""Where rounds overlap, a gain adds at most this many mean steps to the mean. A rank trains a batch there that does not
 know the last result, so what a result brings beyond the rank's own step is answered a round late, and overshoots if it
 is long (docs/defaults.md).
 """

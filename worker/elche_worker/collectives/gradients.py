@@ -1,7 +1,7 @@
 """Gradients averaged over the ranks, in buckets that travel while backward still computes the next ones.
 
 Every rank sends every bucket once per step and in the same order, with zeros for gradients that it lacks: a rank that
-left out a bucket would make the others wait forever. The last bucket waits for `finish`. It carries, beside its
+left out a bucket would make the others wait forever. The last bucket waits for `finish`. It carries, besides its
 gradients, a 1 for each parameter of which the rank has a gradient; a parameter without one on any rank is left alone.
 
 Source: rows T7, G3, G4.

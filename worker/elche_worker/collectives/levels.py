@@ -1,8 +1,8 @@
-"""Chooses how much rounds are compressed, for `compress="auto"`, by the measured line.
+"""Chooses how much rounds are compressed, for `compress="auto"`, by the measured time of averagings.
 
-While ranks train on, an averaging costs no time as long as it ends before the next round begins; over a thin line it is
-what rounds wait for. So the least compression is wanted with which an averaging takes a small part of the time between
-two rounds. Each rank says in its row of the header which level it would choose, and all take the source's.
+While ranks train on, an averaging costs no time as long as it ends before the next round begins; over a slow network it
+is what rounds wait for. So the least compression is chosen with which an averaging takes a small part of the time
+between two rounds. Each rank has its choice in its row of the header, and all use the source's.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ FIRST, LAST = 2, len(LEVELS)
 NUM_ROUNDS = 3
 """Rounds at one level, by whose medians it is judged."""
 MUCH, LITTLE = 0.5, 0.25
-"""Parts of the time between two rounds: if an averaging takes more than the one, values are compressed more; if with
-less compression it would take less than the other, less. Between the two nothing changes.
+"""Fractions of the time between two rounds. Values are compressed more if an averaging takes over `MUCH` of it, and
+less if it would then still take under `LITTLE`. In between nothing changes.
 """
 WORTH = 0.75
-"""More compression stays only where it has made averagings shorter than this part of what they were. Less helps little
-over a line that is slow to answer, or where compressing takes the time.
+"""More compression is kept only if it has shortened averagings to this fraction. It does not where latency, or the
+compression itself, takes the time.
 """
 MANY_BATCHES = 10
-"""Batches of the slowest rank between rounds, above which 2 bits are tried: these lose about as much as so long rounds
-(docs/convergence.md), and 4 bits nothing that was seen.
+"""Batches of the slowest rank between rounds, above which 2 bits are tried: these cost about as much accuracy as rounds
+of that length do (docs/convergence.md); no loss was seen with 4 bits.
 """
 
 
 def level_of(said: int) -> int:
-    """The level nearest to what another rank has said, which may be any number."""
+    """The level nearest to the number that another rank has sent."""
     return min(max(said, 1), LAST)
 
 
@@ -44,7 +44,7 @@ def codec_of(level: int) -> Codec:
 
 
 NUM_BYTES = [codec_of(level).encode(torch.zeros(1, BLOCK)).numel() for level in range(1, LAST + 1)]
-"""Of a block, by level."""
+"""Bytes of an encoded block, by level."""
 
 
 class LevelChoice:
@@ -58,7 +58,7 @@ class LevelChoice:
         self._last: tuple[float, Sequence[Row]] | None = None
         """Of the last round: when its header came, and the header."""
         self._less: tuple[int, float] | None = None
-        """The level that was left for more compression, and the time of averagings then, until that is judged."""
+        """After a change to more compression, until it is judged: the level before, and its averaging time in s."""
         self._most = LAST
         """The most compressed level that is worth it in this generation."""
         self._exact_s = inf
@@ -73,7 +73,7 @@ class LevelChoice:
         """
         last, self._last = self._last, (came_s, rows)
         is_other = last is not None and _group(last[1]) != _group(rows)
-        if is_other:  # other ranks, and other lines
+        if is_other:  # other ranks, perhaps over another network
             self._most, self._exact_s = LAST, inf
         if level != self.level or is_other:
             self.level, self._known, self._less = level, [], None
@@ -86,6 +86,7 @@ class LevelChoice:
         return self._choose() if len(self._known) == NUM_ROUNDS else ""
 
     def _choose(self) -> str:
+        """Judges the present level by the medians of its rounds; returns why another one is chosen, or ""."""
         averaging_s, between_s, num_batches = (median(figures) for figures in zip(*self._known, strict=True))
         takes = f"an averaging takes {averaging_s:.3g} s"
         less, self._less = self._less, None

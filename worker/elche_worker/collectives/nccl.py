@@ -71,7 +71,7 @@ class Communicator:
                 ended.synchronize()
         except RuntimeError as error:
             if fault_of(error) is Cause.DEVICE:
-                raise  # this rank's own device is broken: no other rank failed, so this is no `CollectiveFailed`
+                raise  # this rank's own device is broken: no other rank failed, so this is not a `CollectiveFailed`
             raise CollectiveFailed(f"a collective failed: {error}") from error
         if self._is_aborted.is_set():
             raise CollectiveFailed("a collective was aborted: its group is abandoned")

@@ -48,7 +48,7 @@ class AverageResult:
     is_finite: bool = True
     """True if this rank's values were finite."""
     state: bytes = b""
-    """The source's state beside the model, for a rank that joins; empty on other ranks."""
+    """The source's state besides the model, for a rank that joins; empty on other ranks."""
     is_source: bool = False
     """True if `broadcast_bytes` are this rank's."""
     level: int = 0
@@ -100,7 +100,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """State beside the model that ranks which join receive from the source."""
+    """State besides the model that ranks which join receive from the source."""
 
     memories: dict[Kind, OuterState]
     """Empty unless a rank has joined."""
@@ -134,7 +134,7 @@ class Reduction:
         self._loaded: dict[Kind, Mapping[str, Any]] = {}
         """Memories of a checkpoint, kept until the first round, in which all ranks have the last result."""
         self._loaded_mean: Mapping[str, torch.Tensor] = {}
-        """By name."""
+        """The moving average (`ema`) of the checkpoint, by name."""
         self._compression: Compression | None = None
         self._unsent: list[Compression] = []
         """Compression of earlier generations, whose errors this rank has still to send. The present one cannot take

@@ -31,11 +31,11 @@ def summed(parameters: Mapping[str, nn.Parameter], fraction: float, world: World
     where one rank's gradient is; None where no rank has one. Every rank calls it, with the same names.
     """
     own = {name: _rows(one, fraction) for name, one in parameters.items()}
-    told = world.gather_numbers([float(number) for kind, rows, _ in own.values() for number in (kind, len(rows))])
+    gathered = world.gather_numbers([float(number) for kind, rows, _ in own.values() for number in (kind, len(rows))])
     sums: dict[str, torch.Tensor | None] = {}
     for at, (name, parameter) in enumerate(parameters.items()):
-        kinds = [numbers[2 * at] for numbers in told]
-        counts = [int(numbers[2 * at + 1]) for numbers in told]
+        kinds = [numbers[2 * at] for numbers in gathered]
+        counts = [int(numbers[2 * at + 1]) for numbers in gathered]
         _, rows, values = own[name]
         if max(kinds) == NONE:
             sums[name] = None

@@ -26,7 +26,7 @@ NOT_IN_TIME = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class CoordinatorStore(Store):
-    """Keys and values of one job. Raises `DistStoreError` when a key does not come in time or a value is no counter,
+    """Keys and values of one job. Raises `DistStoreError` when a key does not come in time or a value is not a counter,
     and `DistNetworkError` when the coordinator cannot be asked, or was restarted and has lost the keys; both are
     `RuntimeError`. Calls whose connection breaks are repeated for `AWAY_S`, except those that would count twice.
 

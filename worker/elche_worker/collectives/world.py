@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse, PeerLost
-from elche_worker.collectives.calls import END_S, Calls, Parted
+from elche_worker.collectives.calls import END_S, Calls, CallsDiffer
 from elche_worker.collectives.meeting import Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
@@ -78,7 +78,7 @@ class World:
         self._loop = self.calls.open()
 
     def _follow_calls(self) -> None:
-        """Has the calls of the present group's ranks compared from now on."""
+        """Starts comparing the calls of the ranks in the present group."""
         self.calls.follow(_store_of(self.group), self.members)
         own = ref(self)  # weak: loops share `calls`, which must not keep one of them alive
         self.calls.end_call = lambda: world.give_up(world.generation) if (world := own()) is not None else None
@@ -87,7 +87,7 @@ class World:
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Wraps a call that all ranks make together. Raises `Parted` where others make a different one."""
+        """Wraps a call that all ranks make together. Raises `CallsDiffer` where others make a different one."""
         self.calls.begin(call)
         try:
             yield
@@ -99,12 +99,12 @@ class World:
             self.calls.end()
 
     def check_calls(self) -> None:
-        """After another rank was lost, raises `Parted` if the published calls of ranks differ: then the script is at
+        """After another rank was lost, raises `CallsDiffer` if the ranks' published calls differ: then the script is at
         fault, and the lost connection follows from that.
         """
         is_told = self._meeting is None or self.generation > 0 or self._meeting.is_there
-        if found := self.calls.parted or (self.calls.look() if is_told else ""):
-            raise Parted(found)
+        if found := self.calls.difference or (self.calls.look() if is_told else ""):
+            raise CallsDiffer(found)
 
     @classmethod
     def join(cls, process_group: ProcessGroup | None = None, device: str = "auto") -> Self:

@@ -18,7 +18,7 @@ from elche.permutation import permutation_slice
 
 COLUMNS = (torch.Tensor, np.ndarray, list)
 MAX_COLUMNS = 8
-"""A tuple of up to so many values, all longer than that, is no data set of as many samples."""
+"""A tuple of at most this many arrays, each longer than that, is taken for columns, not for samples."""
 COUNT_S = 60.0
 """Seconds for which a stream without a length is read to count its samples: it may have no end."""
 
@@ -125,7 +125,7 @@ def as_dataset(built: Any, file_name: str) -> Any:
 def _holds_data_sets(built: Any) -> bool:
     if isinstance(built, Mapping):
         try:
-            return built[0] is None  # a `TensorDict` has samples by index beside tensors by name
+            return built[0] is None  # a `TensorDict` has samples by index besides tensors by name
         except Exception:
             return True
     if not isinstance(built, list | tuple):

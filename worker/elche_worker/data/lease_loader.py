@@ -127,18 +127,17 @@ def _of_workers(error: BaseException) -> BaseException:
 
 
 def _check_temporary_folder() -> None:
-    """Raises `InvalidJob` where the name of the folder for temporary files leaves no room for the sockets by which
-    worker processes hand over batches: each would wait forever for its first one.
+    """Raises `InvalidJob` if the path of the temporary folder leaves no room for the names of the sockets through which
+    worker processes pass tensors: the loader would wait forever for the first batch.
     """
     given = tempfile.gettempdir()
     if len(os.fsencode(given)) <= MAX_FOLDER_CHARS:
         return
     if os.path.dirname(get_temp_dir()) == given:  # newer versions of Python choose a shorter one
         raise InvalidJob(
-            f"{given} is too long a name of the folder for temporary files: worker processes (num_workers) make "
-            f"sockets there, and at most {MAX_FOLDER_CHARS} characters leave room for their names, it has "
-            f"{len(os.fsencode(given))}. Set TMPDIR, such as to /tmp, where elche run or elche-worker is started, or "
-            "set num_workers to 0"
+            f"the path of the temporary folder, {given}, is too long for sockets of worker processes (num_workers): it "
+            f"has {len(os.fsencode(given))} characters, of at most {MAX_FOLDER_CHARS}. Set TMPDIR, such as to /tmp, "
+            "where elche run or elche-worker is started, or set num_workers to 0"
         )
 
 
@@ -282,6 +281,7 @@ class LeaseLoader:
         return item
 
     def _fetch_next(self) -> LoadedBatch:
+        """Fetches the next batch on the caller's thread (see `fetch_in_step`)."""
         self._num_left -= 1
         # puts the request for the next batch into `_wanted`
         self._next_indices()

@@ -64,7 +64,7 @@ def prefetch_depth(
     batch_bytes: int,
     set_aside_bytes: int = 0,
 ) -> int:
-    """Number of batches that may wait on the device beside training's peak and `set_aside_bytes`; 0 before the peak is
+    """Number of batches that may wait on the device besides training's peak and `set_aside_bytes`; 0 before the peak is
     measured. `waiting_bytes` is the size of those that wait there now.
     """
     if activation_bytes is None or batch_bytes <= 0:
@@ -81,7 +81,7 @@ class DeviceTransfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.set_aside_bytes = 0
-        """Bytes of the device's memory that batches leave free for rounds, as far as there are so many."""
+        """Bytes of the device's memory that batches leave free for rounds, where there is that much."""
         self.spare_bytes: int | None = None
         """Bytes that training left free at the last `plan`; None before that is measured."""
 

@@ -27,13 +27,13 @@ def main() -> None:
     """Prints one line of JSON: this machine's versions, and the backends that its ranks can use."""
     distributed = torch.distributed
     has_nccl = distributed.is_available() and distributed.is_nccl_available()
-    told = {
+    build = {
         "cuda": torch.version.cuda or "",
         "nccl": _nccl_version() if has_nccl else "",
         "gloo": distributed.is_available() and distributed.is_gloo_available(),
         "devices": [asdict(one) for one in choose_devices("auto", 0, trials=begin_trials("auto"))],
     }
-    print(json.dumps(told))
+    print(json.dumps(build))
 
 
 def _nccl_version() -> str:

@@ -27,7 +27,7 @@ from elche_worker.user.device import Device
 
 TRIAL_LIMIT_S = 60.0
 """Seconds after which a device that has not answered its trial is considered hanging."""
-TRIAL = "from elche_worker.device.discovery import tell; tell()"
+TRIAL = "from elche_worker.device.discovery import try_and_print; try_and_print()"
 """The program that tries one device: its arguments are the device's name and our process id; it prints a line of
 JSON."""
 
@@ -138,22 +138,22 @@ def _read(name: str, out: str, err: str, code: int) -> Device | Unusable:
     """The outcome of a trial, which may have ended without output."""
     lines = out.strip().splitlines()
     with suppress(ValueError, TypeError, KeyError, IndexError):
-        told = json.loads(lines[-1])
-        return Unusable(told["label"], told["problem"]) if "problem" in told else Device(**told)
+        found = json.loads(lines[-1])
+        return Unusable(found["label"], found["problem"]) if "problem" in found else Device(**found)
     ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     last = (err.strip().splitlines() or [""])[-1]
     return Unusable(name, f"the process that tried it ended with {ended}" + (f": {last}" if last else ""))
 
 
-def tell() -> None:
+def try_and_print() -> None:
     """Runs the trial of one device: prints its description, or why it cannot be used."""
     name, parent = sys.argv[1:]
     end_with_parent(int(parent))
     try:
-        told = asdict(try_here(name))
+        outcome = asdict(try_here(name))
     except Unusable as error:
-        told = {"label": error.label, "problem": error.problem}
-    print(json.dumps(told))
+        outcome = {"label": error.label, "problem": error.problem}
+    print(json.dumps(outcome))
 
 
 def try_here(name: str) -> Device:
@@ -192,18 +192,18 @@ def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: f
 
 def _try_in_time(name: str, limit_s: float) -> Device:
     """`try_here` with a time limit."""
-    told: list[Device | Unusable] = []
+    outcome: list[Device | Unusable] = []
 
     def run() -> None:
         try:
-            told.append(try_here(name))
+            outcome.append(try_here(name))
         except Unusable as error:
-            told.append(error)
+            outcome.append(error)
 
     trial = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
     trial.start()
     trial.join(limit_s)
-    found = told[0] if told else _hanging(name, limit_s)
+    found = outcome[0] if outcome else _hanging(name, limit_s)
     if isinstance(found, Unusable):
         raise found
     return found

@@ -35,7 +35,7 @@ class Trials:
         """`wanted` as in `choose_devices`; each trial, and listing the devices, may take `limit_s` seconds."""
         self.wanted = wanted
         self._environment = _of_drivers(os.environ)
-        self._all = _Forked(lambda told: _try_all(wanted, limit_s, told))
+        self._all = _Forked(lambda outcome: _try_all(wanted, limit_s, outcome))
 
     def still_hold(self, wanted: str) -> bool:
         """True if the trials are of `wanted`, and the variables that select visible devices have not changed."""
@@ -43,9 +43,9 @@ class Trials:
 
     def outcome(self) -> tuple[list[str], dict[str, Device | Unusable]]:
         """Waits for the trials; returns the names of the devices and the outcome of each. Raises `InvalidJob`."""
-        told, output, code = self._all.end(None)
+        outcome, output, code = self._all.end(None)
         try:
-            found = json.loads(told)
+            found = json.loads(outcome)
         except ValueError:
             raise InvalidJob(f"torch cannot list the devices ({_ended(code, output)})") from None
         return found["names"], {
@@ -59,8 +59,8 @@ def begin_trials(wanted: str) -> Trials | None:
     return Trials(wanted) if is_possible else None
 
 
-def _try_all(wanted: str, limit_s: float, told: IO[str]) -> None:
-    """Lists the devices in a fork, tries each in a fork of its own, and writes the outcome to `told` as JSON."""
+def _try_all(wanted: str, limit_s: float, outcome: IO[str]) -> None:
+    """Lists the devices in a fork, tries each in a fork of its own, and writes the outcome to `outcome` as JSON."""
     listing = _Forked(lambda names: names.write(json.dumps(discovery.names_of(wanted))))
     text, output, code = listing.end(time.monotonic() + limit_s)
     if not text:
@@ -69,15 +69,15 @@ def _try_all(wanted: str, limit_s: float, told: IO[str]) -> None:
     running = {name: _Forked(partial(_try_one, name)) for name in names}
     deadline_s = time.monotonic() + limit_s
     tried = {name: _outcome(name, one, deadline_s, limit_s) for name, one in running.items()}
-    told.write(json.dumps({"names": names, "tried": tried}))
+    outcome.write(json.dumps({"names": names, "tried": tried}))
 
 
-def _try_one(name: str, told: IO[str]) -> None:
+def _try_one(name: str, outcome: IO[str]) -> None:
     try:
         found: dict[str, object] = asdict(discovery.try_here(name))
     except Unusable as error:
         found = _described(error)
-    told.write(json.dumps(found))
+    outcome.write(json.dumps(found))
 
 
 def _outcome(name: str, running: "_Forked", deadline_s: float, limit_s: float) -> dict[str, object]:
@@ -112,23 +112,23 @@ class _Forked:
 
     def __init__(self, do: Callable[[IO[str]], object]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._told, telling = os.pipe()
+        self._reading, writing = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(do, telling, parent)
-        os.close(telling)
+            self._run(do, writing, parent)
+        os.close(writing)
 
-    def _run(self, do: Callable[[IO[str]], object], telling: int, parent: int) -> NoReturn:
+    def _run(self, do: Callable[[IO[str]], object], writing: int, parent: int) -> NoReturn:
         code = 1
         try:
             end_with_parent(parent)
-            os.close(self._told)
+            os.close(self._reading)
             for descriptor in (1, 2):
                 os.dup2(self._output.fileno(), descriptor)
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-            with os.fdopen(telling, "w") as told:
-                do(told)
+            with os.fdopen(writing, "w") as outcome:
+                do(outcome)
             code = 0
         except BaseException as error:
             print(error or type(error).__name__)
@@ -141,17 +141,17 @@ class _Forked:
         """Returns its report, its output and its exit code. The code is None if it has reported, or has not ended by
         the deadline: it is killed then and not waited for, since in a hanging driver it may survive SIGKILL.
         """
-        told, code = "", None
-        if _is_readable(self._told, deadline_s):
-            with os.fdopen(self._told, "rb") as file:
-                told = file.read().decode()  # a short line, and then the end
-            code = None if told else _code_of(self.pid, deadline_s)
+        outcome, code = "", None
+        if _is_readable(self._reading, deadline_s):
+            with os.fdopen(self._reading, "rb") as file:
+                outcome = file.read().decode()  # a short line, and then the end
+            code = None if outcome else _code_of(self.pid, deadline_s)
         else:
-            os.close(self._told)
+            os.close(self._reading)
         if code is None:
             os.kill(self.pid, signal.SIGKILL)
         self._output.seek(0)
-        return told, self._output.read().decode(errors="replace"), code
+        return outcome, self._output.read().decode(errors="replace"), code
 
 
 def _is_readable(descriptor: int, deadline_s: float | None) -> bool:

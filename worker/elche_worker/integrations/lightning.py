@@ -120,7 +120,7 @@ class ElcheCallback(pl.Callback):
                 self._save(trainer, self._elche._checkpoints.place)
 
     def _save(self, trainer: "pl.Trainer", place: str) -> None:
-        """Saves a checkpoint of Lightning, beside that of elche, which lacks Lightning's position."""
+        """Saves a checkpoint of Lightning besides that of elche, which lacks Lightning's position."""
         path = f"{place}/lightning-step-{trainer.global_step:08d}.ckpt"
         trainer.save_checkpoint(path)
         if self._rank == 0:

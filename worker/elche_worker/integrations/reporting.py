@@ -13,10 +13,11 @@ MAX_METRICS = 100
 
 
 def leave_resume_to_framework(num_steps: int, way: str) -> None:
-    """Removes ELCHE_RESUME: elche's checkpoints lack the framework's own position, and `Trainer.setup` would load one
-    over what the framework has resumed. `num_steps`: those that it goes on from; `way`: how it resumes.
+    """Unsets ELCHE_RESUME, so that `Trainer.setup` does not load elche's checkpoint over the framework's own.
 
-    Raises `Misuse` if ELCHE_RESUME is set and it starts from scratch, which would train all steps again.
+    `num_steps` is the framework's step: 0 if it has not resumed. Then raises `Misuse` if ELCHE_RESUME is set, since
+    elche's checkpoint lacks the framework's position, and all steps would be trained again. `way` says, in the error,
+    how to resume with the framework.
     """
     path = os.environ.get("ELCHE_RESUME")
     if path and not num_steps:

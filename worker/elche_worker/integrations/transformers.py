@@ -122,8 +122,8 @@ class ElcheCallback(TrainerCallback):
         own gradients: it becomes that of their average.
         """
         if self._norm is not None and logs and "grad_norm" in logs:
-            for told in (logs, state.log_history[-1]):
-                told["grad_norm"] = self._norm.item()
+            for logged in (logs, state.log_history[-1]):
+                logged["grad_norm"] = self._norm.item()
         if self._reporting is not None and logs:
             self._has_loss |= "loss" in logs
             self._reporting.record({name: one for name, one in logs.items() if _is_of_training(name)})
@@ -143,7 +143,9 @@ class ElcheCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Takes clipping over until gradients are averaged; checkpoints have the arguments as they were given."""
+        """Turns off Hugging Face's clipping, which would come before the average: `on_pre_optimizer_step` clips. Only
+        for as long, since `args` are saved with checkpoints.
+        """
         self._give_back()
         self._clipped = args
         self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
@@ -158,8 +160,8 @@ class ElcheCallback(TrainerCallback):
         self._norm = nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm or math.inf)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Clears gradients; only rank 0 logs and saves: also when elche is asked for a checkpoint, whose own lacks
-        Hugging Face's position.
+        """Clears gradients. A checkpoint that was requested at the coordinator is made by Hugging Face, since elche's
+        own lacks the position in the data. Only rank 0 logs and saves.
         """
         assert self._elche is not None
         self._elche.finish_step()
@@ -196,7 +198,7 @@ class ElcheCallback(TrainerCallback):
         elche._together.run(lambda: begin_as_rank_0(elche.model, elche._world), "takes the best model", give=None)
 
     def _give_back(self) -> None:
-        """Gives the arguments back as they were."""
+        """Restores `max_grad_norm`."""
         if self._clipped is not None:
             self._clipped.max_grad_norm, self._clipped = self._max_norm, None
 

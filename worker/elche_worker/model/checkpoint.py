@@ -3,7 +3,7 @@
     NAME/model.safetensors   parameters and persistent buffers, by the model's own names
     NAME/ema.safetensors     of a job with `ema`: the same with the moving average of the weights, as rounds keep it
     NAME/state.safetensors   optimizers, outer optimizer, random numbers and other buffers of the rank that wrote it
-    NAME/state.json          how these tensors belong together, and what is no tensor
+    NAME/state.json          how these tensors belong together, and what is not a tensor
     NAME/pieces/             of a model that replica groups share: its parameters, and the optimizer's state of them,
                              in parts (`torch.distributed.checkpoint`); model.safetensors has its buffers only
     NAME/job.py              the user's file
@@ -414,7 +414,7 @@ def _fetched(url: str, scratch: Path) -> Path:
         names = [root, *sorted(filesystem.ls(root, detail=False), reverse=True)]
         folder = next((one for one in names if filesystem.exists(f"{one}/{MANIFEST}")), None)
         if folder is None:
-            raise InvalidJob(f"{url} is no checkpoint and has none: there is no {MANIFEST} in it")
+            raise InvalidJob(f"{url} is not a checkpoint and has none: there is no {MANIFEST} in it")
         for name in (MANIFEST, WEIGHTS, STATE_TENSORS, STATE, SOURCE):
             filesystem.get_file(f"{folder}/{name}", str(scratch / name))
         (scratch / PIECES).mkdir()

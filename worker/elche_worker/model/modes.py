@@ -71,17 +71,17 @@ def begin_training(optimizers: Sequence[Optimizer]) -> None:
 @contextmanager
 def evaluated_weights(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Context in which the model has the weights to evaluate and to save, for optimizers with two sets of weights.
-    Afterwards it has the same weights as before, bit for bit.
+    Afterwards it has the same weights as before, bit for bit, which `eval()` and `train()` alone would not restore.
     """
-    told = _with_modes(optimizers)
-    parameters = [one for optimizer in told for group in optimizer.param_groups for one in group["params"]]
+    switched = _with_modes(optimizers)
+    parameters = [one for optimizer in switched for group in optimizer.param_groups for one in group["params"]]
     kept = [one.detach().clone() for one in parameters]
-    for optimizer in told:
+    for optimizer in switched:
         optimizer.eval()
     try:
         yield
     finally:
-        for optimizer in told:
+        for optimizer in switched:
             optimizer.train()
         with torch.no_grad():
             for parameter, before in zip(parameters, kept, strict=True):

@@ -32,7 +32,7 @@ def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
 
 
 def other_options(optimizer: Optimizer, saved: Groups) -> str:
-    """Text of the options, beside learning rates, in which the checkpoint differs from what the job gives."""
+    """Text of the options, besides learning rates, in which the checkpoint differs from what the job gives."""
     given = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params", "lr"}
     words = [
         f"{name}={then[name]} (the job has {group[name]})"
@@ -44,7 +44,7 @@ def other_options(optimizer: Optimizer, saved: Groups) -> str:
 
 
 def _cycled(group: Mapping[str, Any]) -> set[str]:
-    """The options that a schedule of torch changes as it trains, beside the learning rate (OneCycleLR, CyclicLR)."""
+    """The options that a schedule of torch changes as it trains, besides the learning rate (OneCycleLR, CyclicLR)."""
     return {"momentum", "betas"} if "max_momentum" in group else set()
 
 

@@ -1,4 +1,4 @@
-"""The user's own state beside the model: the objects that a job's `state(model)` returns."""
+"""The user's own state besides the model: the objects that a job's `state(model)` returns."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class OwnState:
             text = json.dumps(flattened(copied(state), tensors, where=name))
         except ValueError as error:
             raise InvalidJob(
-                f"{self._file_name}: state() gives {name!r}: {error}: keep numbers, texts and tensors in it"
+                f"{self._file_name}: state() gives {name!r}: {error}: keep numbers, strings and tensors in it"
             ) from None
         return unflattened(json.loads(text), tensors)
 
@@ -96,7 +96,7 @@ def build_own_state(job: JobDefinition, model: nn.Module, file_name: str) -> Own
         raise InvalidJob(f"{file_name}: state() must return a dict of objects by name, not {type(objects).__name__}")
     for name, one in objects.items():
         if not isinstance(name, str):
-            raise InvalidJob(f"{file_name}: state() must give names that are texts, not {name!r}")
+            raise InvalidJob(f"{file_name}: state() must give names that are strings, not {name!r}")
         if not (isinstance(one, dict) or _has_state(one)):
             raise InvalidJob(
                 f"{file_name}: state() gives {name!r}, a {type(one).__name__} without state_dict() and "
@@ -131,12 +131,12 @@ def _load(one: Any, state: Any) -> None:
     if _has_state(one):
         one.load_state_dict(state)
         return
-    filled = {key: _beside(value, one.get(key)) for key, value in copied(state).items()}
+    filled = {key: _on_device_of(one.get(key), value) for key, value in copied(state).items()}
     one.clear()
     one.update(filled)
 
 
-def _beside(value: Any, old: Any) -> Any:
-    """Moves a tensor to the device of the one that it replaces."""
+def _on_device_of(old: Any, value: Any) -> Any:
+    """The value; a tensor on the device of the tensor `old` that it replaces."""
     are_tensors = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
     return value.to(old.device) if are_tensors else value

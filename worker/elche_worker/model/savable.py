@@ -109,4 +109,6 @@ def check_state(optimizers: Sequence[Optimizer]) -> None:
         text = json.dumps(flattened(state, tensors, {}, where="optimizers"))
         unflattened(json.loads(text), tensors)
     except ValueError as error:
-        raise InvalidJob(f"{error}: keep in an optimizer's groups and state numbers, texts and tensors only") from None
+        raise InvalidJob(
+            f"{error}: keep only numbers, strings and tensors in an optimizer's groups and state"
+        ) from None

@@ -428,7 +428,7 @@ def _cut(data: Any, size: int, start: int, end: int) -> Any:
 
 
 def _loss_of(returned: Any, file_name: str, *, needs_grad: bool = True) -> tuple[torch.Tensor, dict[str, Sum]]:
-    """The loss in the result of the train step, and the scalars beside it. Raises `InvalidJob`."""
+    """The loss in the result of the train step, and the scalars besides it. Raises `InvalidJob`."""
     values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     if len(values) > MAX_METRICS:
         raise InvalidJob(f"{file_name}: train_step() returned {len(values)} values; at most {MAX_METRICS} are possible")

@@ -17,11 +17,11 @@ COMPILER = "torch._dynamo"
 MARK = "__dynamo_disable"
 """Attribute in which PyTorch's decorator keeps the function to call when the compiler is loaded."""
 DECORATED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
-"""Methods of `torch.optim.Optimizer` that the decorator wraps, beside `step`."""
+"""Methods of `torch.optim.Optimizer` that the decorator wraps, besides `step`."""
 OF_STEP = frozenset(
     (COMPILER, "_dynamo", "graph_break", "cast", "Optimizer", "is_grad_enabled", "set_grad_enabled", "defaults")
 )
-"""All names that PyTorch's decorator of `step` uses: one with others is of an unknown version, and left alone."""
+"""All names that PyTorch's wrapper of `step` uses. One that uses others is of an unknown version, and is left alone."""
 
 
 def put_off() -> bool:
@@ -66,7 +66,9 @@ def _optimizers(kind: type) -> Iterator[type]:
 
 
 def _step_of(kind: type) -> FunctionType | None:
-    """The decorated `step` of an optimizer's class; None if it is another function, or inherited."""
+    """The `step` that PyTorch has wrapped in an optimizer's class; None if the class inherits it, or has wrapped it in
+    another way.
+    """
     step = kind.__dict__.get("step")
     if not isinstance(step, FunctionType) or step.__code__.co_freevars != ("func",):
         return None

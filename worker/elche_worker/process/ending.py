@@ -1,7 +1,7 @@
-"""The end of a process in which user code has run, without destructors: those of a stuck collective would block it.
+"""Ends a process in which user code has run, by `os._exit`: the destructors of a stuck collective would block it.
 
-What else an ordinary end does for that code is done: what it has written to files that it left open is in them, and
-its handlers of `atexit` have run, by which trackers and libraries write their last figures.
+As in an ordinary exit, open files are flushed, and `atexit` handlers run, in which experiment trackers write their last
+values.
 """
 
 import atexit
@@ -13,16 +13,16 @@ from contextlib import suppress
 from typing import NoReturn
 
 HANDLERS_S = 3.0
-"""Seconds after which the process ends whatever files and handlers are busy with."""
+"""Seconds after which the process ends even if a file or a handler still blocks."""
 
 
 def forget_handlers() -> None:
-    """Forgets the `atexit` handlers of the process from which this one was forked: they are for its own end."""
+    """Drops the `atexit` handlers of the process from which this one was forked."""
     atexit._clear()
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process."""
+    """Ends the process with this exit code, at most `HANDLERS_S` from now."""
     timer = threading.Timer(HANDLERS_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
@@ -34,8 +34,8 @@ def end(code: int) -> NoReturn:
 
 
 def _flush_files() -> None:
-    """Writes what open files hold in memory. Texts come before the buffers that are below them."""
+    """Flushes open files: text files before the binary ones that they write to."""
     files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
     for one in sorted(files, key=lambda file: not isinstance(file, io.TextIOBase)):
-        with suppress(Exception):  # closed, full, or the user's own kind of file
+        with suppress(Exception):  # closed, full, or a class of the user's
             one.flush()

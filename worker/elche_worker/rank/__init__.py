@@ -49,7 +49,7 @@ Threads of a rank, by name, and what each of them may touch:
     members        on the leader of a replica group: waits for a failure that another process reports.
     agent          reads standard input, whose end is the agent's, and then ends the process.
 
-On a CUDA device there are three streams beside the threads (`device.streams`): MainThread computes on one, `averaging`
+On a CUDA device there are three streams besides the threads (`device.streams`): MainThread computes on one, `averaging`
 and `capture` communicate and copy on another, `loader` copies batches on the third. Events order them.
 
 Any thread may send to the coordinator (`Session.send` fills a queue that gRPC empties), add a span to the timeline and

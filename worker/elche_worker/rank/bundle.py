@@ -63,7 +63,9 @@ def _fetch(launch: Launch, channel: grpc.Channel, folder: Path) -> None:
 
 
 def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
-    """Downloads the bundle to a file; resumes at the same byte when the connection breaks."""
+    """Downloads the bundle to a file; resumes at the same byte when the connection breaks. Raises `Unreachable` when
+    nothing has come for `GIVE_UP_S`, and `InvalidJob` when it is too large.
+    """
     stub = bundle_pb2_grpc.BundleServiceStub(channel)
     heard_s = time.monotonic()
     while True:
@@ -85,7 +87,7 @@ def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
 
 def unpack(archive: IO[bytes], folder: Path) -> None:
     """Unpacks a bundle into an empty folder. Raises `InvalidJob` for anything that `elche submit` does not pack: an
-    entry that is no regular file, a path outside of the folder, more files or bytes than the limits.
+    entry that is not a regular file, a path outside of the folder, more files or bytes than the limits.
     """
     num_files = num_bytes = 0
     try:
@@ -93,7 +95,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
             for info in tar:
                 num_files, num_bytes = num_files + 1, num_bytes + info.size
                 if not info.isreg():
-                    raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is no regular file")
+                    raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
                 # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack
                 # to a full disk.
                 if num_files > MAX_FILES or num_bytes > MAX_UNPACKED_BYTES:
@@ -106,4 +108,4 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
     except (tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError) as error:
-        raise InvalidJob(f"the folder of the job is no archive that `elche submit` makes: {error}") from error
+        raise InvalidJob(f"the folder of the job is not an archive that `elche submit` makes: {error}") from error

@@ -93,7 +93,7 @@ def _imports_beside(path: Path) -> list[str]:
         {
             name.partition(".")[0]
             for name, origin in origins.items()
-            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has origins that are no files
+            if origin and name != "elche_job" and Path(origin).is_absolute()  # torch has origins that are not files
             if Path(origin).resolve().is_relative_to(folder)
             if "site-packages" not in Path(origin).parts and not name.startswith(("elche", "__"))
         }
@@ -139,9 +139,9 @@ def answer(words: Sequence[str], answers: int) -> int:
     trials = begin_trials(arguments.device)
     if arguments.file is not None:
         as_a_script(str(arguments.file), json.loads(arguments.arguments))
-    told = _answer(arguments, trials)
-    os.write(answers, json.dumps(told).encode() + b"\n")
-    return 0 if told["ok"] else 2
+    answer = _answer(arguments, trials)
+    os.write(answers, json.dumps(answer).encode() + b"\n")
+    return 0 if answer["ok"] else 2
 
 
 def _answer(arguments: argparse.Namespace, trials: Trials | None) -> dict[str, Any]:

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 MAX_REASON_CHARS = 1000
 """Most characters of a reason, for people, that a message has."""
 MAX_WAITING = 2
-"""Checkpoints that may wait in memory to be written, beside the one that is captured."""
+"""Checkpoints that may wait in memory to be written, besides the one that is captured."""
 
 
 class CheckpointWriter:
-    """Writes a job's checkpoints, one after the other, on a thread, where `tell` is called with each outcome."""
+    """Writes a job's checkpoints, one after the other, on a thread, where `send` is called with each outcome."""
 
     def __init__(
         self,
         target: CheckpointTarget,
         about: About,
-        tell: Callable[[rank_pb2.ConverseRequest], None],
+        send: Callable[[rank_pb2.ConverseRequest], None],
         timeline: SpanRecorder | None = None,
         pieces: "Pieces | None" = None,
     ) -> None:
@@ -40,7 +40,7 @@ class CheckpointWriter:
         self._pieces = pieces
         self.target = target
         self._about = about
-        self._tell = tell
+        self._send = send
         self._timeline = timeline
         self._room = threading.Condition()
         self._num_waiting = 0
@@ -75,7 +75,7 @@ class CheckpointWriter:
         the writer's thread, so that it follows the reports of earlier checkpoints.
         """
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason, is_late=True)
-        self._thread.submit(self._tell, rank_pb2.ConverseRequest(checkpoint_failed=failed))
+        self._thread.submit(self._send, rank_pb2.ConverseRequest(checkpoint_failed=failed))
 
     def _write_data(
         self, version: int, order: rank_pb2.WriteCheckpoint | None, data: CheckpointData, capture: CheckpointCapture
@@ -132,8 +132,8 @@ class CheckpointWriter:
             reason = f"the checkpoint {self.target.place}/{order.name} cannot be written: {error}"[:MAX_REASON_CHARS]
             failed = rank_pb2.CheckpointFailed(version=version, reason=reason)
             print(reason, flush=True)
-            self._tell(rank_pb2.ConverseRequest(checkpoint_failed=failed))
+            self._send(rank_pb2.ConverseRequest(checkpoint_failed=failed))
             return
         duration_s = time.perf_counter() - started_s
         saved = rank_pb2.CheckpointSaved(version=version, path=path, size_bytes=size_bytes, duration_s=duration_s)
-        self._tell(rank_pb2.ConverseRequest(checkpoint_saved=saved))
+        self._send(rank_pb2.ConverseRequest(checkpoint_saved=saved))

@@ -28,7 +28,7 @@ def tensors_of(messages: Mapping[str, rank_pb2.TensorSum]) -> dict[str, torch.Te
         try:
             tensors[name] = _tensor_of(message)
         except ValueError as error:
-            raise ElcheError(f"the coordinator has sent sums of {name!r} that are no tensor: {error}") from None
+            raise ElcheError(f"the coordinator has sent sums of {name!r} that are not a tensor: {error}") from None
     return tensors
 
 

@@ -98,7 +98,7 @@ class RankLoop:
             channel=channel,
             streams=streams,
             wake=control.notify,
-            tell=session.send,
+            send=session.send,
             is_over=lambda: control.leaving is not None,
             note_built=control.note_news,
         )

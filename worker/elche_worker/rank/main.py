@@ -173,7 +173,7 @@ def _train(
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
         notice(f"this rank has failed: {failure.traceback or failure.error}")
         _die_alone(error)
-        _let_others_tell(launch, error)
+        _await_cause(launch, error)
         session.send(rank_pb2.ConverseRequest(failed=failure))
         _await_verdict(control)
         _end(session, 1)
@@ -192,7 +192,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
             group = DistributedGroup(launch, channel, cast(Strategy, job.shard))
             parts, _ = build(launch, job, group, wake=wakeup.notify, timeline=None, streams=streams)
             replica = Replica(
-                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, tell=lambda message: None
+                launch, job, parts, channel=channel, streams=streams, wake=wakeup.notify, send=lambda message: None
             )
             await_abandoned(launch, channel, replica.averaging.abandon)
             replica.rehearse(warms_up=launch.warms_up)
@@ -207,7 +207,7 @@ def _follow(launch: Launch, channel: grpc.Channel, take_back: Callable[[], bool]
         failure = _failure(error, launch, replica.local_step if replica is not None else None)
         notice(f"this rank has failed: {failure.traceback or failure.error}")
         _die_alone(error)
-        _let_others_tell(launch, error)
+        _await_cause(launch, error)
         with suppress(RuntimeError):
             report_failure(launch, channel, failure.SerializeToString())
     time.sleep(VERDICT_S)  # time for the leader to learn what follows; the agent then ends this process too
@@ -219,9 +219,9 @@ def _pass_on(failure: bytes, session: Session) -> None:
     session.send(rank_pb2.ConverseRequest(failed=rank_pb2.RankFailed.FromString(failure)))
 
 
-def _let_others_tell(launch: Launch, error: BaseException) -> None:
-    """Delays the report of a failed collective. If a process of the group has ended, the agent knows why: it reports
-    that first, and ends the others.
+def _await_cause(launch: Launch, error: BaseException) -> None:
+    """Delays the report of a failed collective in a replica group, so that its cause is reported first: the agent
+    reports why another process of the group has ended, and then ends this one.
     """
     if launch.group_size > 1 and isinstance(error, PeerLost | RuntimeError):
         time.sleep(PEERS_GRACE_S if isinstance(error, PeerLost) else MEMBER_GRACE_S)
@@ -495,8 +495,8 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
 
 
 def _die_alone(error: BaseException) -> None:
-    """Ends the process, without failing the job, if its device has failed or a DataLoader worker was killed: the other
-    ranks go on without it (protocol P24.3).
+    """If the device has failed or a DataLoader worker was killed: ends the process by SIGABRT, so that the other ranks
+    go on without it (protocol P24.3) and the job does not fail. Else returns.
     """
     if is_device_fault(error) or isinstance(error, WorkerLost):
         whose = "the device" if is_device_fault(error) else "the rank's host"

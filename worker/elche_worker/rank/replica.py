@@ -75,7 +75,7 @@ class Replica:
         channel: grpc.Channel,
         streams: DeviceStreams,
         wake: Callable[[], None],
-        tell: Callable[[rank_pb2.ConverseRequest], None],
+        send: Callable[[rank_pb2.ConverseRequest], None],
         is_over: Callable[[], bool] = bool,
         note_built: Callable[[], None] | None = None,
         meet: Callable[[JoinGeneration], Collectives] | None = None,
@@ -173,14 +173,14 @@ class Replica:
                 left_out,
                 parts.own_state,
             ),
-            CheckpointWriter(*_place(launch, job, parts.layout), tell, parts.timeline, parts.pieces),
+            CheckpointWriter(*_place(launch, job, parts.layout), send, parts.timeline, parts.pieces),
         )
         if parts.loaded is not None:
             self._resume(parts.loaded)
         self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
 
     def _new_audit(self) -> AuditLog:
-        """The file of what this rank trains, beside its other files."""
+        """The file of what this rank trains, besides its other files."""
         launch, loaded = self.launch, self._parts.loaded
         resumed = "" if loaded is None else loaded.path
         samples = self._result.samples
@@ -271,7 +271,7 @@ class Replica:
 
     def _rehearse_functions(self, *, warms_up: bool) -> None:
         if (dataset := self._parts.eval_dataset) is not None:
-            with _peers_told_apart():
+            with _lost_peers_converted():
                 fits, backs_off = self._eval_batch_size, self._parts.backs_off
                 rehearse(
                     self._job,
@@ -296,7 +296,7 @@ class Replica:
         batch = self.loader.fetch_any(self._parts.extent.dataset_size)
         data = self.loader.transfer.receive(batch.data, None)
         if data is not None:
-            with _peers_told_apart():
+            with _lost_peers_converted():
                 self.replica_group.train(self.step.warm_up, data, batch)
         self._streams.finish_compute()
         restore_rng_state(state)
@@ -321,7 +321,7 @@ class Replica:
             return
         self.timer.start()
         started_s = time.perf_counter()
-        with _peers_told_apart():
+        with _lost_peers_converted():
             loss, scalars = self.replica_group.train(self.step.run, data, batch)
         if self.launch.slow_factor > 1 and self.replica_group.is_leader:
             self._slow_down(started_s)
@@ -509,10 +509,10 @@ class Replica:
         self,
         act: UseResult,
         write: rank_pb2.WriteCheckpoint | None = None,
-        tell: Callable[[Evaluated], None] | None = None,
+        on_evaluated: Callable[[Evaluated], None] | None = None,
     ) -> None:
         """Evaluates, saves or passes to callbacks the round's result, which the flat buffers hold until the next round.
-        Calls `tell` with the outcome of the evaluation.
+        Calls `on_evaluated` with the outcome of an evaluation.
         """
         self._reshard()
         self.audit.used(act)
@@ -522,8 +522,8 @@ class Replica:
         with self._result_in_model(), self.loader.still():
             if act.evaluates:
                 done = self._evaluate(act)
-                if tell is not None:
-                    tell(done)
+                if on_evaluated is not None:
+                    on_evaluated(done)
             if act.calls_back:
                 self.callbacks.call(self._job.checkpoint_fn, act.version, self.model)
                 # Written after the callback: the job may end once its checkpoint is written.
@@ -575,7 +575,7 @@ class Replica:
     def _evaluate(self, act: UseResult) -> Evaluated:
         job, file_name, dataset = self._job, self.launch.file_name, self._parts.eval_dataset
         fits = self._eval_batch_size
-        with _peers_told_apart(), self._mean_in_model():
+        with _lost_peers_converted(), self._mean_in_model():
             if not act.size:
                 return evaluate(job, self.model, file_name, optimizers=self.optimizers)
             part = (job, self.model, dataset, act.offset, act.size, file_name)
@@ -599,9 +599,9 @@ class Replica:
 
 
 @contextmanager
-def _peers_told_apart() -> Iterator[None]:
-    """Wraps user code that may use collectives, of a sharded model or of its own. Raises `CollectiveFailed` for errors
-    that show a lost peer; other errors are the job's.
+def _lost_peers_converted() -> Iterator[None]:
+    """Wraps user code that may use collectives, of a sharded model or its own. Raises `CollectiveFailed` for errors
+    that show a lost peer, on which the job goes on; other errors fail the job.
     """
     try:
         yield

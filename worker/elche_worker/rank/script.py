@@ -14,7 +14,7 @@ from setproctitle import setproctitle
 from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
 from elche.output import notice
-from elche_worker.process.sealed import sealed
+from elche_worker.process.anonymous_files import anonymous_file
 from elche_worker.process.stacks import write_when_asked
 from elche_worker.rank.bundle import enter_folder
 from elche_worker.rank.packages import enter_packages
@@ -34,7 +34,7 @@ def become_script(launch: Launch) -> NoReturn:
     os.dup2(nothing, 0)
     # In memory, not as an argument: the launch line has the rank's secret, and all users of the host can read
     # arguments.
-    file = sealed(launch.to_line())
+    file = anonymous_file(launch.to_line())
     file.flush()
     os.set_inheritable(file.fileno(), True)
     module = "elche_worker.rank.script"

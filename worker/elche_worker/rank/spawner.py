@@ -318,7 +318,7 @@ def _import(*modules: str) -> None:
 
 
 def _put_off_compiler() -> bool:
-    """True if ranks import PyTorch's compiler only when they use it."""
+    """Delays the import of PyTorch's compiler in the forked ranks; returns False if that is impossible."""
     if "torch" not in sys.modules:
         return False
     from elche_worker.process.compiler import put_off

@@ -98,7 +98,7 @@ class ReplayedRank:
             channel=cast(Any, None),
             streams=self._streams,
             wake=wake,
-            tell=lambda message: None,
+            send=lambda message: None,
             meet=meet,
         )
         replica.rehearse(warms_up=launch.warms_up)
@@ -139,7 +139,7 @@ class ReplayedRank:
         replica.train(TrainBatch(replica.progress.samples, replica.rates.factor))
         if (replica.local_step, replica.meter.num_skipped - num_skipped) != (batch.step, batch.is_skipped):
             what = "was skipped" if batch.is_skipped else "was not skipped"
-            raise ReplayDiffers(f"batch {batch.step} of {self.who} {what} in the run, and here it is otherwise")
+            raise ReplayDiffers(f"batch {batch.step} of {self.who} {what} in the run, unlike here")
 
     def enter(self, entry: Entered) -> None:
         """Enters a recorded round."""
@@ -162,7 +162,7 @@ class ReplayedRank:
         """Compares a result with the recorded one; returns True if digests were compared, and what differs, or ""."""
         if (applied is None) != (told is None):
             has = "a result" if told is not None else "no result"
-            raise ReplayDiffers(f"{self.who} has {has} of {words} in the run, and here it is otherwise")
+            raise ReplayDiffers(f"{self.who} has {has} of {words} in the run, unlike here")
         if applied is None or told is None:
             return False, ""
         averaged, has_digest = applied.averaged, "the digest of the parameters" in told.content

@@ -172,7 +172,7 @@ def _check_whole(
         places = generations[one.generation].values()
         num_rows = one.result.num_rows if one.results else next(iter(places)).world_size
         if len(one.entries) != num_rows or len(generations.get(one.generation, {})) != num_rows:
-            raise InvalidJob(f"{place}: {one.words} had {num_rows} ranks, and files of {len(one.entries)} tell of it")
+            raise InvalidJob(f"{place}: {one.words} had {num_rows} ranks, and files of {len(one.entries)} contain it")
         if sorted((its.position, its.world_size) for its in places) != [(at, num_rows) for at in range(num_rows)]:
             raise InvalidJob(f"{place}: the ranks of {one.words} do not agree on their places in it")
         if len({result.version for result in one.results.values()}) > 1:

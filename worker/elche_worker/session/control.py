@@ -40,7 +40,7 @@ class Control:
     """
 
     def put(self, command: rank_pb2.ConverseResponse) -> None:
-        """Adds a command."""
+        """Adds a command (on the session's thread)."""
         with self.wake:
             self.inbox.append(command)
             if command.HasField("abandon"):
@@ -143,22 +143,25 @@ class Rounds:
         return min(self.throttle_step, max(self.last_step, self.alone_step))
 
     def learn(self, command: rank_pb2.SyncNow) -> None:
-        """Adds announced rounds, or changes their targets. Ignores entered rounds and abandoned generations. Raises
-        `ElcheError` for more rounds than a coordinator announces.
+        """Adds announced rounds, one batch apart, or changes their targets. Ignores entered rounds and abandoned
+        generations. Raises `ElcheError` for more than `MAX_ANNOUNCED` rounds.
         """
         if command.generation in self.abandoned:
             return
         if command.count > MAX_ANNOUNCED:
-            raise ElcheError(f"the coordinator announces {command.count} rounds at once, more than any: restart it")
+            raise ElcheError(
+                f"the coordinator announces {command.count} rounds at once, over {MAX_ANNOUNCED}: restart it"
+            )
         for index in range(command.count):
             if command.round + index > self.last_entered:
                 step = command.after_step + index
                 self.targets[command.round + index] = RoundTarget(step, command.generation)
         self.last_announced = max(self.last_announced, command.round + command.count - 1)
+        last = command.after_step + command.count - 1
         self.away = Away(
             round=command.round + command.count,
             generation=command.generation,
-            step=command.after_step + command.count - 1 + command.every,
+            step=last + command.every,
             every=command.every,
             count=command.count_away,
         )
@@ -166,7 +169,6 @@ class Rounds:
             self.checkpoint_rounds[command.checkpoint_round] = None
         if command.HasField("newer_batches"):
             self.newer_batches[command.round] = command.newer_batches
-        last = command.after_step + command.count - 1
         self.last_step, self.alone_step = last if command.stop_after else inf, -inf
 
     def go_on_alone(self) -> int:

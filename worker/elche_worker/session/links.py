@@ -38,12 +38,12 @@ class Links:
         self.address = join_address(host, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="links", daemon=True).start()
 
-    def answer(self, probe: rank_pb2.Probe, tell: Callable[[rank_pb2.ConverseRequest], None]) -> None:
-        """Tests the ranks on another thread, then calls `tell` with a message that lists the reachable ones."""
+    def answer(self, probe: rank_pb2.Probe, send: Callable[[rank_pb2.ConverseRequest], None]) -> None:
+        """Tests the ranks on another thread, then calls `send` with a message that lists the reachable ones."""
 
         def run() -> None:
             reached = reachable({peer.rank: peer.address for peer in probe.peers})
-            tell(rank_pb2.ConverseRequest(probed=rank_pb2.Probed(ranks=reached)))
+            send(rank_pb2.ConverseRequest(probed=rank_pb2.Probed(ranks=reached)))
 
         threading.Thread(target=run, name="probe", daemon=True).start()
 

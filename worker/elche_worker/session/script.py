@@ -8,7 +8,7 @@ from pathlib import Path
 from elche.errors import PeerLost
 from elche.output import notice, take_any_text
 from elche.package import package_of
-from elche_worker.collectives.calls import Parted
+from elche_worker.collectives.calls import CallsDiffer
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:
@@ -24,7 +24,7 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
             runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-    except (Parted, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
+    except (CallsDiffer, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
         notice(error)
         sys.exit(left_alone_code if isinstance(error, PeerLost) else 1)

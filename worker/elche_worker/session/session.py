@@ -24,12 +24,12 @@ TAKEN_POLL_S = 0.01
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
-"""Messages that are not kept for the next stream: a later message of the kind replaces them, or they are useless
+"""Messages that are not kept for the next stream, since a later one of the kind replaces them, or they are outdated
 then.
 """
 NEWEST = frozenset({"batches_trained", "loop_progress"})
-"""Those of them that say where the rank stands: the newest one is sent again on the next stream. Otherwise the
-coordinator would believe that the rank still has the batches to make which it made meanwhile.
+"""Those of `FLEETING` that report progress. The newest one is sent again on the next stream, or the coordinator would
+not know of the batches that the rank has made while it was not connected.
 """
 FOR_GOOD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
 """Status codes after which another stream would get the same answer."""
@@ -116,7 +116,9 @@ class Session:
         return 0.0 if self.is_connected else time.monotonic() - self._away_since_s
 
     def send(self, message: rank_pb2.ConverseRequest) -> None:
-        """Queues a message. Raises `ElcheError` for one that is too large."""
+        """Queues a message. Drops an event of the user's while `MAX_WAITING_EVENTS` messages wait. Raises `ElcheError`
+        for a message that is too large.
+        """
         size_bytes = message.ByteSize()
         kind = message.WhichOneof("message") or "message"
         if size_bytes > MAX_MESSAGE_BYTES:

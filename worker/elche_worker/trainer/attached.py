@@ -26,7 +26,7 @@ from elche.status import calling, was_never_sent
 from elche.tls import named_folder
 from elche.token import read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.collectives.calls import Parted
+from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.launch import Launch
@@ -188,7 +188,7 @@ class CoordinatorAttachment(Attachment):
         if error is None or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
-            is_told = isinstance(error, Parted) or error.__traceback__ is None
+            is_told = isinstance(error, CallsDiffer) or error.__traceback__ is None
             text = "" if is_told else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"

@@ -50,8 +50,8 @@ class LoopCheckpoints:
         """Objects of the script whose state is in checkpoints."""
         self._states: dict[str, Any] = {}
         """State in the loaded checkpoint that no registered object has received yet."""
-        self._have_got: set[str] = set()
-        """Names of the objects that have received theirs."""
+        self._received: set[str] = set()
+        """Names of the registered objects that have received their state."""
         self._settings: list[dict[str, Any]] = []
         """The optimizers' settings in the loaded checkpoint."""
         self._rates = optimizers.rates
@@ -124,7 +124,7 @@ class LoopCheckpoints:
             )
 
     def _give_state(self, name: str) -> None:
-        self._have_got.add(name)
+        self._received.add(name)
         self._registered[name].load_state_dict(self._states.pop(name))
         self._optimizers.set_settings(self._settings)  # a schedule sets the first learning rate as it is made
 
@@ -136,7 +136,7 @@ class LoopCheckpoints:
     @property
     def has_loader(self) -> bool:
         """True if a registered loader goes on from its state in the loaded checkpoint."""
-        return any(name in self._have_got for name in self._loaders)
+        return any(name in self._received for name in self._loaders)
 
     def at_step(self) -> AtStep:
         """The state at the end of this step, for a checkpoint."""

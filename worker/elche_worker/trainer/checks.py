@@ -85,9 +85,11 @@ def check_shares(batch_size: Any, num_steps: int | None, least: int, world: Worl
         each = f" ({least} for each of {world.size} ranks)" if world.size > 1 else ""
         problem = f"shares: batch_size must be a whole number of at least {needed}{each}, not {batch_size!r}"
     world.agree(problem)
-    for rank, told in enumerate(world.gather_texts(f"batch_size={batch_size}, num_steps={num_steps}")):
-        if told != f"batch_size={batch_size}, num_steps={num_steps}":
-            raise Misuse(f"shares: rank {rank} has {told}, and this one batch_size={batch_size}, num_steps={num_steps}")
+    for rank, other in enumerate(world.gather_texts(f"batch_size={batch_size}, num_steps={num_steps}")):
+        if other != f"batch_size={batch_size}, num_steps={num_steps}":
+            raise Misuse(
+                f"shares: rank {rank} has {other}, and this one batch_size={batch_size}, num_steps={num_steps}"
+            )
 
 
 def module_of(head: Any, name: str) -> nn.Module:
@@ -95,7 +97,7 @@ def module_of(head: Any, name: str) -> nn.Module:
     if name:
         found = getattr(head, name, None)
         if not isinstance(found, nn.Module):
-            raise Misuse(f"{type(head).__name__}.{name} is no torch.nn.Module but {type(found).__name__}")
+            raise Misuse(f"{type(head).__name__}.{name} is not a torch.nn.Module but {type(found).__name__}")
         return found
     if isinstance(head, nn.Module):
         return head
@@ -108,12 +110,12 @@ def module_of(head: Any, name: str) -> nn.Module:
 
 def check_same_loader(facts: Sequence[float], world: World) -> None:
     """`facts`: samples, batch_size, num_workers, prefetch_factor. Raises `Misuse` on every rank where they differ."""
-    told = world.gather_numbers(facts)
-    for rank, other in enumerate(told):
-        if other != told[0]:
+    gathered = world.gather_numbers(facts)
+    for rank, other in enumerate(gathered):
+        if other != gathered[0]:
             raise Misuse(
                 "ranks have different loaders (samples, batch_size, num_workers, prefetch_factor): rank 0 "
-                f"{_whole(told[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
+                f"{_whole(gathered[0])}, rank {rank} {_whole(other)}; give the same whole loader on every rank"
             )
 
 

@@ -229,7 +229,7 @@ class Data:
                     problem = str(error)
             own = torch.empty(0, dtype=torch.int64) if problem else order
             numbers = self._world.share_whole_numbers(seed if own is None else own)
-            if not len(numbers):  # rank 0 says why; not before: ranks that have parted would hear another call's text
+            if not len(numbers):  # rank 0 says why, but only now: ranks in another call would receive its text
                 self._world.agree(problem)
             return numbers
 
@@ -419,7 +419,7 @@ def wire(
     """
     for what, given in (("names", names), ("inputs", inputs)):
         if isinstance(given, str):
-            raise Misuse(f"{what} must be a tuple of names, not the text {given!r}")
+            raise Misuse(f"{what} must be a tuple of names, not the string {given!r}")
     sample = first_batch(loader)
     if isinstance(sample, FetchError):
         error = sample.to_error()

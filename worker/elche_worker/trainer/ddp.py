@@ -94,9 +94,9 @@ class Ddp:
         elif any(count < 0 for count in counts) or not sum(counts):
             problem = f"batch_counts is {counts}; counts must be at least 0, and one of them more"
         self._world.agree(problem)
-        for rank, told in enumerate(self._world.gather_numbers(counts)):
-            if told != counts:
-                raise Misuse(f"batch_counts differ: rank {self.rank} has {counts}, rank {rank} {list(map(int, told))}")
+        for rank, other in enumerate(self._world.gather_numbers(counts)):
+            if other != counts:
+                raise Misuse(f"batch_counts differ: rank {self.rank} has {counts}, rank {rank} {list(map(int, other))}")
         self._average(counts[self.rank] / sum(counts))
 
     def _average(self, fraction: float) -> None:

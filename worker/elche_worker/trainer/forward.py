@@ -48,7 +48,7 @@ class Forward:
         """Samples of that first batch."""
 
     def begin_step(self) -> None:
-        """Resets per-step state."""
+        """Resets the state of the step."""
         self._caught = None
         self._count = 0.0
         self._unit = 0

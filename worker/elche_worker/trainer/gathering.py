@@ -62,8 +62,8 @@ def weighted_mean(world: World, numbers: Mapping[str, float], weight: float) -> 
     """The mean over ranks of numbers that each has, by name. Raises `Misuse` when all weights are 0, and when ranks
     that count have other names.
     """
-    told = [json.loads(one) for one in world.gather_texts(json.dumps([float(weight), dict(numbers)]))]
-    counted = [(rank, one) for rank, one in enumerate(told) if one[0]]
+    gathered = [json.loads(one) for one in world.gather_texts(json.dumps([float(weight), dict(numbers)]))]
+    counted = [(rank, one) for rank, one in enumerate(gathered) if one[0]]
     if not counted:
         raise Misuse("mean() needs a weight above 0 on at least one rank")
     first, (_, names) = counted[0]

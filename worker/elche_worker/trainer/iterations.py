@@ -113,7 +113,7 @@ class Iterations:
         """
         self._order.add(keys)
         asked = self.consensus.take()
-        if asked.parted:
+        if asked.calls_differ:
             self._together.check_calls()
         if asked.checkpoint or asked.compare:
             self._compare("compares models for a checkpoint")

@@ -95,7 +95,7 @@ class Optimizers:
             group.update(given)
 
     def load_state_dict(self, state: Mapping[str, Any], path: str) -> str:
-        """Loads the result of `state_dict`, of the checkpoint `path`. Returns text of the options, beside learning
+        """Loads the result of `state_dict`, of the checkpoint `path`. Returns text of the options, besides learning
         rates, that it had otherwise. Raises `ValueError` or `InvalidJob` if it is of other optimizers.
         """
         states = dict(state) if self.are_several else {"0": dict(state)}

@@ -19,7 +19,7 @@ _open: "WeakSet[OtherOptimizers]" = WeakSet()
 
 class OtherOptimizers:
     """Says once, on rank 0, that an optimizer is stepped that no Trainer of this process has; that one was built of the
-    model's parameters beside the Trainer's; that the first step has no gradients; that each batch is stepped twice; or
+    model's parameters besides the Trainer's; that the first step has no gradients; that each batch is stepped twice; or
     that an unfrozen parameter is in none.
 
     Not in a Trainer's step: there an optimizer may step another one that it wraps.
@@ -115,8 +115,8 @@ class OtherOptimizers:
             )
         elif stepped - {id(one) for other in _open for one in other._model.parameters()}:
             self._say(
-                f"{type(optimizer).__name__} is stepped beside the Trainer, with gradients of each rank alone, so that "
-                "its parameters differ between ranks: let the model hold them, such as "
+                f"{type(optimizer).__name__} is stepped outside the Trainer, with gradients of each rank alone, so "
+                "that its parameters differ between ranks: let the model hold them, such as "
                 "nn.ModuleDict({'net': net, 'loss': loss}), and give that optimizer to Trainer.setup, too"
             )
 

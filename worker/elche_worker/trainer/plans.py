@@ -95,7 +95,7 @@ class Planner(Protocol):
         """
         ...
 
-    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+    def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:
         """Updates the plan by the numbers that the ranks have exchanged, one sequence per rank."""
         ...
 
@@ -182,8 +182,8 @@ class Balance:
         is_due = since_calibration >= 0 and since_calibration % REBALANCE_STEPS == 0
         return [self._own_throughput] if is_due else None
 
-    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
-        self._throughput = [throughput for (throughput,) in told]
+    def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:
+        self._throughput = [throughput for (throughput,) in measured]
         self._ratios = rebalanced_ratios(self._throughput, self._ratios)
         self._decided.decide(self._num_done + self.delay, self._ratios, self._num_done)
 
@@ -264,10 +264,10 @@ class CadencePlan:
         self._num_done = step.index + 1
         return [added(ms for size, ms in timed if size), sync_ms]
 
-    def learn(self, step: Step, told: Sequence[Sequence[float]]) -> None:
+    def learn(self, step: Step, measured: Sequence[Sequence[float]]) -> None:
         # Ranks measure different times, as early ones wait for late ones; a common number keeps all plans equal.
-        sync_ms = max(sync for _, sync in told)
-        self.el_che.report_timing([compute for compute, _ in told], step.batches, sync_ms)
+        sync_ms = max(sync for _, sync in measured)
+        self.el_che.report_timing([compute for compute, _ in measured], step.batches, sync_ms)
         self._decided.decide(self._num_done + self.delay, self.el_che.batch_counts, self._num_done)
 
     def fit(self, num_batches: int) -> None:

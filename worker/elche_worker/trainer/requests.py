@@ -26,7 +26,7 @@ class Requests:
     pause: bool = False
     compare: bool = False
     """True if the script has saved a checkpoint, so that the ranks' models are to be compared."""
-    parted: bool = False
+    calls_differ: bool = False
     """True if ranks differ in the number of batches taken, or in the optimizer stepped."""
 
 
@@ -57,9 +57,11 @@ class RequestConsensus:
         sums, event = self._coming.pop(0)
         if event is not None:
             event.synchronize()
-        told = sums.tolist()
-        cancel, checkpoint, pause, compare = (bool(one) for one in told[: self.NUM_REQUESTS])
-        return Requests(cancel=cancel, checkpoint=checkpoint, pause=pause, compare=compare, parted=have_parted(told))
+        values = sums.tolist()
+        cancel, checkpoint, pause, compare = (bool(one) for one in values[: self.NUM_REQUESTS])
+        return Requests(
+            cancel=cancel, checkpoint=checkpoint, pause=pause, compare=compare, calls_differ=marks_differ(values)
+        )
 
 
 def mark(num_batches: int, optimizer: int) -> list[float]:
@@ -68,7 +70,7 @@ def mark(num_batches: int, optimizer: int) -> list[float]:
     return [float(place == one) for one in range(NUM_MARKS)]
 
 
-def have_parted(sums: Sequence[float]) -> bool:
+def marks_differ(sums: Sequence[float]) -> bool:
     """True if the summed marks, which follow the requests, show that ranks differ."""
     return sum(bool(one) for one in sums[RequestConsensus.NUM_REQUESTS :]) > 1
 

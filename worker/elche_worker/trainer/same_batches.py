@@ -34,9 +34,12 @@ class SameBatches:
         if step >= STEPS:
             return
         members = self._world.members
-        told = dict(zip(members, self._world.gather_numbers(_figures(parameters)), strict=True))
+        gathered = dict(zip(members, self._world.gather_numbers(_figures(parameters)), strict=True))
         same = {
-            (one, other) for one in members for other in members if one < other and _are_same(told[one], told[other])
+            (one, other)
+            for one in members
+            for other in members
+            if one < other and _are_same(gathered[one], gathered[other])
         }
         self._pairs = same if step == 0 else self._pairs & same
         if step == STEPS - 1 and self._pairs and self._world.rank == 0:

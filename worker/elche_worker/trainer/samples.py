@@ -77,8 +77,8 @@ def check_same_samples(loader: "DataLoader[Any]", world: World) -> None:
     size = len(loader.dataset)  # type: ignore[arg-type]  # map-style
     indices = sorted({0, size // 2, size - 1})
     alone = [[index] for index in indices]
-    told = world.gather_texts(json.dumps([_figures_of(one) for one in looked_at(loader, alone)]))
-    first, *others = [json.loads(text) for text in told]
+    gathered = world.gather_texts(json.dumps([_figures_of(one) for one in looked_at(loader, alone)]))
+    first, *others = [json.loads(text) for text in gathered]
     found = [
         (rank, at)
         for rank, other in enumerate(others, 1)

@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The state of a checkpoint beside model and optimizers."""
+    """The state of a checkpoint besides model and optimizers."""
 
     position: Position
     plan: dict[str, Any]
@@ -83,12 +83,12 @@ class Saver:
         plan: dict[str, Any],
         kept: Mapping[str, Any],
         num_ranks: int,
-        tell: Callable[[int, str, int, float], None],
-        tell_not: Callable[[int, str], None],
+        on_saved: Callable[[int, str, int, float], None],
+        on_failed: Callable[[int, str], None],
     ) -> None:
-        """Starts writing; calls `tell(version, path, bytes, seconds)` or `tell_not(version, reason)` later, on another
-        thread. Waits for the previous checkpoint, so that only one copy is in memory. A step is saved only once. `kept`
-        is stored with it.
+        """Copies the state and starts writing it; calls `on_saved(step, path, bytes, seconds)` or `on_failed(step,
+        reason)` later, on another thread. Waits for the previous checkpoint, so that only one copy is in memory. A step
+        is saved only once. `kept` is stored with it.
         """
         if position.num_steps == self._last_step:
             return
@@ -109,15 +109,15 @@ class Saver:
             num_ranks=num_ranks,
             tensors=_tensors(model),
         )
-        self._writing = self._thread.submit(self._write, data, about, position, tell, tell_not)
+        self._writing = self._thread.submit(self._write, data, about, position, on_saved, on_failed)
 
     def _write(
         self,
         data: CheckpointData,
         about: About,
         position: Position,
-        tell: Callable[[int, str, int, float], None],
-        tell_not: Callable[[int, str], None],
+        on_saved: Callable[[int, str, int, float], None],
+        on_failed: Callable[[int, str], None],
     ) -> None:
         started_s = time.perf_counter()
         name = self._free_name(f"step-{position.num_steps:08d}")
@@ -131,9 +131,9 @@ class Saver:
         except Exception as error:  # training goes on, whatever the storage raises
             reason = f"the checkpoint {self.place}/{name} cannot be written: {error}"
             notice(reason)
-            tell_not(position.num_steps, reason)
+            on_failed(position.num_steps, reason)
             return
-        tell(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
+        on_saved(position.num_steps, path, size_bytes, time.perf_counter() - started_s)
 
     def _free_name(self, wanted: str) -> str:
         """Returns an unused name: an earlier run may have left a checkpoint of the same step."""

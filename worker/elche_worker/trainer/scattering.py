@@ -51,9 +51,9 @@ def _num_rows(world: World, tensors: list[torch.Tensor]) -> int:
         problem = f"forward_scattered needs tensors with a row for each sample, as many in all, not {sorted(lengths)}"
     world.agree(problem)
     (own,) = lengths
-    told = [int(count) for (count,) in world.gather_numbers([own])]
-    if len(set(told)) > 1:
-        raise Misuse(f"forward_scattered needs the same whole batch on every rank, and they have {told} samples")
+    gathered = [int(count) for (count,) in world.gather_numbers([own])]
+    if len(set(gathered)) > 1:
+        raise Misuse(f"forward_scattered needs the same whole batch on every rank, and they have {gathered} samples")
     return own
 
 

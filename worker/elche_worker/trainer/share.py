@@ -16,8 +16,8 @@ class StepShare:
         """Batches that were stepped with, and that further steps use, too: of other optimizers, or of the same."""
         self.samples: int | None = None
         """Samples of which this rank's gradient is the mean, if the loop gives the number."""
-        self._says_samples: bool | None = None
-        """True if the loop gives `samples` at each step; None before the first."""
+        self._gives_samples: bool | None = None
+        """True if the loop passes `samples` to each step; None before the first."""
         self._lost: list[Part] = []
         """Parts of these batches that were given to ranks which have died: others will train them."""
 
@@ -53,28 +53,30 @@ class StepShare:
         lost, self._lost = self._lost, []
         return lost
 
-    def say(self, samples: int | None) -> None:
+    def set_samples(self, samples: int | None) -> None:
         """Sets the number of samples of which the loop's gradient is the mean, or None. Raises `Misuse` unless it is
         given at every step or at none.
         """
         if samples is not None and samples < 0:
             raise Misuse(f"samples is {samples}; it must be at least 0")
-        if self._says_samples not in (None, samples is not None):
+        if self._gives_samples not in (None, samples is not None):
             raise Misuse("give step(samples=...) at every step, or never")
         self.samples = samples
 
     def agree(self) -> None:
-        """Raises `Misuse`, before the first step, unless all ranks give the number or none does: they would wait for
-        each other in different collectives.
+        """Raises `Misuse` at the first step if some ranks give the number and others do not: they would wait for each
+        other in different collectives.
         """
-        if self._says_samples is None:
-            told = [bool(says) for (says,) in self._world.gather_numbers([float(self.samples is not None)])]
-            if len(set(told)) > 1:
-                raise Misuse("some ranks say how many samples they have, and some do not: step(samples=...) on all")
+        if self._gives_samples is None:
+            given = [bool(gives) for (gives,) in self._world.gather_numbers([float(self.samples is not None)])]
+            if len(set(given)) > 1:
+                raise Misuse(
+                    "some ranks call step(samples=...), and others step() without samples: give it on all ranks"
+                )
 
     def settle(self) -> None:
-        """Called once a step is averaged on all ranks: `agree` has nothing to check from then on."""
-        self._says_samples = self.samples is not None
+        """Called once a step is averaged on all ranks, so that `agree` checks only the first step."""
+        self._gives_samples = self.samples is not None
 
     def planned_fraction(self) -> float | None:
         """This rank's fraction of the samples given out; equal fractions in a loop over its own loader. None if all the

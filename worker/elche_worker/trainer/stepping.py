@@ -34,7 +34,7 @@ from elche_worker.trainer.optimizers import Key, Optimizers, make_step
 from elche_worker.trainer.other_optimizers import OtherOptimizers
 from elche_worker.trainer.plans import Balance, CadencePlan, Planner, Step, part_of
 from elche_worker.trainer.progress import ProgressTracker
-from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, have_parted, mark
+from elche_worker.trainer.requests import NUM_MARKS, RequestConsensus, mark, marks_differ
 from elche_worker.trainer.same_batches import SameBatches
 from elche_worker.trainer.scalers import check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
@@ -63,7 +63,7 @@ class Averaged:
     """The requests, summed over all ranks; None if no rank had samples, or requests are not exchanged."""
     has_gradients: bool
     """True if any rank had samples. If none had, gradients are not averaged and no optimizer is stepped."""
-    told: list[list[float]] | None
+    measurements: list[list[float]] | None
     """The ranks' measurements, for the planner, one list per rank; None when none were exchanged in this step."""
 
 
@@ -290,7 +290,7 @@ class Stepper:
             if self._world.rank == 0:
                 notice(self._taken_ahead)
             self._taken_ahead = ""
-        self.share.say(samples)
+        self.share.set_samples(samples)
         self._say_clipped(keys)
         self.averager.averaged = keys
         self.clock.slow_down()
@@ -352,21 +352,21 @@ class Stepper:
             return Averaged(torch.tensor(requests) if requests else None, has_samples, None)
         self._check_still_alike()
         self.share.agree()
-        told = None if measured is None else self._world.gather_numbers(measured)
+        measurements = None if measured is None else self._world.gather_numbers(measured)
         fraction = self.share.fraction()
         if fraction is None:
-            return Averaged(None, has_gradients=False, told=None)
+            return Averaged(None, has_gradients=False, measurements=None)
         started_s = time.perf_counter()
         self._normalise()
         summed = self.averager.average(fraction, requests)
-        if summed is not None and summed.device.type == "cpu" and have_parted(summed.tolist()):  # on a GPU found later
+        if summed is not None and summed.device.type == "cpu" and marks_differ(summed.tolist()):  # on a GPU found later
             self._together.check_calls()
         broadcast(self._free_buffers(), self._world)
         self.averager.replace()  # last: nothing after it can fail and be repeated
         self._sync_ms = (time.perf_counter() - started_s) * 1000
         self._progress.add_span(timeline.WAIT_ROUND, started_s, self._progress.num_steps)
-        self._learn(told)
-        return Averaged(summed, has_gradients=True, told=told)
+        self._learn(measurements)
+        return Averaged(summed, has_gradients=True, measurements=measurements)
 
     def _check_still_alike(self) -> None:
         number = self._num_averaged
@@ -377,9 +377,8 @@ class Stepper:
             self._same_batches.compare(self._optimizers.parameters_of(self.averager.averaged), number)
 
     def compare(self, what: str, *, least: int = 1) -> None:
-        """Raises `Misuse` on every rank when the models have parted, or another rank does not do `what` now. At the end
-        of what is trained no later step would find it. Nothing is done before `least` steps since the latest call.
-        Collective.
+        """Raises `Misuse` on every rank when the models differ, or another rank makes another call than `what`. Used at
+        the end, where no later step would notice. Does nothing within `least` steps of the latest call. Collective.
         """
         if self._is_closed or self._num_averaged - self._num_compared < least:
             return
@@ -389,18 +388,18 @@ class Stepper:
             self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
 
     def leave(self) -> None:
-        """Called when the loop over batches is left: what the script then does to the model, such as to load its best
-        weights on one rank, parts nothing, unless it steps again.
+        """Records the model's digests at the end of the loop over batches. `compare_at_end` compares these: after the
+        loop a script may change the model on one rank, such as by loading its best weights.
         """
         if not self._is_closed and self._num_averaged not in (self._num_compared, self._left[0]):
             self._left = self._num_averaged, comparable(self._model, self._optimizers.rates)
 
     def _note_changed(self) -> None:
-        """The model was changed since it was compared, even if no gradients were averaged."""
+        """Makes the next comparison due: the model has changed, though perhaps without averaged gradients."""
         self._num_compared, self._left = min(self._num_compared, self._num_averaged - 1), (-1, "")
 
     def _say_not_finite(self) -> None:
-        """Says once, on rank 0, that a weight is NaN or infinite: what is trained from then on is lost."""
+        """Reports once, on rank 0, that a weight is NaN or infinite."""
         if self._world.rank or self._has_said_not_finite or not (name := not_finite(self._model)):
             return
         self._has_said_not_finite = True
@@ -409,8 +408,8 @@ class Stepper:
         notice(text)
 
     def compare_at_end(self) -> Misuse | None:
-        """Returns the error with which the loop is to end: the models have parted since the latest comparison. Waits
-        for no other rank that has more to do, and may find it on the last one alone.
+        """Returns the error with which the loop is to end if the models differ since the latest comparison.
+        Does not wait for ranks that are still training, so that perhaps only the last rank finds the difference.
         """
         is_compared = self._num_averaged == self._num_compared
         if not is_compared:
@@ -439,9 +438,9 @@ class Stepper:
         parameters_of = self._optimizers.parameters_of
         return buffers_beside(self._model, parameters_of(keys), parameters_of(others))
 
-    def _learn(self, told: list[list[float]] | None) -> None:
-        if told is not None and self.share.plan is not None:
-            self.planner.learn(self.share.plan, told)
+    def _learn(self, measurements: list[list[float]] | None) -> None:
+        if measurements is not None and self.share.plan is not None:
+            self.planner.learn(self.share.plan, measurements)
 
     def _follow_members(self) -> None:
         """Removes ranks that have died from the plan: their part of this step is trained later, by others."""
@@ -454,7 +453,11 @@ class Stepper:
         it, else the averaged gradients. All ranks must end with the same model, and the step cannot be averaged again.
         """
         requests = averaged.requests.tolist() if averaged.requests is not None else None
-        given: dict[str, Any] = {"requests": requests, "told": averaged.told, "has_gradients": averaged.has_gradients}
+        given: dict[str, Any] = {
+            "requests": requests,
+            "told": averaged.measurements,
+            "has_gradients": averaged.has_gradients,
+        }
         if self._is_finished:
             given["model"] = [*self._tensors()]
             given["optimizers"] = self._optimizers.moments()

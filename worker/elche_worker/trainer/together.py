@@ -11,7 +11,7 @@ from weakref import WeakMethod
 
 from elche.errors import PeerLost
 from elche.output import notice
-from elche_worker.collectives.calls import Parted, differ, difference
+from elche_worker.collectives.calls import CallsDiffer, differ, difference
 from elche_worker.collectives.world import World
 from elche_worker.trainer.attachment import Attachment
 
@@ -54,7 +54,7 @@ class Together:
 
         `give` turns the outcome into plain values and tensors, which another rank's `take` turns into the outcome; with
         None it cannot be sent. Raises `PeerLost` where the loop cannot go on without the rank that has died, and
-        `Parted` where others make another call.
+        `CallsDiffer` where others make another call.
         """
         calls = self._world.calls
         calls.begin(f"{call} {self.where()}")
@@ -79,9 +79,9 @@ class Together:
                 outcome: Outcome = take(given[0])
                 return outcome
 
-    def _end_stuck(self, parted: str) -> None:
+    def _end_stuck(self, message: str) -> None:
         """Tells the coordinator why this process is ended."""
-        self.attachment.leave(Parted(parted))
+        self.attachment.leave(CallsDiffer(message))
 
     def end(self) -> None:
         """Records that the loop has ended, which waits for no other rank."""
@@ -96,8 +96,8 @@ class Together:
 
     def _is_paused(self) -> bool:
         operator = self.attachment.operator
-        told = self._world.gather_numbers([float(operator.is_paused), float(bool(operator.cancelled))])
-        return any(is_paused for is_paused, _ in told) and not any(is_over for _, is_over in told)
+        gathered = self._world.gather_numbers([float(operator.is_paused), float(bool(operator.cancelled))])
+        return any(is_paused for is_paused, _ in gathered) and not any(is_over for _, is_over in gathered)
 
     def _regroup(self, error: PeerLost) -> tuple[Any] | None:
         """Forms a group without the ranks that have died. Returns the present operation's outcome, as a 1-tuple, if
@@ -146,10 +146,10 @@ class Together:
         return (state,) if self._num_done < most else None
 
     def check_calls(self, counts: Sequence[int] = ()) -> None:
-        """Raises `Parted` if ranks with equally many operations done (`counts`, by rank) are in different calls."""
+        """Raises `CallsDiffer` if ranks with equal numbers of operations (`counts`, by rank) are in different calls."""
         calls = self._world.gather_texts(self._world.calls.call)
         counts = counts or [0] * len(calls)
         for count in set(counts):
             made = {rank: calls[rank] for rank in range(len(calls)) if counts[rank] == count}
             if differ(made.values()):
-                raise Parted(difference(range(len(calls)), made))
+                raise CallsDiffer(difference(range(len(calls)), made))

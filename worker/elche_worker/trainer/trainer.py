@@ -158,7 +158,7 @@ class Trainer:
         module: str = "",
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """`setup` for an object that holds the module beside what else it needs, such as a tokenizer or a loss.
+        """`setup` for an object that holds the module besides what else it needs, such as a tokenizer or a loss.
 
         `module` names the attribute; without it the object must hold exactly one module. The object stays as it is:
         use its own methods in your loop, then `step()`.
@@ -177,7 +177,7 @@ class Trainer:
             attachment = attach(address, self._config, self._world, **where)
         else:
             if is_submitted() and self._world.rank == 0:
-                notice("the job shows this script's first Trainer; this one trains unseen")
+                notice("the job shows this script's first Trainer; this one is not shown")
             return
         self._progress.attachment = self._together.attachment = attachment
         self._together.on_regrouped, self._together.untrained = self._rejoin, self._stepper.untrained
@@ -349,7 +349,7 @@ class Trainer:
         `batch_size`, at least 2, by the ranks' measured speed. `step()` then makes the step of all `batch_size`, if the
         loss is a mean over samples. Ends when the loop has made `num_steps`, including those before a resume.
 
-        Every rank takes all of them. Raises `Misuse` for fewer samples than 2 for each rank, and beside a loader.
+        Every rank takes all of them. Raises `Misuse` for fewer than 2 samples per rank, or if there is a loader.
         """
         self._check_open()
         if self._data is not None:
@@ -530,16 +530,16 @@ class Trainer:
     def close(self, error: BaseException | None = None) -> None:
         """Ends the loop (`error`: what it raised) and its process group. Idempotent; called at the script's end.
 
-        Raises `Misuse`, on at least one rank, when the ranks' models have parted since they were last compared.
+        Raises `Misuse`, on at least one rank, when the ranks' models have come to differ since they were last compared.
         """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        parted = None
+        differing = None
         if error is None:
             self._together.end()
-            error = parted = self._stepper.compare_at_end()
+            error = differing = self._stepper.compare_at_end()
         elif not isinstance(error, PeerLost):
             self._world.tell_end("")  # the others need not wait for its model
         self._iterations.close(error)
@@ -550,8 +550,8 @@ class Trainer:
         self._forward.capture.close()
         self._stepper.close()
         self._world.close()
-        if parted is not None:
-            raise parted
+        if differing is not None:
+            raise differing
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:

@@ -15,9 +15,9 @@ PER_S = 5.0
 class EventSender:
     """Sends events within a rate limit. From any thread."""
 
-    def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`tell` is called with an event's text, and the number of events dropped before it."""
-        self._tell = tell
+    def __init__(self, send: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`send` is called with an event's text, and the number of events dropped before it."""
+        self._send = send
         self._clock = clock
         self._lock = threading.Lock()
         self._budget = float(BURST)
@@ -35,7 +35,7 @@ class EventSender:
                 return
             self._budget -= 1
             num_dropped, self._num_dropped = self._num_dropped, 0
-        self._tell(one_line(text), num_dropped)
+        self._send(one_line(text), num_dropped)
 
 
 def one_line(text: str) -> str:
@@ -55,12 +55,12 @@ def record_event(text: str) -> None:
     in `job.run()`, it does nothing.
     """
     if not isinstance(text, str):
-        raise TypeError(f"record_event() takes a text, not {type(text).__name__}")
+        raise TypeError(f"record_event() takes a string, not {type(text).__name__}")
     if _sender is not None:
         _sender.add(text)
 
 
-def send_events_to(tell: Callable[[str, int], None]) -> None:
-    """Sends this process's events to `tell` from now on."""
+def send_events_to(send: Callable[[str, int], None]) -> None:
+    """Sends this process's events to `send` from now on."""
     global _sender
-    _sender = EventSender(tell)
+    _sender = EventSender(send)

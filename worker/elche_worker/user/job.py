@@ -107,7 +107,7 @@ class JobDefinition(Settings):
     Each rank tries it on the first batch before training, without effect.
     """
     eval_metrics: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]] | None = None
-    """Metrics of sums, such as F1 of a confusion matrix: tensors with dimensions that `eval_step` returns beside its
+    """Metrics of sums, such as F1 of a confusion matrix: tensors with dimensions that `eval_step` returns besides its
     metrics are summed over all batches of all ranks, in int64 or float64 on the CPU, up to 1 MiB. Called with the sums
     by name, on one rank after each evaluation, and before training on each with those of two batches."""
     collate_fn: Callable[[list[Any]], Any] | None = None

@@ -107,7 +107,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         if isinstance(error, SystemExit):  # argparse has said why
             raise InvalidJob(
                 f"{file_name} ended itself (SystemExit: {said(error)}) before all of it was run: its own arguments "
-                "come behind --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
+                "come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
             ) from None
         raise describe_raised(error, file_name) from None
@@ -139,7 +139,9 @@ def _let_spawned_import(file_name: str) -> None:
 
 
 def run_again(namespace: dict[str, Any]) -> None:
-    """Runs the file in a process that it has started, as the module that has this namespace."""
+    """Runs the user's file in a process that the file has started by spawn or forkserver: its functions are looked up
+    in the module `elche_job`, whose namespace this is.
+    """
     path = Path(os.environ[JOB_FILE])
     try:
         source = path.read_text(encoding="utf-8")

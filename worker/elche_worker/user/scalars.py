@@ -22,7 +22,7 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is no scalar")
+            raise ValueError(f"record_scalar({name!r}): a tensor of shape {tuple(value.shape)} is not a scalar")
         value = value.detach().reshape(())
     if name not in _recorded:
         _check_name(name)
@@ -50,7 +50,7 @@ def number_of(value: Any) -> float | None:
 
 
 def described(value: Any) -> str:
-    """Describes a value that is no number, for an error."""
+    """Describes a value that is not a number, for an error."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 

@@ -22,8 +22,7 @@ DEATHS_ON_SAMPLES = 5
 shortly before: fewer may be chance. Deaths of one rank alone never fail the job, since it may have too little memory.
 """
 SHORTLY_S = 60.0
-"""If no rank has died for so many seconds before the first death on the same samples, these deaths are hardly chance.
-"""
+"""Seconds before the first death on the same samples: if no rank has died in them, these deaths are hardly chance."""
 REPORTED_MS = 200.0
 """Time in ms within which a rank that trains reports, unless one batch takes longer."""
 

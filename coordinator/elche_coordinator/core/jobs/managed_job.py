@@ -168,7 +168,7 @@ class ManagedJob(PlacedJob):
             case SessionOpened():
                 pass  # `RankReady` follows with all data
             case LoopProgressed() | LoopEpochEnded() | LoopBegan() | LoopLeft():
-                self.refuse_now(event, "it is no loop of the user's own")
+                self.refuse_now(event, "it is not a loop of the user's own")
             case _:
                 assert_never(event)
 
@@ -302,9 +302,10 @@ class ManagedJob(PlacedJob):
         is_short = 0 < len(there) < self.spec.min_ranks
         if is_short != self.run.is_waiting:
             self._set_hold(Hold.TOO_FEW, now_s, holds=is_short)
-            self._tell_waiting(len(there), is_over=not is_short)
+            self._report_hold(len(there), is_over=not is_short)
 
-    def _tell_waiting(self, num_ranks: int, *, is_over: bool) -> None:
+    def _report_hold(self, num_ranks: int, *, is_over: bool) -> None:
+        """Reports that the job waits, naming the lowest rank that is missing, or (`is_over`) that it goes on."""
         rank = next(rank for rank in map(Rank, count()) if is_over or rank not in staying(self.ranks))
         waits = f"the job {too_few_notice(num_ranks, self.spec.min_ranks)}"
         text = f"the job has {num_ranks} ranks and goes on" if is_over else waits

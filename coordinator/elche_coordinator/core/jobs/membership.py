@@ -86,8 +86,8 @@ class Membership:
             )
 
     def relay(self, why: str) -> bool:
-        """Has ranks on several hosts, whose first group failed, average through the coordinator, which all of them
-        reach. Returns False if they do so already, or may not.
+        """Forms the first group of ranks on several hosts again with the relay, since they cannot reach each other.
+        Returns False if they use it already, or the job's `backend` is not "auto".
         """
         forming = self.first_of_several_hosts
         if forming is None or forming.backend.is_relayed or self._training.settings.backend != "auto":

@@ -79,8 +79,8 @@ class Placing:
         try_again: Callable[[JobId, Rank, float], None],
         new_incarnation: Callable[[], Incarnation],
     ) -> None:
-        """`touch` is called with each job that changes; `try_again` with the time from which a rank may be
-        restarted.
+        """`touch` is called with each job that changes, and returns it. `try_again` is called with a rank for which
+        slots must be looked for again, at a time in seconds.
         """
         self._touch = touch
         self._try_again = try_again

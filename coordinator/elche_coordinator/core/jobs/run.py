@@ -279,7 +279,7 @@ class Run:
     def position_in_round(
         self, record: RankRecord, generation: GenerationId, round_id: RoundId
     ) -> tuple[int, int] | None:
-        """The rank's position among an open round's members, and their number. None if it is no member, or another
+        """The rank's position among an open round's members, and their number. None if it is not a member, or another
         member has lost the round.
         """
         opened = self.generation.open_round(round_id, generation) if self.generation is not None else None

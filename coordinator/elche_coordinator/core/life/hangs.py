@@ -14,7 +14,7 @@ ANSWER_S = 1.5
 """Seconds for an answer; more for a rank that has taken longer before. Half a second is common on a busy machine."""
 ANSWERS = 4.0
 """An answer may take this many times the rank's longest time to answer."""
-FORGOTTEN = 0.5
+DECAY = 0.5
 """Each quicker answer multiplies that longest time by this factor: a process that was stopped once must not count as
 slow forever.
 """
@@ -85,7 +85,7 @@ class HangWatch:
         """Records an answer, which shows that the rank has received every message sent before the ping."""
         asked_s = self._asked_s.pop(rank, None)
         if asked_s is not None:
-            self._longest_s[rank] = max(FORGOTTEN * self._longest_s.get(rank, 0.0), now_s - asked_s)
+            self._longest_s[rank] = max(DECAY * self._longest_s.get(rank, 0.0), now_s - asked_s)
         self._answered_s.setdefault(rank, now_s)
 
     def is_asked(self, rank: Rank) -> bool:

@@ -20,12 +20,12 @@ from elche_coordinator.core.records.outbox import Outbox
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords
 
 LATE_S = 0.25
-"""If a check is late by so many seconds, the coordinator itself did not run."""
+"""If a check is late by this many seconds, the coordinator itself did not run."""
 
 
 class SilenceWatch:
-    """Checks a job's ranks for silence from time to time. `set_check` schedules the next check in so many seconds; None
-    cancels it.
+    """Checks a job's ranks for silence from time to time. `set_check` schedules the next check in a number of seconds;
+    None cancels it.
     """
 
     def __init__(self, ranks: RankRecords, outbox: Outbox, *, set_check: Callable[[float | None], None]) -> None:

@@ -18,12 +18,12 @@ BATCHES = 20.0
 """Number of batch times in the allowed silence."""
 GAPS = 4.0
 """Multiple of the longest gap between two reports of the rank."""
-FORGOTTEN = 0.999
+DECAY = 0.999
 """Each shorter gap multiplies the longest one by this factor, so that it is forgotten slowly."""
 
 
 class StallWatch:
-    """The silence of a job's ranks.
+    """Finds a job's stalled ranks.
 
     A rank is stalled when it has work, waits for no other, and is silent for longer than 10 s plus the larger of 20 of
     its batch times and 4 times the longest gap between its reports. One without any batch is stalled after 60 s plus 20
@@ -48,7 +48,7 @@ class StallWatch:
         """Records that the rank has made batches. Returns the seconds of its silence if it was stalled, else None."""
         heard_s = self._heard_s.get(rank)
         if heard_s is not None:
-            self.gaps_s[rank] = max(now_s - heard_s, FORGOTTEN * self.gaps_s.get(rank, 0.0))
+            self.gaps_s[rank] = max(now_s - heard_s, DECAY * self.gaps_s.get(rank, 0.0))
         elif rank not in self._first_s:
             self._first_s[rank] = now_s - self._quiet_since_s.get(rank, now_s)
         self._heard_s[rank] = now_s

@@ -144,7 +144,7 @@ class Loop(Job):
         record.waited_ms = max(record.waited_ms, event.waited_ms)
 
     def _on_progress(self, event: LoopProgressed) -> None:
-        """Records the loop's progress. Ignores old news."""
+        """Records the loop's progress. Ignores stale reports."""
         if self.progress is None or event.num_steps >= self.progress.num_steps:
             self.progress = event
 

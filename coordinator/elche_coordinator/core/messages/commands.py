@@ -41,7 +41,7 @@ class SendSyncNow(RankCommand):
     checkpoint_round: RoundId | None = None
     """The granted round for which the rank keeps what a checkpoint needs."""
     newer_batches: int | None = None
-    """Apply the result exactly so many batches after the snapshot, as recorded; None: when it arrives."""
+    """Apply the result exactly this many batches after the snapshot, as recorded; None: when it arrives."""
     every: int = 1
     """Batches between the rounds that `count_away` grants, and from the last announced one to the first of them."""
     count_away: int = 0

@@ -21,18 +21,20 @@ MAX_WHOLE = 2**53
 def whole_number(value: object, name: str) -> int:
     """Returns `value`, read from a checkpoint or a record, if it is a count. Raises `ValueError` otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WHOLE:
-        raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is no count")
+        raise ValueError(f"the checkpoint's {name} is {str(value)[:40]}, which is not a count")
     return value
 
 
 def figures(state: Mapping[str, object]) -> dict[str, float]:
-    """A checkpoint's metrics by name. Raises `ValueError` for a value that is no number or a name that is no UTF-8."""
+    """A checkpoint's metrics by name. Raises `ValueError` unless all values are numbers and all names are UTF-8."""
+    found = {}
     for name, value in state.items():
-        if not isinstance(value, int | float) or len(name.encode("utf-8", "ignore").decode()) != len(name):
-            raise ValueError(
-                f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is no number with a name"
-            )
-    return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+        if not isinstance(value, int | float):
+            raise ValueError(f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is not a number")
+        if len(name.encode("utf-8", "ignore").decode()) != len(name):
+            raise ValueError(f"the checkpoint has a metric named {name[:40]!a}, which is not UTF-8")
+        found[name] = float(value)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ class Async(Cadence):
         )
 
     def due(self, paces: Sequence[Pace], work: Work) -> bool:
-        """True if every rank has made its count, or all that it has leased. Nothing is due before the first plan,
-        as after the only round of a generation that another one is to replace.
+        """True if every rank has made its count, or all batches that it has leased. False while no round is planned,
+        such as when another generation is about to take over.
         """
         counts = self._due_counts
         return bool(counts) and all(pace.made >= min(counts[pace.rank], pace.leased_total) for pace in paces)

@@ -177,6 +177,7 @@ def _surely_dealt(paces: Sequence[Pace], most: dict[Rank, int], free: float) -> 
 
 
 def _counts_at(paces: Sequence[Pace], horizon_ms: float, at_least: int) -> dict[Rank, int]:
+    """Batches that each rank will have made at the horizon, rounded; at least `at_least` more than now."""
     counts = {}
     for pace in paces:
         more = int((horizon_ms - pace.delay_ms) / (pace.ms_per_batch or 1.0) + 0.5)

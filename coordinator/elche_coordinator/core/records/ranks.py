@@ -208,7 +208,7 @@ class RankRecord:
             self.ms_per_batch = before.ms_per_batch
 
     def on_batches(self, local_step: int, batch_ms: tuple[float, ...], now_s: float) -> None:
-        """Records a progress report. Ignores old news."""
+        """Records a progress report. Ignores stale reports."""
         if local_step <= self.local_step:
             return
         is_first = self.local_step == 0

@@ -117,7 +117,7 @@ class Round:
         return None
 
     @property
-    def parted(self) -> tuple[Rank, ...]:
+    def differing(self) -> tuple[Rank, ...]:
         """Members whose result differs from that of the majority; without a majority, all that have sent a digest. ()
         if none differ.
         """
@@ -129,13 +129,12 @@ class Round:
         (most, num), *_ = counts.most_common()
         return tuple(rank for rank, digest in digests.items() if digest != most or 2 * num <= len(digests))
 
-    def difference_of(self, parted: tuple[Rank, ...]) -> str:
-        """Says that the result of these ranks differs."""
-        if len(parted) == 1:
-            return f"the parameters of rank {parted[0]} differ from those of the other ranks after round {self.id}"
-        return (
-            f"the parameters of ranks {', '.join(map(str, parted[:-1]))} and {parted[-1]} differ after round {self.id}"
-        )
+    def difference_of(self, differing: tuple[Rank, ...]) -> str:
+        """The message that the result of these ranks differs."""
+        if len(differing) == 1:
+            return f"the parameters of rank {differing[0]} differ from those of the other ranks after round {self.id}"
+        *others, last = differing
+        return f"the parameters of ranks {', '.join(map(str, others))} and {last} differ after round {self.id}"
 
 
 def _notice(row: HeaderRow) -> str:

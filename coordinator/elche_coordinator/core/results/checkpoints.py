@@ -107,7 +107,7 @@ class Checkpoints:
         return max([Version(one.version) for one in self.kept] + list(self._writing), default=Version(0))
 
     def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
-        """Records a complete checkpoint and returns it; None for old news."""
+        """Records a complete checkpoint and returns it; None for a stale report."""
         writer, begun = self._writing.get(event.version, (None, None))
         if begun is None or writer != rank:
             return None
@@ -120,9 +120,9 @@ class Checkpoints:
         return saved
 
     def take_failed(self, rank: Rank, event: CheckpointFailed) -> bool:
-        """Records that a rank cannot write a checkpoint. Returns False for old news.
+        """Records that a rank cannot write a checkpoint. Returns False for a stale report.
 
-        A writer that got the order too late to capture the state is no failure: the next round becomes the checkpoint.
+        A writer that got the order too late to capture the state has not failed: the next round becomes the checkpoint.
         """
         if self._writing.get(event.version, (None, None))[0] != rank:
             return False

@@ -19,10 +19,10 @@ class Epochs:
     callbacks.
     """
 
-    def __init__(self, outbox: Outbox, attempt: Attempt, *, tells_a_rank: bool, awaits_evaluation: bool) -> None:
+    def __init__(self, outbox: Outbox, attempt: Attempt, *, has_callback: bool, awaits_evaluation: bool) -> None:
         self._outbox = outbox
         self._attempt = attempt
-        self._tells_a_rank = tells_a_rank
+        self._has_callback = has_callback
         """True if the job has a callback for finished epochs."""
         self._awaits_evaluation = awaits_evaluation
         """True if the job has an evaluation, whose metrics go with the epoch's report."""
@@ -30,7 +30,7 @@ class Epochs:
         """Sums of each epoch that has begun and is not complete."""
         self._shared_until_s = 0.0
         """Time up to which durations were attributed to epochs."""
-        self.untaken: dict[int, SendEpochMetrics] = {}
+        self.unhandled: dict[int, SendEpochMetrics] = {}
         """Finished epochs that were sent to a rank, the lowest one, and whose callback has not returned."""
         self._due: dict[int, EpochReport] = {}
         """Finished epochs that were not sent yet, because their evaluation is missing."""
@@ -83,45 +83,45 @@ class Epochs:
                 f"nothing was trained in epoch {epoch + 1}: collate_fn or the data set gave None for every batch",
                 invalid=True,
             )
-        if self._tells_a_rank:
+        if self._has_callback:
             self._due[epoch] = report
         return report
 
-    def tell(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
+    def send_due(self, members: RankRecords, metrics: dict[str, float], *, through: int) -> None:
         """Sends finished epochs, each with its evaluation, to the lowest rank, in order."""
         for epoch in [epoch for epoch in self._due if epoch <= through]:
             report = self._due.pop(epoch)
             shown = metrics if self._awaits_evaluation else {}
-            self._tell(members, epoch, report, shown)
+            self._send(members, epoch, report, shown)
 
-    def _tell(self, members: RankRecords, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
+    def _send(self, members: RankRecords, epoch: int, report: EpochReport, metrics: dict[str, float]) -> None:
         address = members[min(members)].address(self._outbox.job_id)
-        self.untaken[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
-        self._outbox.add(self.untaken[epoch])
+        self.unhandled[epoch] = SendEpochMetrics(**address, report=report, metrics=metrics)
+        self._outbox.add(self.unhandled[epoch])
 
     def lose(self, rank: Rank, members: RankRecords) -> None:
         """Sends epochs whose callback has not returned on a lost rank to the lowest of the others."""
-        for epoch, told in list(self.untaken.items()):
-            if told.rank == rank and members:
-                self._tell(members, epoch, told.report, told.metrics)
+        for epoch, sent in list(self.unhandled.items()):
+            if sent.rank == rank and members:
+                self._send(members, epoch, sent.report, sent.metrics)
 
     def is_waited_for(self, rank: Rank) -> bool:
         """True if a callback may be running on the rank."""
-        return bool(self.untaken) and any(told.rank == rank for told in self.untaken.values())
+        return bool(self.unhandled) and any(sent.rank == rank for sent in self.unhandled.values())
 
     def to_json(self) -> dict[str, object]:
         """The open epochs' sums, as plain values."""
         return {str(epoch): tally.to_json() for epoch, tally in self._tallies.items()}
 
-    def untold(self) -> list[dict[str, object]]:
+    def unhandled_reports(self) -> list[dict[str, object]]:
         """Finished epochs whose callback has not returned, as plain values."""
-        reports = {epoch: told.report for epoch, told in self.untaken.items()} | self._due
-        return [asdict(report) for _, report in sorted(reports.items())]
+        found = {epoch: sent.report for epoch, sent in self.unhandled.items()} | self._due
+        return [asdict(report) for _, report in sorted(found.items())]
 
-    def restore(self, state: Mapping[str, Any], untold: Iterable[Mapping[str, Any]]) -> None:
-        """Restores the values of `to_json()` and `untold()`; the untold epochs are sent to a rank of this training."""
+    def restore(self, state: Mapping[str, Any], reports: Iterable[Mapping[str, Any]]) -> None:
+        """Restores the values of `to_json()` and `unhandled_reports()`, which are sent to a rank of this training."""
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state.items()}
-        for fields in untold if self._tells_a_rank else ():
+        for fields in reports if self._has_callback else ():
             report = EpochReport(**{name: _plain(value) for name, value in fields.items()})
             whole_number(report.epoch, "epoch")
             self._due[report.epoch] = replace(report, attempt=self._attempt)

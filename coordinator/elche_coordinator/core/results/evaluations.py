@@ -135,7 +135,7 @@ class Evaluations:
 
     def take_part(self, part: EvaluationDone) -> list[Evaluation]:
         """Adds one rank's part, or the metrics that it has made of all parts' tensors; returns evaluations that are now
-        complete, in order. Ignores old news.
+        complete, in order. Ignores stale reports.
         """
         if part.epoch in self._void.get(part.rank, ()):
             self._void[part.rank].remove(part.epoch)

@@ -64,7 +64,7 @@ class Training:
     ) -> None:
         """`verifies`: True to fail the job when ranks have different results."""
         self._verifies = verifies
-        self._told_parted: dict[Rank, RoundId] = {}
+        self._reported_unequal: dict[Rank, RoundId] = {}
         """The first round in which each rank's result differed from the others'; it is reported once."""
         self.settings = settings
         self.ranks = members
@@ -80,7 +80,7 @@ class Training:
         self.evaluations = Evaluations(settings)
         self.checkpoints = Checkpoints(settings, attempt)
         self.epochs = Epochs(
-            outbox, attempt, tells_a_rank=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
+            outbox, attempt, has_callback=settings.wants_metrics, awaits_evaluation=settings.has_evaluation
         )
         self.version = Version(0)
         """Version of the last committed result; 0 before the first round."""
@@ -177,7 +177,7 @@ class Training:
     @property
     def is_idle(self) -> bool:
         """True if no evaluation, checkpoint or callback is pending."""
-        return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.untaken
+        return self.evaluations.is_idle and self.checkpoints.is_idle and not self.epochs.unhandled
 
     @property
     def is_paused(self) -> bool:
@@ -259,7 +259,7 @@ class Training:
     def on_metrics_taken(self, record: RankRecord, event: EpochMetricsTaken) -> None:
         """Records that the job's callback for a finished epoch has returned."""
         record.callback_errors = max(record.callback_errors, event.callback_errors)
-        self.epochs.untaken.pop(event.epoch, None)
+        self.epochs.unhandled.pop(event.epoch, None)
 
     # Committing a round
 
@@ -274,23 +274,23 @@ class Training:
                 )
         return None
 
-    def parted(self, received: Round) -> Failure | None:
+    def unequal_results(self, received: Round) -> Failure | None:
         """A failure that names ranks whose result differs from the others', if the job verifies rounds. Otherwise each
         such rank is reported once, and the round commits.
         """
-        parted = received.parted
-        if parted and self._verifies:
-            return Failure(received.difference_of(parted))
-        for rank in parted:
-            if self._told_parted.setdefault(rank, received.id) == received.id:
+        differing = received.differing
+        if differing and self._verifies:
+            return Failure(received.difference_of(differing))
+        for rank in differing:
+            if self._reported_unequal.setdefault(rank, received.id) == received.id:
                 text = (
-                    f"{received.difference_of(parted)}: a memory or a device may be faulty, or the job changes on one "
-                    "rank what is averaged; --verify fails the job then"
+                    f"{received.difference_of(differing)}: a memory or a device may be faulty, or the job changes on "
+                    "one rank what is averaged; --verify fails the job then"
                 )
                 self._outbox.publish(UserEvent(rank=rank, text=text))
         return None
 
-    def discarded_in_vain(self, received: Round) -> Failure | None:
+    def discarded_too_often(self, received: Round) -> Failure | None:
         """A failure that names a rank that was left out of too many rounds in a row; None if there is none."""
         for rank, why in received.discarded(self.settings).items():
             if self.members[rank].discarded_in_a_row + 1 >= MAX_DISCARDED:
@@ -523,7 +523,7 @@ class Training:
             self._send_outcome(holders[0], checkpoint=self._order_checkpoint(holders[0], now_s))
 
     def _tell_epochs(self, *, through: int) -> None:
-        self.epochs.tell(present(self.members), self.evaluations.metrics, through=through)
+        self.epochs.send_due(present(self.members), self.evaluations.metrics, through=through)
 
     # Figures and state
 
@@ -555,7 +555,7 @@ class Training:
             "policy": policy,
             "devices": self._devices if policy.get("el_che") else self._devices_then,
             "tallies": self.epochs.to_json(),
-            "untold": self.epochs.untold(),
+            "untold": self.epochs.unhandled_reports(),
             "evaluations": self.evaluations.to_json(),
             "best_checkpoint": asdict(best) if (best := self.checkpoints.of(self.evaluations.best_version)) else None,
             "divergences": self._guard.to_json(),

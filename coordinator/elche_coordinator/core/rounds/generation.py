@@ -254,9 +254,9 @@ class Generation:
         # all checks come before the first change: a round that fails one leaves the training as it was
         if (
             failure := failure
-            or training.parted(received)
+            or training.unequal_results(received)
             or training.impossible_cut(received)
-            or training.discarded_in_vain(received)
+            or training.discarded_too_often(received)
         ):
             return failure
         del self.rounds[0]

@@ -216,8 +216,8 @@ class Ledger:
         return through_epoch, total
 
     def ended_by(self, counts: Mapping[Rank, int]) -> list[Epoch]:
-        """Epochs that are complete once each rank has committed so many more batches."""
-        last: dict[Rank, dict[Epoch, int]] = {}
+        """Epochs that are complete once each rank has committed this many more batches."""
+        last: dict[Rank, dict[Epoch, int]] = {}  # batches with which a rank has finished its leases of an epoch
         if self.epoch not in self._books or self.has_free(self.epoch):
             return []  # an epoch with free samples does not end, whatever the ranks have leased
         for rank, leases in self.rank_leases.items():
@@ -352,7 +352,7 @@ class Ledger:
         return leases.committed, leases.end
 
     def set_processed(self, rank: Rank, num_samples: int) -> None:
-        """Records the number of samples of its leases that the rank has trained. Ignores old news."""
+        """Records the number of samples of its leases that the rank has trained. Ignores stale reports."""
         leases = self.rank_leases.get(rank)
         if leases is not None:
             leases.processed = min(max(leases.processed, num_samples), leases.end)

@@ -113,8 +113,8 @@ artifacts = sa.Table(
 
 
 @contextmanager
-def failing() -> Iterator[None]:
-    """Converts errors of the database to `StoreFailed`."""
+def converted_errors() -> Iterator[None]:
+    """Converts errors of the database to `StoreFailed`, which is final if the database has refused the statement."""
     try:
         yield
     except sa.exc.SQLAlchemyError as error:
@@ -152,7 +152,7 @@ class Database:
         try:
             parsed = sa.make_url(url)
         except (sa.exc.ArgumentError, ValueError):
-            raise BadStore("--store is no URL, such as postgresql://elche@db/elche") from None
+            raise BadStore("--store is not a URL, such as postgresql://elche@db/elche") from None
         if parsed.drivername not in POSTGRESQL:
             raise BadStore(f"--store names {parsed.drivername}, and only postgresql:// can be shared; see --data")
         try:
@@ -177,7 +177,7 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
         """A connection of its own. Raises `StoreFailed`."""
-        with failing(), self._engine.connect() as connection:
+        with converted_errors(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
@@ -187,7 +187,7 @@ class Database:
             with self.reading() as own, self.writing(own):
                 yield own
             return
-        with failing(), connection.begin():
+        with converted_errors(), connection.begin():
             if self._term:
                 self._check_term(connection)
             yield connection
@@ -266,7 +266,7 @@ def _check_pages(connection: sa.Connection) -> str:
             raise
         return reason_of(error)
     except UnicodeDecodeError:  # what is damaged is in the answer, such as a table's name
-        return "its own descriptions are no text"
+        return "its own descriptions are not text"
 
 
 def _missing(connection: sa.Connection) -> list[str]:

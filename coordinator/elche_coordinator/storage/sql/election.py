@@ -11,7 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elche_coordinator.storage.sql.database import Database, failing
+from elche_coordinator.storage.sql.database import Database, converted_errors
 from elche_coordinator.storage.store import Standing, StoreFailed
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Election:
     def _asking(self) -> Iterator[None]:
         """Converts errors to `StoreFailed` and closes the connection."""
         try:
-            with failing():
+            with converted_errors():
                 yield
         except StoreFailed:
             self.close()

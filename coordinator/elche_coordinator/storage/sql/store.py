@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from elche.token import Role
 from elche_coordinator.roles import TokenRecord
-from elche_coordinator.storage.sql.database import Database, failing
+from elche_coordinator.storage.sql.database import Database, converted_errors
 from elche_coordinator.storage.sql.database import artifacts as _artifacts
 from elche_coordinator.storage.sql.database import bundles as _bundles
 from elche_coordinator.storage.sql.database import jobs as _jobs
@@ -116,7 +116,7 @@ class SqlStore(Database):
 
     def _connected(self) -> sa.Connection:
         if self._writer is None:
-            with failing():
+            with converted_errors():
                 connection = self.connect()
                 if not self.is_shared:
                     connection.execute(sa.text("PRAGMA journal_mode = WAL"))
@@ -176,13 +176,13 @@ class SqlStore(Database):
     # Tokens and bundles
 
     def load_tokens(self) -> list[TokenRecord]:
-        """All tokens, oldest first. Raises `DamagedStore` for one with a role that is none."""
+        """All tokens, oldest first. Raises `DamagedStore` for one with an unknown role."""
         with self.reading() as connection:
             rows = connection.execute(sa.select(_tokens).order_by(_tokens.c.made_at)).mappings().all()
         try:
             return [TokenRecord(**{**row, "role": Role(row["role"])}) for row in rows]
         except ValueError as error:
-            raise DamagedStore(self.name, f"a token has a role that is none: {error}") from None
+            raise DamagedStore(self.name, f"a token has an unknown role: {error}") from None
 
     def add_token(self, token: TokenRecord) -> None:
         with self.writing() as connection:

@@ -6,7 +6,7 @@ import tempfile
 from typing import IO
 
 
-def sealed(text: str) -> IO[bytes]:
+def anonymous_file(text: str) -> IO[bytes]:
     """An anonymous file with a text, positioned at its beginning. In memory on Linux, else deleted already."""
     if sys.platform.startswith("linux"):
         file: IO[bytes] = os.fdopen(os.memfd_create("launch"), "w+b")
