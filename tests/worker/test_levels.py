@@ -53,7 +53,7 @@ class Line:
         pytest.param({"bytes_per_s": 2000, "wanted_s": 0.5}, "int8", id="an averaging is a quarter of a round"),
         pytest.param({"bytes_per_s": 400, "wanted_s": 1.0}, "int4", id="an averaging takes most of a round"),
         pytest.param({"bytes_per_s": 100, "batch_s": 0.2}, "int4", id="rounds of a few batches are short enough"),
-        pytest.param({"bytes_per_s": 100, "batch_s": 0.05}, "int2", id="a thin line"),
+        pytest.param({"bytes_per_s": 100, "batch_s": 0.05}, "int2", id="a slow network"),
         pytest.param({"bytes_per_s": 1e5, "fixed_s": 0.3}, "int8", id="it is slow to answer, not thin"),
     ],
 )
