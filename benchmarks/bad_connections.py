@@ -86,6 +86,18 @@ class Connection:
         self.passes = threading.Event()
         """Cleared while nothing goes through."""
         self.passes.set()
+        self._mean_bytes = self._left = 0
+
+    def allowed(self, num_bytes: int, mean_bytes: int) -> int:
+        """How many of these bytes may go through, of a limit that is drawn once for both directions; 0 is no limit."""
+        if mean_bytes != self._mean_bytes:
+            self._left = int(random.expovariate(1 / mean_bytes)) if mean_bytes else 0
+            self._mean_bytes = mean_bytes
+        if not mean_bytes:
+            return num_bytes
+        passed = min(num_bytes, self._left)
+        self._left -= passed
+        return passed
 
     def cut(self) -> None:
         self.passes.set()
@@ -138,14 +150,13 @@ class Proxy:
                     threading.Thread(target=self._forward, args=(connection, *pair), daemon=True).start()
 
     def _forward(self, connection: Connection, source: socket.socket, target: socket.socket) -> None:
-        num_bytes = 0
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 connection.passes.wait()
-                num_bytes += len(data)
-                if self.mean_bytes and random.expovariate(1 / self.mean_bytes) < num_bytes:
+                passed = connection.allowed(len(data), self.mean_bytes)
+                target.sendall(data[:passed])
+                if passed < len(data):
                     break
-                target.sendall(data)
         connection.cut()
         with suppress(ValueError):
             self._connections.remove(connection)
@@ -227,10 +238,10 @@ class World:
                 self._act(kind, client, dice.choice(jobs), until_s)
 
     def _hit(self, verb: str, what: str, until_s: float) -> None:
-        """Stops or kills a process. A daemon that was killed is started again."""
+        """Stops or kills a process, if there is one. A daemon that was killed is started again."""
         names = [name for name in self._daemons if name.startswith(what)]
         name = self.dice.choice(names) if names else ""
-        pids = [self._daemons[name].pid] if names else self.ranks()
+        pids = self.ranks() if what == "rank" else [self._daemons[name].pid] if name else []
         if not pids:
             return
         pid = self.dice.choice(pids)

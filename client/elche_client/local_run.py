@@ -82,8 +82,9 @@ RECONNECT_S = 30.0
 """Seconds in which a killed coordinator must be back."""
 CANCEL_TIMEOUT_S = 15.0
 """Seconds to wait for the result of a job that was cancelled."""
-CHECKPOINT_TIMEOUT_S = 10.0
-"""Seconds to wait for the checkpoint before a job is cancelled."""
+CHECKPOINT_TIMEOUT_S = 60.0
+"""Seconds to wait for the checkpoint before a job is cancelled: a rank may be in a long batch or evaluation, or the
+model be large."""
 EXPLANATION_TIMEOUT_S = 2.0
 """Seconds to wait for the coordinator's exit, whose message explains why it does not answer."""
 
@@ -348,10 +349,14 @@ class LocalRun:
         """Waits for a checkpoint if the job can write one, then cancels the job. Returns the result."""
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(handle):
-                with suppress(TimeoutError), suppress(_Saved):
+                try:
                     return wait_for_result(
                         self.notifications, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S
                     )
+                except TimeoutError:
+                    print_notice(f"no checkpoint was written in {CHECKPOINT_TIMEOUT_S:g} s")
+                except _Saved:
+                    pass
             print_notice("cancelling the job; Ctrl-C again to leave at once")
             handle.cancel()
             return wait_for_result(self.notifications, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)

@@ -66,7 +66,15 @@ def set_up(log_format: str = "text") -> None:
     open_standard_streams()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    handler.addFilter(is_of_interest)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def is_of_interest(record: logging.LogRecord) -> bool:
+    """False for what gRPC's server logs as an error, with a traceback, when a caller goes in the middle of an answer,
+    and its code learns of the broken write before the end of the call.
+    """
+    return not (record.name == "grpc._cython.cygrpc" and str(record.msg).startswith("ExecuteBatchError"))
 
 
 def say_last(program: str, problem: str, log_format: str) -> None:

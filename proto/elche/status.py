@@ -71,6 +71,8 @@ def calling(address: str) -> Iterator[None]:
 
 NOT_CONNECTED = "failed to connect"
 """Part of gRPC's details if there is no connection."""
+BROKEN = "Stream removed"
+"""Begins gRPC's details if the connection broke in the middle of a call."""
 
 
 def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
@@ -78,6 +80,8 @@ def from_rpc(error: grpc.RpcError, address: str) -> ElcheError:
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = (error.details() if hasattr(error, "details") else "") or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if details.startswith(BROKEN):
+            return Unreachable(f"the connection to the coordinator at {address} broke: is it still there? ({details})")
         known = explained(details)
         why = known if known != details else f"is `elche-coordinator` running there? ({details})"
         return Unreachable(f"no coordinator answers at {address}: {why}")

@@ -346,6 +346,14 @@ def test_a_watch_that_breaks(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert capsys.readouterr().err.startswith(f"elche: no coordinator answers at {address}")
 
 
+def test_a_connection_that_breaks_in_the_middle_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = (grpc.StatusCode.UNAVAILABLE, "Stream removed (Socket closed)")
+    with serving(ScriptedJobs(refusal=broken)) as address:
+        assert main(["jobs", "--coordinator", address]) == 2
+    broke = f"elche: the connection to the coordinator at {address} broke: is it still there? (Stream removed (Socket"
+    assert capsys.readouterr().err.startswith(broke)
+
+
 def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(ScriptedJobs(VIEW)) as address:
         assert main(["jobs", "--coordinator", address]) == 0

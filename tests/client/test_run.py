@@ -10,10 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from elche.manifest import write_manifest
+from elche_client import local_run
+from elche_client.events import JobResult, JobState
+from elche_client.notifications import Interrupted
+from elche_client.options import JobOptions
 
 ELCHE = [sys.executable, "-m", "elche_client"]
 TESTS = Path(__file__).parents[1]
@@ -279,6 +285,18 @@ def test_a_signal_cancels_the_job_and_leaves_no_process(place: Path, number: int
     assert json.loads(output)["state"] == "cancelled"
     assert "elche: job j-1 was cancelled" in errors
     assert "Traceback" not in errors
+
+
+def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ended after 10 s of a long evaluation, and did not say that its training is lost."""
+    monkeypatch.setattr(local_run, "CHECKPOINT_TIMEOUT_S", 0.01)
+    one = local_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
+    ended = JobResult(state=JobState.CANCELLED)
+    job: Any = SimpleNamespace(checkpoint=bool, cancel=lambda: one.notifications.put(ended))
+    assert one._save_and_cancel(job, lambda event: None, Interrupted(signal.SIGINT)) is ended
+    assert "elche: no checkpoint was written in 0.01 s" in capsys.readouterr().err.splitlines()
 
 
 def test_ctrl_c_during_the_check_starts_nothing(place: Path) -> None:

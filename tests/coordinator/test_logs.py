@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elche.logs import JsonLines, TextLines, fields, say_last
+from elche.logs import JsonLines, TextLines, fields, is_of_interest, say_last
 
 
 def record(text: str, *arguments: Any, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
@@ -76,3 +76,11 @@ def test_why_a_program_exits_is_said_in_the_same_form(log_format: str, capsys: p
     else:
         assert json.loads(said)["level"] == "critical"
         assert json.loads(said)["message"] == "no device"
+
+
+def test_a_caller_who_goes_in_the_middle_of_an_answer_is_no_error() -> None:
+    """gRPC logs it with a traceback, for each download that breaks."""
+    broken = record("ExecuteBatchError raised in core by servicer method [%s]", "/elche.v1.JobService/FetchModel")
+    bug = record("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/elche.v1.JobService/FetchModel")
+    broken.name = bug.name = "grpc._cython.cygrpc"
+    assert [is_of_interest(one) for one in (broken, bug)] == [False, True]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elche.errors import InvalidJob
+from elche.errors import InvalidJob, TooMuch
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
@@ -19,7 +19,7 @@ from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outco
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.roles import HAS_CHANGED
-from elche_coordinator.services.requests import cancel, drain, model_chunks, pause, resume, scale
+from elche_coordinator.services.requests import cancel, drain, model_chunks, pause, resume, scale, taken
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 
@@ -190,3 +190,11 @@ def test_requests_say_if_there_was_something_to_change(tmp_path: Path) -> None:
         return found
 
     assert asyncio.run(story()) == [True, False, True, False, True, False, True, True, False]
+
+
+def test_what_cannot_be_written_for_long_is_answered_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands once said that the coordinator does not answer any more, while its disk was full."""
+    monkeypatch.setattr("elche_coordinator.services.requests.WRITE_S", 0.01)
+    driver: Any = SimpleNamespace(durable=asyncio.Event().wait, writer=SimpleNamespace(failing="the disk is full"))
+    with pytest.raises(TooMuch, match=r"cannot write its records \(the disk is full\); it does this once it can"):
+        asyncio.run(taken(driver))

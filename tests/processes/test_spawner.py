@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +50,26 @@ def test_a_spawner_that_is_killed_takes_its_ranks_and_is_replaced(
         (new,) = mark.living("elche spawner")
         assert new != spawner
         assert " ERROR " not in other.log.read_text()
+
+
+def test_a_spawner_ends_with_its_agent_while_it_imports_torch(tmp_path: Path) -> None:
+    """`elche run` had ended after Ctrl-C, and this process imported for seconds."""
+    (tmp_path / "torch.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(1000)\n")
+    ours, other = socket.socketpair()
+    with other:
+        spawner = subprocess.Popen(
+            [sys.executable, "-P", "-m", "elche_worker.rank", str(other.fileno())],
+            stdout=subprocess.PIPE,
+            pass_fds=[other.fileno()],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        )
+    assert spawner.stdout is not None
+    with spawner.stdout, ours:
+        assert spawner.stdout.readline() == b"imports\n"
+    try:
+        assert spawner.wait(10) == 0
+    finally:
+        spawner.kill()
 
 
 SAYS_WHERE = (

@@ -4,11 +4,13 @@ import asyncio
 import os
 import queue
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +19,7 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator.lifecycle.stopping import Stop
 from elche_worker.agent import agent as module
 from elche_worker.agent.agent import Agent
-from elche_worker.agent.main import leave_on_signals
+from elche_worker.agent.main import _find, leave_on_signals
 from elche_worker.agent.processes import Processes
 
 
@@ -95,3 +97,17 @@ def test_a_coordinator_whose_terminal_is_closed_stops_in_order(before: signal.Ha
             await stop.at_once.wait()
 
     asyncio.run(run())
+
+
+def test_ctrl_c_is_not_for_the_process_that_lists_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of the same terminal, and printed a traceback into a worker that was ended while it started."""
+    popen, before, inherited = subprocess.Popen, signal.getsignal(signal.SIGINT), []
+
+    def listing(command: object, **how: Any) -> "subprocess.Popen[str]":
+        inherited.append(signal.getsignal(signal.SIGINT))
+        return popen(["echo", '[{"device": "cuda:0"}]'], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", listing)
+    assert _find(["cuda:0"]) == [{"device": "cuda:0"}]
+    assert inherited == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -5,15 +5,17 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from elche.channel import open_channel
-from elche.errors import Unreachable
+from elche.errors import PeerLost, Unreachable
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.trainer.attached import _ask
+from elche_worker.trainer.together import Together
 from support.cutter import Cutter
 
 
@@ -59,3 +61,17 @@ def test_nobody_waits_where_nothing_listens() -> None:
     request = rank_pb2.AttachRequest(name="loop")
     with open_channel(address, "") as channel, pytest.raises(Unreachable, match="nothing listens there"):
         _ask(address, channel, request)
+
+
+def test_a_rank_that_was_stopped_and_given_up_says_that_the_others_train_on_without_it() -> None:
+    """It said that another rank has ended, whose own error says why."""
+
+    def average() -> None:
+        raise PeerLost("another rank of this loop has ended, or cannot be reached; its own error says why")
+
+    calls = SimpleNamespace(begin=str, end=bool)
+    world: Any = SimpleNamespace(calls=calls, check_calls=bool, is_given_up=False, can_regroup=True, generation=0)
+    together = Together(world)
+    together.attachment.lost = "unknown rank: others train on without it"
+    with pytest.raises(PeerLost, match="this rank is alone: unknown rank: others train on without it"):
+        together.run(average, "calls step()")

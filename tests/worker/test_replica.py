@@ -1,7 +1,10 @@
 """Ranks without a coordinator: real models, loaders and gloo groups, and the test in their loops' place."""
 
+import errno
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from elche.errors import JobFailed
 from elche_audit.rank_file import read as audited
 from elche_worker import outer, this_rank
 from elche_worker.collectives.operations import CollectiveFailed
 from elche_worker.data.lease_loader import LeasedPart
 from elche_worker.model.checkpoint import load, new_whole
-from elche_worker.rank import checkpoint_capture
+from elche_worker.rank import checkpoint_capture, replica
 from elche_worker.rank.acts import TrainBatch, UseResult
 from elche_worker.rank.replica import Replica
 from support.replicas import Make, World, weight, write, written
@@ -337,6 +341,33 @@ def test_an_evaluation_puts_no_newer_steps_into_the_checkpoint(world: Make, monk
     )
     assert torch.equal(written(writer.replica, 2).weights["weight"], evaluated[0])
     assert not torch.equal(weight(writer), evaluated[0])
+
+
+def test_a_final_model_waits_for_room_on_the_disk(
+    world: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training of any length once failed if the disk was full in the moment of its end."""
+    ranks = world(1)
+    ranks.round(1)
+    only, full = ranks.ranks[0].replica, [OSError(errno.ENOSPC, "No space left on device")] * 2
+    save = replica.save_weights
+
+    def save_if_there_is_room(weights: Any, path: Path, frozen: str) -> None:
+        if full:
+            raise full.pop()
+        save(weights, path, frozen)
+
+    monkeypatch.setattr(replica, "save_weights", save_if_there_is_room)
+    monkeypatch.setattr(replica, "AGAIN_S", 0.0)
+    look = UseResult(round=1, version=1, evaluates=False, epoch=0, offset=0, size=0, calls_back=False, saves_final=True)
+    only.use_result(look)
+    assert only.launch.model_path.exists()
+    problem = f"the final model cannot be written to {only.launch.model_path}: No space left on device"
+    assert capsys.readouterr().out == f"elche: {problem}; this is tried again for 10 minutes\n"
+    full.append(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(replica, "SAVE_S", 0.0)
+    with pytest.raises(JobFailed, match=re.escape(problem)):
+        only.use_result(look)
 
 
 def test_a_checkpoint_has_the_result_and_the_moments_of_its_round(world: Make) -> None:

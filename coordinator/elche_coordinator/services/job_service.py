@@ -74,7 +74,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         known = self._catalogue.submitted_as(key)
         if known:
             HAS_CHANGED.set(False)
-            await self._driver.durable()
+            await requests.taken(self._driver)
             return job_pb2.SubmitJobResponse(job_id=known)
         if request.finds:
             raise UnknownJob(request.key)
@@ -109,7 +109,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Context) -> job_pb2.CancelJobResponse:
         before = requests.cancel(self._driver, requests.own_view(self._catalogue, request.job_id))
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return job_pb2.CancelJobResponse(changed=before not in DECIDED, state=codec.STATES[before])
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Context) -> job_pb2.ResumeJobResponse:
@@ -125,7 +125,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.CheckpointJobRequest, context: Context
     ) -> job_pb2.CheckpointJobResponse:
         requests.request_checkpoint(self._driver, requests.own_view(self._catalogue, request.job_id))
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return job_pb2.CheckpointJobResponse()
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Context) -> job_pb2.PauseJobResponse:
@@ -134,19 +134,19 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         HAS_CHANGED.set(is_open)
         if is_open:
             requests.pause(self._driver, view, is_paused=request.is_paused)
-            await self._driver.durable()
+            await requests.taken(self._driver)
         return job_pb2.PauseJobResponse(changed=is_open, state=codec.STATES[view.state])
 
     async def ScaleJob(self, request: job_pb2.ScaleJobRequest, context: Context) -> job_pb2.ScaleJobResponse:
         before = requests.scale(
             self._driver, self._catalogue, requests.own_view(self._catalogue, request.job_id), request.num_ranks
         )
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return job_pb2.ScaleJobResponse(num_ranks_before=before)
 
     async def DrainHost(self, request: job_pb2.DrainHostRequest, context: Context) -> job_pb2.DrainHostResponse:
         num_ranks = requests.drain(self._driver, request.host, is_drained=request.is_drained)
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return job_pb2.DrainHostResponse(num_ranks=num_ranks)
 
     async def ListHosts(self, request: job_pb2.ListHostsRequest, context: Context) -> job_pb2.ListHostsResponse:

@@ -33,7 +33,7 @@ from elche_coordinator.streams.agents import Agents
 MAX_NAMED = 20
 """Hosts that an error names."""
 WRITE_S = 8.0
-"""Seconds for which a submission waits for the disk; shorter than the clients' timeout."""
+"""Seconds for which a request waits for the disk; shorter than the clients' timeout."""
 
 
 async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
@@ -59,6 +59,16 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
         why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
         raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None
     return job_id
+
+
+async def taken(driver: Driver) -> None:
+    """Waits until what a caller has asked for is durable. Raises `TooMuch` when that takes too long."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await driver.durable()
+    except TimeoutError:
+        why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
+        raise TooMuch(f"the coordinator cannot write its records ({why}); it does this once it can") from None
 
 
 async def resume(

@@ -338,7 +338,7 @@ class Web:
                 return JSONResponse({"link": await self._link(await self._begin_journal(view))})
             case _:
                 return JSONResponse({"error": "there is no such action"}, 404)
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return JSONResponse({})
 
     async def _change_agent(self, request: Request) -> Response:
@@ -349,7 +349,7 @@ class Web:
         if all(host.agent_id != agent_id for host in self._driver.agents.hosts()):
             return JSONResponse({"error": f"no host {agent_id} is connected"}, 404)
         requests.drain(self._driver, agent_id, is_drained=verb == "drain")
-        await self._driver.durable()
+        await requests.taken(self._driver)
         return JSONResponse({})
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

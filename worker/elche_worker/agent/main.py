@@ -298,13 +298,21 @@ def _find(wanted: list[str]) -> list[dict[str, Any]]:
     unusable ones on standard error. Raises `InvalidJob`.
     """
     command = [sys.executable, "-P", "-m", "elche_worker.device.discovery", ",".join(wanted)]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process inherits this: this one kills it
     try:
-        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=FIND_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise InvalidJob(f"torch did not list the devices within {FIND_LIMIT_S:.0f} s") from None
-    if found.returncode:
+        listing = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with listing:
+        try:
+            output, _ = listing.communicate(timeout=FIND_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise InvalidJob(f"torch did not list the devices within {FIND_LIMIT_S:.0f} s") from None
+        finally:
+            listing.kill()
+    if listing.returncode:
         raise InvalidJob("torch cannot list the devices; see the lines above")
-    devices: list[dict[str, Any]] = json.loads(found.stdout.splitlines()[-1])
+    devices: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
     if not devices:
         raise InvalidJob(f"--devices {','.join(wanted)}: none of them can be used; use auto, or cpu")
     return devices

@@ -37,8 +37,11 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path, frozen: str = 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    write_tensors(draft, weights, metadata_of(frozen))
-    draft.replace(path)
+    try:
+        write_tensors(draft, weights, metadata_of(frozen))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def load_state(model: nn.Module, path: Path | str) -> None:

@@ -8,7 +8,7 @@ in the same method whenever they exchange something within the group.
 import faulthandler
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import torch
 
+from elche.errors import JobFailed
 from elche.v1 import rank_pb2
 from elche_worker.collectives.averaging import Averaging
 from elche_worker.collectives.header import AveragingOptions, Row
@@ -54,6 +55,7 @@ from elche_worker.telemetry.audit import AuditLog
 from elche_worker.telemetry.meter import Meter, RoundWork
 from elche_worker.telemetry.timing import new_timer
 from elche_worker.user.callbacks import Callbacks, be_this_rank
+from elche_worker.user.events import record_event
 from elche_worker.user.job import JobDefinition
 from elche_worker.user.schedule import LearningRates, Progress
 
@@ -61,6 +63,10 @@ ABORT_PATIENCE_S = 0.5
 """Seconds for which a rank that leaves waits for the abort of a collective."""
 STUCK_S = 10.0
 """Seconds after which an aborted collective is stuck; most return within some 10 ms."""
+SAVE_S = 600.0
+"""Seconds for which a final model that cannot be written is tried again."""
+AGAIN_S = 1.0
+"""Seconds between two attempts."""
 
 
 class Replica:
@@ -595,7 +601,27 @@ class Replica:
         with self._mean_in_model(), evaluated_weights(self.optimizers):
             weights = weights_of(self.model, is_kept=self.replica_group.is_leader, without=self._left_out.names)
         if self.replica_group.is_leader:
-            save_weights(weights, self.launch.model_path, self._left_out.digest)
+            _save_patiently(weights, self.launch.model_path, self._left_out.digest)
+
+
+def _save_patiently(weights: Mapping[str, torch.Tensor], path: Path, frozen: str) -> None:
+    """Writes the final model. A full disk, or what else keeps it from being written, has `SAVE_S` to pass, since
+    nobody can get a training back that ends without its model. Raises `JobFailed` then.
+    """
+    began_s, has_told = time.monotonic(), False
+    while True:
+        try:
+            save_weights(weights, path, frozen)
+            return
+        except OSError as error:
+            problem = f"the final model cannot be written to {path}: {error.strerror or error}"
+            if time.monotonic() - began_s > SAVE_S:
+                raise JobFailed(problem) from error
+            if not has_told:
+                has_told = True
+                print(f"elche: {problem}; this is tried again for {SAVE_S / 60:g} minutes", flush=True)
+                record_event(f"tried again for {SAVE_S / 60:g} minutes: {problem}")
+        time.sleep(AGAIN_S)
 
 
 @contextmanager

@@ -15,14 +15,17 @@ import gc
 import io
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -317,6 +320,30 @@ def _import(*modules: str) -> None:
         os.environ[name] = before
 
 
+@contextmanager
+def _ending_with(agent: int) -> Iterator[None]:
+    """Ends this process if the agent ends within the context, as by Ctrl-C while it starts: imports of many seconds
+    would go on for nobody. Its thread has ended when the context is left, before anything is forked.
+    """
+    over, end = os.pipe()
+    ends = select.poll()
+    ends.register(agent, 0)  # 0: only its end
+    ends.register(over, select.POLLIN)
+
+    def watch() -> None:
+        if any(descriptor == agent for descriptor, _ in ends.poll()):
+            os._exit(0)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        watching.join()
+        os.close(over)
+
+
 def _put_off_compiler() -> bool:
     """Delays the import of PyTorch's compiler in the forked ranks; returns False if that is impossible."""
     if "torch" not in sys.modules:
@@ -330,9 +357,10 @@ def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
     """Imports what ranks need, and serves the agent at the other end of the socket. With `compiles_later` ranks import
     PyTorch's compiler when they use it.
     """
-    _import(*FOR_ALL)
-    if not (compiles_later and _put_off_compiler()):
-        _import(COMPILER)
+    with _ending_with(agent_fd):
+        _import(*FOR_ALL)
+        if not (compiles_later and _put_off_compiler()):
+            _import(COMPILER)
     gc.collect()
     gc.freeze()  # the collector does not write to frozen objects, so that their pages stay shared with the ranks
     os.environ["SPT_NOENV"] = "1"  # otherwise titles overwrite the environment that /proc shows

@@ -84,8 +84,6 @@ class CoordinatorAttachment(Attachment):
         """True if the other ranks go on when one dies."""
         self._group: rank_pb2.FormGroup | None = None
         """The newest group that the coordinator has ordered this rank to form. Guarded by `operator.changed`."""
-        self._is_lost = False
-        """True once the coordinator does not know this rank any more: nothing is reported, and training goes on."""
         self._is_leaving = False
         """True once the loop has ended: commands have no effect any more."""
         self._timeline: SpanRecorder | None = None
@@ -137,7 +135,7 @@ class CoordinatorAttachment(Attachment):
 
     def report(self, progress: rank_pb2.LoopProgress, learning_rate: float | None, *, is_last: bool = False) -> None:
         now_s = time.perf_counter()
-        if self._is_lost or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
+        if self.lost or (now_s - self._reported_s < REPORT_EVERY_S and not is_last):
             return
         self._reported_s = now_s
         report = rank_pb2.BatchesTrained(
@@ -194,7 +192,7 @@ class CoordinatorAttachment(Attachment):
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
-        if not self._session.is_connected and not self._is_lost:
+        if not self._session.is_connected and not self.lost:
             notice(f"the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s")
         # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
         # stays in state "training" until the coordinator gives its ranks up.
@@ -256,7 +254,7 @@ class CoordinatorAttachment(Attachment):
 
     def _lose(self, reason: str) -> None:
         """Called when the coordinator does not know this rank any more. Nobody could end a pause then: it ends here."""
-        self._is_lost = True
+        self.lost = reason
         if self._timeline is not None:
             self._timeline.stop()
         with self.operator.changed:
@@ -266,7 +264,7 @@ class CoordinatorAttachment(Attachment):
             notice(f"rank {self._world.rank}: {reason}; training goes on without it")
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
-        if self._is_lost or not self._goes_on:
+        if self.lost or not self._goes_on:
             return None
         abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
@@ -275,7 +273,7 @@ class CoordinatorAttachment(Attachment):
         with operator.changed:
             # A coordinator that is there may take as long as it needs: it waits until every survivor has abandoned the
             # old group. Only the time without a connection counts against the limit.
-            while not self._is_lost and not operator.cancelled:
+            while not self.lost and not operator.cancelled:
                 group = self._group
                 if group is not None and group.generation > generation:
                     return NextGroup(group.generation, group.position, group.world_size, self._store)

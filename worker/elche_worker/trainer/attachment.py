@@ -50,6 +50,8 @@ class Attachment:
 
     def __init__(self) -> None:
         self.operator = OperatorRequests()
+        self.lost = ""
+        """Why the coordinator does not know this rank any more; empty while it does."""
 
     def add_batches(
         self, num_batches: int, num_samples: int, loss_sum: Any, num_losses: int, scalars: Mapping[str, Sum]

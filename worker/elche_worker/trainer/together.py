@@ -124,9 +124,12 @@ class Together:
             return given
 
     def _last_word(self, error: PeerLost) -> PeerLost:
-        """The error, or, if the coordinator has ended the loop, one with its reason."""
-        reason = self.attachment.operator.cancelled
-        return PeerLost(f"the loop is ended: {reason}") if reason else error
+        """The error, or, if the coordinator has ended the loop or given this rank up, one with the reason."""
+        if reason := self.attachment.operator.cancelled:
+            return PeerLost(f"the loop is ended: {reason}")
+        if lost := self.attachment.lost:
+            return PeerLost(f"this rank is alone: {lost}")
+        return error
 
     def _catch_up(self, error: PeerLost) -> tuple[Any] | None:
         """Sends the last operation's outcome to ranks that are one operation behind; returns it there, as a 1-tuple."""
