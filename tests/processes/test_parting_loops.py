@@ -107,6 +107,13 @@ def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_p
     assert "as many trainers as the others" in text
 
 
+def test_elche_run_tells_a_rank_that_waits_of_one_that_has_exited(elche: Callable[..., Command]) -> None:
+    """Rank 0 waited without end."""
+    done = elche("run", str(JOBS / "quiet_exit.py"), "--ranks", "2", "--device", "cpu", env={"OMP_NUM_THREADS": "1"})
+    assert done.code == 1, done.err
+    assert "number 2 in this script: rank 1 has exited without it; every rank" in done.err
+
+
 def test_elche_run_follows_one_trainer_after_the_other(elche: Callable[..., Command], tmp_path: Path) -> None:
     env = {"OMP_NUM_THREADS": "1", "LOOP_READS": "1"}
     done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env=env)

@@ -1,9 +1,13 @@
-"""Where the script of a submitted loop is written that was sent without its folder."""
+"""Where the script of a submitted loop is written that was sent without its folder, and how its errors are printed."""
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from elche_worker.rank.script import _written
 from elche_worker.session.launch import Launch
+from elche_worker.session.script import run_script
 
 
 def written(output: Path, job_id: str, source: str) -> Path:
@@ -30,3 +34,18 @@ def test_the_script_overwrites_neither_the_users_files_nor_another_jobs_script(t
     first, second = written(tmp_path, "loop-1", "first"), written(tmp_path, "loop-2", "second")
     assert [one.read_text() for one in (own, first, second)] == ["own", "first", "second"]
     assert first.name == "loop.py"
+
+
+def test_a_traceback_begins_in_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight frames of elche's own and of `runpy` came first, on each rank."""
+    for name in ("path", "argv", "excepthook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name)[:] if name != "excepthook" else sys.excepthook)
+    script = tmp_path / "train.py"
+    script.write_text("def main():\n    open('nowhere/best.pt')\nmain()\n")
+    with pytest.raises(FileNotFoundError) as raised:
+        run_script(str(script), [], left_alone_code=1)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+    assert files == [f'  File "{script}", line 3, in <module>', f'  File "{script}", line 2, in main']

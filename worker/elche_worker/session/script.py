@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from elche.errors import PeerLost
 from elche.output import notice, take_any_text
@@ -17,6 +18,7 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     """
     take_any_text(encoding="utf-8")  # the encoding in which its log is read
     sys.argv = [script, *arguments]
+    sys.excepthook = _print_from_script
     package, root = package_of(_text_of(script), script)
     sys.path.insert(0, root or str(Path(script).resolve().parent))
     try:
@@ -32,6 +34,15 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         if error.code:
             sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it
         raise
+
+
+def _print_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an uncaught exception as `python SCRIPT` would: without the frames below the script's own."""
+    while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
+        trace = trace.tb_next
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _text_of(script: str) -> str:

@@ -50,6 +50,8 @@ AWAY_LIMIT_S = 60.0
 """Seconds for which a rank that needs a new group waits for an absent coordinator."""
 MAX_BATCH_TIMES = 64
 """Newest batch times that a report carries; `BatchesTrained.batch_ms` has this limit."""
+CONNECT_S = 1.0
+"""Seconds in which a coordinator that is there takes a loop's last messages, before a line says that it is away."""
 LAST_WORDS_S = 10.0
 """Seconds for which a loop that has ended tries to tell an absent coordinator: it has no agent that would."""
 STUCK_S = 5.0
@@ -194,7 +196,9 @@ class CoordinatorAttachment(Attachment):
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
-        if not self._session.is_connected and not self._is_lost:
+        # A loop that ends as soon as it has begun has no stream yet.
+        self._session.wait_until_taken(CONNECT_S)
+        if not self._session.has_said_all and not self._session.is_connected and not self._is_lost:
             notice(f"the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s")
         # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
         # stays in state "training" until the coordinator gives its ranks up.
