@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from elche.errors import Misuse
 from elche_worker.rank.script import _written
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import run_script
@@ -36,16 +37,19 @@ def test_the_script_overwrites_neither_the_users_files_nor_another_jobs_script(t
     assert first.name == "loop.py"
 
 
-def test_a_traceback_begins_in_the_script(
+def test_a_traceback_is_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight frames of elche's own and of `runpy` came first, on each rank."""
+    """Eight frames of elche's own and of `runpy` came first, on each rank, and those that had found a misuse last."""
     for name in ("path", "argv", "excepthook"):
-        monkeypatch.setattr(sys, name, getattr(sys, name)[:] if name != "excepthook" else sys.excepthook)
+        monkeypatch.setattr(sys, name, sys.excepthook if name == "excepthook" else list(getattr(sys, name)))
     script = tmp_path / "train.py"
-    script.write_text("def main():\n    open('nowhere/best.pt')\nmain()\n")
-    with pytest.raises(FileNotFoundError) as raised:
-        run_script(str(script), [], left_alone_code=1)
-    sys.excepthook(raised.type, raised.value, raised.tb)
-    files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
-    assert files == [f'  File "{script}", line 3, in <module>', f'  File "{script}", line 2, in main']
+    misuse = "from elche_worker import Trainer\ntry: main()\nexcept OSError: Trainer.setup(None, None)"
+    for rest, lines in (("main()", (3, 2)), (misuse, (5,))):
+        script.write_text(f"def main():\n    open('nowhere/best.pt')\n{rest}\n")
+        with pytest.raises((FileNotFoundError, Misuse)) as raised:
+            run_script(str(script), [], left_alone_code=1)
+        raised.value.__context__ = None
+        sys.excepthook(raised.type, raised.value, raised.tb)
+        files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+        assert [line.split(", in ")[0] for line in files] == [f'  File "{script}", line {line}' for line in lines]

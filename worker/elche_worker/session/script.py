@@ -2,14 +2,20 @@
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from elche.errors import PeerLost
+from elche.errors import Misuse, PeerLost
 from elche.output import notice, take_any_text
 from elche.package import package_of
 from elche_worker.collectives.calls import Parted
+
+_is_run = False
+"""True while this process runs a script, so that its end is seen here."""
+_raised: list[Callable[[bool], None]] = []
+"""Calls for loops that exceptions have ended; see `when_known`."""
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:
@@ -22,10 +28,11 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     package, root = package_of(_text_of(script), script)
     sys.path.insert(0, root or str(Path(script).resolve().parent))
     try:
-        if package:
-            runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        with _settling():
+            if package:
+                runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except (Parted, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
         notice(error)
@@ -36,13 +43,63 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         raise
 
 
+@contextmanager
+def _settling() -> Iterator[None]:
+    """Wraps the run of the script, at whose end it is known which exceptions it has caught."""
+    global _is_run
+    _is_run = True
+    try:
+        yield
+    except BaseException as error:
+        settle(is_caught=isinstance(error, SystemExit) and not error.code)
+        raise
+    else:
+        settle(is_caught=True)
+    finally:
+        _is_run = False
+
+
+def is_run() -> bool:
+    """True while a script is run here, so that its end is seen."""
+    return _is_run
+
+
+def when_known(tell: Callable[[bool], None]) -> None:
+    """Calls `tell` once it is known whether the script has caught the exception that has ended a loop: when it sets up
+    its next trainer, or when it ends, if it is run here.
+    """
+    _raised.append(tell)
+
+
+def settle(*, is_caught: bool) -> None:
+    """Tells the loops that exceptions have ended whether the script has caught these."""
+    while _raised:
+        _raised.pop(0)(is_caught)
+
+
 def _print_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an uncaught exception as `python SCRIPT` would: without the frames below the script's own."""
+    """Prints an uncaught exception as `python SCRIPT` would."""
+    trim(error)
+    sys.__excepthook__(kind, error, trace)
+
+
+def trim(error: BaseException) -> None:
+    """Leaves the script's own frames in the traceback: not those below it, and, of a `Misuse`, not those of elche that
+    have found it.
+    """
+    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
         trace = trace.tb_next
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+        error.__traceback__ = trace
+    last, trace = None, error.__traceback__ if isinstance(error, Misuse) else None
+    while trace is not None:
+        if not str(trace.tb_frame.f_globals.get("__name__")).startswith("elche_worker."):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _text_of(script: str) -> str:

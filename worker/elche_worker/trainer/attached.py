@@ -30,13 +30,14 @@ from elche_worker.collectives.calls import Parted
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.launch import Launch
+from elche_worker.session.script import trim
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.trainer.attachment import Attachment, NextGroup
 from elche_worker.trainer.config import TrainerConfig
-from elche_worker.user.events import send_events_to
+from elche_worker.user.events import MAX_CHARS, send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
 from elche_worker.user.scalars import MAX_SCALARS, Sum
 
@@ -182,14 +183,18 @@ class CoordinatorAttachment(Attachment):
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason[:1000])
         self._session.send(rank_pb2.ConverseRequest(checkpoint_failed=failed))
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, *, is_caught: bool = False) -> None:
         self._is_leaving = True
         if self._timeline is not None:
             self._timeline.stop()
         self._gauges.stop()
-        if error is None or self.operator.cancelled:
+        if is_caught:
+            what = f"the script goes on after {type(error).__name__}: {error}, on rank {self._world.rank}"
+            self._session.tell_event(sendable(what[:MAX_CHARS]), 0)
+        if error is None or is_caught or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
+            trim(error)
             is_told = isinstance(error, Parted) or error.__traceback__ is None
             text = "" if is_told else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)

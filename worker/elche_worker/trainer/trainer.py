@@ -26,6 +26,7 @@ from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
 from elche_worker.model.savable import take_form
+from elche_worker.session.script import is_run, settle, when_known
 from elche_worker.session.submitted import is_submitted, take_launch
 from elche_worker.trainer.attached import attach, attach_submitted, checked_metrics, coordinator_address
 from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
@@ -117,6 +118,7 @@ class Trainer:
         """
         check_not_loading(LOOP_IN_JOB)
         check_is_main()
+        settle(is_caught=True)
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
@@ -546,12 +548,31 @@ class Trainer:
         self._checkpoints.close()
         if error is None:
             self._stepper.report(is_last=True)
-        self._progress.attachment.leave(error)
+        if isinstance(error, Exception):
+            self._leave_raising(error)
+        else:
+            self._progress.attachment.leave(error)
         self._forward.capture.close()
         self._stepper.close()
         self._world.close()
         if parted is not None:
             raise parted
+
+    def _leave_raising(self, error: Exception) -> None:
+        """Ends the loop of a script that may catch the error: cross validation goes on to the next fold, Optuna to the
+        next trial. If the others go on in this loop, they hear that this rank does not.
+        """
+        leave, is_told = self._progress.attachment.leave, not is_run()
+        if is_told:  # nobody sees whether the script catches it before its next trainer
+            leave(error)
+
+        def tell(is_caught: bool) -> None:
+            if is_caught:
+                self._together.end(f"goes on after {type(error).__name__}: {error},")
+            if not is_told:
+                leave(error, is_caught=is_caught)
+
+        when_known(tell)
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:
