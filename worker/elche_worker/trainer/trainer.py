@@ -60,6 +60,9 @@ BEGAN_APART = (
     "torch.manual_seed() at the script's beginning, or copy trainer.model after Trainer.setup"
 )
 
+_open: "list[Trainer]" = []
+"""The trainers of this process that are not closed."""
+
 
 class Trainer:
     """A model and its optimizer, or several, in a user-owned loop. `Trainer.setup` makes one."""
@@ -119,6 +122,8 @@ class Trainer:
         check_not_loading(LOOP_IN_JOB)
         check_is_main()
         settle(is_caught=True)
+        for former in [one for one in _open if one._shares_parameters_with(model)]:
+            former.close()  # the script goes on with the model; both would send each gradient
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
@@ -148,6 +153,7 @@ class Trainer:
         # With the process id: processes that the script forks, such as data loader workers, inherit the handler, and
         # must not close the loop when they exit.
         atexit.register(trainer._close_at_exit, os.getpid())
+        _open.append(trainer)
         return trainer
 
     @classmethod
@@ -538,6 +544,8 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        if self in _open:
+            _open.remove(self)
         parted = None
         if error is None:
             self._together.end()
@@ -591,7 +599,15 @@ class Trainer:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Misuse("this trainer is closed; set up another with Trainer.setup(model, optimizer)")
+            raise Misuse(
+                "this trainer is closed, by close(), the end of its `with`, or a later Trainer.setup with parameters of its "
+                "model; set up another with Trainer.setup(model, optimizer)"
+            )
+
+    def _shares_parameters_with(self, model: Any) -> bool:
+        """True if another loop with this model would send gradients that this one sends, too."""
+        own = {id(one) for one in self._model.parameters()} if self.is_distributed else set()
+        return isinstance(model, nn.Module) and any(id(one) in own for one in model.parameters())
 
     def _require_data(self) -> Data:
         if self._data is None:
