@@ -71,7 +71,7 @@ class ScriptRun(LocalRun):
             raise self._explain_ranks(error) from error
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
-        port = free_port()
+        port, given = free_port(), os.environ | self.options.environment
         for rank in range(len(devices)):
             environment = {
                 **self.options.environment,
@@ -80,8 +80,8 @@ class ScriptRun(LocalRun):
                 VARIABLE: self.token,
                 TLS_VARIABLE: "",
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
-                "ELCHE_RESUME": self.options.resume,
-                **environment_of_ranks(len(devices), os.environ | self.options.environment),
+                "ELCHE_RESUME": self.options.resume or given.get("ELCHE_RESUME", ""),
+                **environment_of_ranks(len(devices), given),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"

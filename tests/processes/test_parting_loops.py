@@ -114,6 +114,7 @@ def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_p
     assert "as many trainers as the others" in text
 
 
+@pytest.mark.long(reason="its halves are tested alone: test_lost_peers.py, test_loops.py")
 def test_elche_run_tells_a_rank_that_waits_of_one_that_has_exited(elche: Callable[..., Command]) -> None:
     """Rank 0 waited without end."""
     done = elche("run", str(JOBS / "quiet_exit.py"), "--ranks", "2", "--device", "cpu", env={"OMP_NUM_THREADS": "1"})
