@@ -39,7 +39,7 @@ from elche_worker.trainer.attachment import Attachment, NextGroup
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.user.events import MAX_CHARS, send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
-from elche_worker.user.scalars import MAX_SCALARS, Sum
+from elche_worker.user.scalars import MAX_SCALARS, Sum, without_graph
 
 REPORT_EVERY_S = 0.05
 """Least time in seconds between progress reports."""
@@ -402,7 +402,7 @@ def checked_metrics(metrics: Mapping[str, Any], call: str = "report()") -> dict[
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise Misuse(f"{call}: {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(without_graph(value))
         except (TypeError, ValueError):
             raise Misuse(f"{call}: {name!r} must be a number, not {value!r}") from None
     return numbers
