@@ -7,6 +7,7 @@ import pytest
 
 from elche.errors import Misuse
 from elche_worker.rank.script import _written
+from elche_worker.session import submitted
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import run_script
 
@@ -53,3 +54,24 @@ def test_a_traceback_is_the_scripts_own(
         sys.excepthook(raised.type, raised.value, raised.tb)
         files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
         assert [line.split(", in ")[0] for line in files] == [f'  File "{script}", line {line}' for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hinted"), [("import mylib", True), ("open('data/x.csv')", True), ("open('/nowhere/x.csv')", False)]
+)
+def test_a_script_that_lacks_a_file_is_told_that_only_its_folder_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, is_hinted: bool
+) -> None:
+    """`elche run scripts/train.py` found what is beside `scripts`; `elche submit` said only what is missing."""
+    monkeypatch.setattr(submitted, "_launches", [None])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    script = tmp_path / "train.py"
+    script.write_text(line)
+    with pytest.raises((FileNotFoundError, ModuleNotFoundError)) as raised:
+        run_script(str(script), [], left_alone_code=1)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert ("elche submit --folder" in first) == is_hinted
+    assert "NotFoundError" in last

@@ -11,6 +11,7 @@ from elche.errors import Misuse, PeerLost
 from elche.output import notice, take_any_text
 from elche.package import package_of
 from elche_worker.collectives.calls import Parted
+from elche_worker.session.submitted import is_submitted
 
 _is_run = False
 """True while this process runs a script, so that its end is seen here."""
@@ -80,7 +81,19 @@ def settle(*, is_caught: bool) -> None:
 def _print_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints an uncaught exception as `python SCRIPT` would."""
     trim(error)
+    if is_submitted() and _lacks_file(error):  # first: the last line is told as the reason
+        notice(
+            "a job has the folder that is sent with it, by default the script's own: `elche submit --folder FOLDER` "
+            "sends another one, and `--requirements FILE` names packages"
+        )
     sys.__excepthook__(kind, error, trace)
+
+
+def _lacks_file(error: BaseException) -> bool:
+    """True if a module is not there, or a file that has a relative path."""
+    if isinstance(error, FileNotFoundError):
+        return isinstance(error.filename, str) and not Path(error.filename).is_absolute()
+    return isinstance(error, ModuleNotFoundError)
 
 
 def trim(error: BaseException) -> None:

@@ -600,8 +600,8 @@ class Trainer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise Misuse(
-                "this trainer is closed, by close(), the end of its `with`, or a later Trainer.setup with parameters of its "
-                "model; set up another with Trainer.setup(model, optimizer)"
+                "this trainer is closed, by close(), the end of its `with`, or a later Trainer.setup with parameters "
+                "of its model; set up another with Trainer.setup(model, optimizer)"
             )
 
     def _shares_parameters_with(self, model: Any) -> bool:
