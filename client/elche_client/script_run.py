@@ -34,8 +34,8 @@ PEERS_GRACE_S = 5.0
 class ScriptRun(LocalRun):
     """One `elche run` of a script with its own training loop."""
 
-    _running: set[str] = field(default_factory=set)
-    """Names of the rank processes that have not exited."""
+    _running: dict[str, ChildProcess] = field(default_factory=dict)
+    """The rank processes that have not exited, by name."""
     _failed: ProcessExited | None = None
     """The first process that exited with an error."""
     _lost: ProcessExited | None = None
@@ -71,7 +71,7 @@ class ScriptRun(LocalRun):
             raise self._explain_ranks(error) from error
 
     def _start_ranks(self, folder: Path, address: str, devices: tuple[str, ...]) -> None:
-        port = free_port()
+        port, given = free_port(), os.environ | self.options.environment
         for rank in range(len(devices)):
             environment = {
                 **self.options.environment,
@@ -80,16 +80,15 @@ class ScriptRun(LocalRun):
                 VARIABLE: self.token,
                 TLS_VARIABLE: "",
                 "ELCHE_CHECKPOINT_DIR": str((folder / "checkpoints").resolve()),
-                "ELCHE_RESUME": self.options.resume,
-                **environment_of_ranks(len(devices), os.environ | self.options.environment),
+                "ELCHE_RESUME": self.options.resume or given.get("ELCHE_RESUME", ""),
+                **environment_of_ranks(len(devices), given),
                 "ELCHE_SLOW": str(self.options.slow_factors.get(rank, 1.0)),
             }
             name, log = f"rank {rank}", folder / f"rank-{rank}.log"
             arguments = [str(os.getpid()), str(self.path), *self.options.arguments]
-            self.processes.add(
-                ChildProcess(name, RUNNER, arguments, self.notifications, log=log, environment=environment)
-            )
-            self._running.add(name)
+            process = ChildProcess(name, RUNNER, arguments, self.notifications, log=log, environment=environment)
+            self.processes.add(process)
+            self._running[name] = process
 
     def _follow_loop(self, client: Client, progress: ProgressDisplay) -> tuple[JobResult, int]:
         """Shows the job once the script has attached itself as one. Returns when all its processes have exited."""
@@ -152,7 +151,9 @@ class ScriptRun(LocalRun):
         """
         if ended.process not in self._running:
             raise exit_error(ended)  # the coordinator
-        self._running.discard(ended.process)
+        del self._running[ended.process]
+        for process in self._running.values():
+            process.tell(ended.process.removeprefix("rank "))
         if ended.code and self._is_training:
             self._lost = self._lost or ended
             if ended.code < 0:  # a killed process prints no message itself
@@ -173,7 +174,7 @@ class ScriptRun(LocalRun):
                 while self._running:
                     notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
                     if isinstance(notification, ProcessExited):
-                        self._running.discard(notification.process)
+                        self._running.pop(notification.process, None)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _explain_ranks(self, error: ElcheError) -> ElcheError:

@@ -1,8 +1,13 @@
 """Texts of durations and reports, equal in the coordinator and its clients."""
 
 import math
+import re
+from collections.abc import Sequence
 
 from elche.reports import StallReport
+
+AROUND = re.compile(r"^(\[rank\d+\]:)?[\s\u2500-\u257f]+|[\s\u2500-\u257f]+$")
+"""What surrounds words: torch's prefix for ranks, and the frames that typer and rich draw."""
 
 
 def duration(seconds: float) -> str:
@@ -25,6 +30,11 @@ def duration(seconds: float) -> str:
 def shortened(text: str, most: int) -> str:
     """The beginning and the end of a text with more than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}\n[...]\n{text[-most // 2 :]}"
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """The last line that has words, alone: what a process that has failed said last, as an exception's text."""
+    return next((words for line in reversed(lines) if (words := AROUND.sub("", line))), "")
 
 
 def membership_text(text: str, num_ranks: int) -> str:

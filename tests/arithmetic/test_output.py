@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from elche.formatting import last_words
 from elche.output import notice, outlive_readers, take_any_text
 
 
@@ -68,3 +69,16 @@ def test_a_notice_ends_nothing(monkeypatch: pytest.MonkeyPatch, opened: Callable
     if stream is not None:
         with pytest.raises(OSError):  # as without `notice`
             print("epoch 1", file=stream)
+
+
+def test_the_last_words_of_a_process_are_no_frame_around_them() -> None:
+    """typer and rich draw one, and its lower edge was shown as the reason of a failure."""
+    boxed = [
+        "\u256d\u2500 Error \u2500\u256e",
+        "\u2502 No such option: --lrr    \u2502",
+        "\u2570\u2500\u2500\u2500\u256f",
+        "",
+    ]
+    assert last_words(boxed) == "No such option: --lrr"
+    assert last_words(["[rank1]: ValueError: [rank] - on purpose "]) == "ValueError: [rank] - on purpose"
+    assert not last_words([" \u2500 "])

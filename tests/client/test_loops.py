@@ -4,6 +4,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from elche_client import script_run
 from elche_client.events import JobResult, JobState
 from elche_client.notifications import ProcessExited
 from elche_client.options import JobOptions
-from elche_client.processes import ProcessError
+from elche_client.processes import ChildProcesses, ProcessError
 from elche_client.progress import ProgressDisplay
 from elche_client.script_run import ScriptRun
 
@@ -35,15 +36,35 @@ class Jobs:
         return SimpleNamespace(id=job_id, watch=lambda: iter([JobResult(state=JobState.SUCCEEDED)]))
 
 
+def new_run(**more: Any) -> ScriptRun:
+    return ScriptRun(path=Path("loop.py"), options=JobOptions(), device="cpu", out=None, as_json=False, **more)
+
+
 def follow(client: Jobs) -> tuple[JobResult, int]:
     """A run of two ranks, of which one is killed after the first look for the job and before the second."""
-    run = ScriptRun(
-        path=Path("loop.py"), options=JobOptions(), device="cpu", out=None, as_json=False, _running={"rank 0", "rank 1"}
-    )
+    told: list[str] = []
+    run = new_run(_running={name: SimpleNamespace(tell=told.append) for name in ("rank 0", "rank 1")})
     run.notifications.put(ProcessExited(process="rank 1", code=-9, log=None))
     run.notifications.put(ProcessExited(process="rank 0", code=0, log=None))
     shown = SimpleNamespace(show=lambda event: None)
-    return run._follow_loop(cast(Any, client), cast(ProgressDisplay, shown))
+    try:
+        return run._follow_loop(cast(Any, client), cast(ProgressDisplay, shown))
+    finally:
+        assert told == ["1"], "rank 0, which may wait for it, is not told"
+
+
+def test_a_resume_that_the_environment_asks_for_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was overwritten, and the training began anew in silence."""
+    given: list[str] = []
+    start = lambda *_, environment, **__: given.append(environment["ELCHE_RESUME"])  # noqa: E731
+    monkeypatch.setattr(script_run, "ChildProcess", start)
+    monkeypatch.setenv("ELCHE_RESUME", "runs/one/checkpoints")
+    for resume in ("", "runs/two"):
+        run = new_run()
+        run.options = replace(run.options, resume=resume)
+        run._start_ranks(tmp_path, "127.0.0.1:1", ("cpu",))
+        run.processes = ChildProcesses()
+    assert given == ["runs/one/checkpoints", "runs/two"]
 
 
 def test_a_rank_that_dies_as_soon_as_the_job_begins_is_the_jobs_to_judge() -> None:

@@ -191,6 +191,25 @@ def test_all_ranks_begin_as_rank_0(worlds: Worlds) -> None:
     assert close(first, flat(nn.Sequential(new_model(0), nn.BatchNorm1d(3))))
 
 
+def train_in_two_stages() -> torch.Tensor:
+    model = new_model()
+    for _ in range(2):
+        trainer = Trainer.setup(model, new_optimizer(model))
+        trainer.set_data_loader(DataLoader(samples(64), batch_size=8), forward_input="inputs", names=NAMES)
+        for batch in trainer.epoch(0):
+            cross_entropy(trainer.forward_batch(batch), batch["labels"]).backward()
+            trainer.step()
+    return flat(model)
+
+
+def test_a_model_goes_on_in_another_trainer(worlds: Worlds) -> None:
+    """The former one, which nobody had closed, sent each gradient as well: refused as one added to twice in a step."""
+    alone = new_model()
+    for _ in range(2):
+        train_alone(samples(64), [8] * 8, alone)
+    assert all(close(one, flat(alone)) for one in worlds.run(2, train_in_two_stages))
+
+
 def test_fields_that_match_the_inputs_go_there() -> None:
     model = TwoInputs()
     trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))

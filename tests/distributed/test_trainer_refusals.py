@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import cycle
 from multiprocessing import current_process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -522,6 +523,20 @@ def test_a_compiled_model_is_known_by_its_own_names() -> None:
     assert trainer._forward.wiring is not None
     assert trainer._forward.wiring.others == ("scale",)
     assert trainer.forward_batch(next(trainer.epoch(0))).shape == (4, 3)
+
+
+def test_a_batch_that_is_one_object_gets_one_name() -> None:
+    """Such as a data class. It was said to have a field without a name, with two names as the way out."""
+    model = nn.Linear(4, 1)
+    loader = DataLoader(samples(8), batch_size=4, collate_fn=lambda items: SimpleNamespace(size=len(items)))
+    trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu"))
+    for names in (None, NAMES):
+        with pytest.raises(
+            Misuse, match=r"a batch is one SimpleNamespace: give it one name, as in .* names=\('data',\)"
+        ):
+            trainer.set_data_loader(loader, names=names)
+    trainer.set_data_loader(loader, names=("data",))
+    assert next(trainer.epoch(0))["data"].size == 4
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,13 @@ def test_trainers_are_set_up_in_turn(mark: Mark, tmp_path: Path, fails: str) -> 
         assert text.count(f"fold {fold}: {what}") == 2, text
 
 
+def test_an_exception_that_one_rank_alone_has_caught_is_told_to_the_others(mark: Mark, tmp_path: Path) -> None:
+    """They waited in their loop, and it in the next one's Trainer.setup."""
+    code, text = run_of(mark, tmp_path, FOLDS, LOOP_FAILS="1", LOOP_FAILS_ON="1")
+    assert code == 1, text
+    assert "rank 1 goes on after ValueError: this fold has failed, after 2 steps and 2 batches (epoch 0);" in text
+
+
 def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_path: Path) -> None:
     code, text = run_of(mark, tmp_path, FOLDS, LOOP_MORE="1")
     assert code == 1, text
@@ -107,13 +114,22 @@ def test_a_rank_that_sets_up_more_trainers_than_others_is_told(mark: Mark, tmp_p
     assert "as many trainers as the others" in text
 
 
+@pytest.mark.long(reason="its halves are tested alone: test_lost_peers.py, test_loops.py")
+def test_elche_run_tells_a_rank_that_waits_of_one_that_has_exited(elche: Callable[..., Command]) -> None:
+    """Rank 0 waited without end."""
+    done = elche("run", str(JOBS / "quiet_exit.py"), "--ranks", "2", "--device", "cpu", env={"OMP_NUM_THREADS": "1"})
+    assert done.code == 1, done.err
+    assert "number 2 in this script: rank 1 has exited without it; every rank" in done.err
+
+
 def test_elche_run_follows_one_trainer_after_the_other(elche: Callable[..., Command], tmp_path: Path) -> None:
-    env = {"OMP_NUM_THREADS": "1", "LOOP_READS": "1"}
+    """Also after one that an exception has ended, which the script has caught: the run failed with it."""
+    env = {"OMP_NUM_THREADS": "1", "LOOP_READS": "1", "LOOP_FAILS": "0"}
     done = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", "--json", env=env)
     assert done.code == 0, done.err
     assert done.err.count("read 0 characters") == 2, "input() of a rank waited forever"
-    for fold in range(3):
-        assert done.err.count(f"fold {fold}: 8 steps") == 2, done.err
+    for fold, what in enumerate(("this fold has failed", "8 steps", "8 steps")):
+        assert done.err.count(f"fold {fold}: {what}") == 2, done.err
     assert done.err.count("succeeded") + done.out.count('"succeeded"') >= 2, "one that is over at once may not be seen"
     more = elche("run", str(FOLDS), "--ranks", "2", "--device", "cpu", env={"OMP_NUM_THREADS": "1", "LOOP_MORE": "1"})
     assert more.code == 1

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,11 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from elche.channel import open_channel
 from elche.errors import PeerLost, Unreachable
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.trainer.attached import _ask
+from elche_worker.collectives.world import World
+from elche_worker.trainer.attached import CoordinatorAttachment, _ask
 from elche_worker.trainer.together import Together
 from support.cutter import Cutter
 
@@ -22,6 +25,12 @@ from support.cutter import Cutter
 class Coordinator(rank_pb2_grpc.RankServiceServicer):
     def Attach(self, request: rank_pb2.AttachRequest, context: Any) -> rank_pb2.AttachResponse:  # noqa: N802
         return rank_pb2.AttachResponse(job_id=request.name, secrets=["secret"])
+
+    def Converse(self, requests: Any, context: Any) -> Iterator[rank_pb2.ConverseResponse]:  # noqa: N802
+        time.sleep(0.1)
+        yield rank_pb2.ConverseResponse(welcome=rank_pb2.Welcome(store="one"))
+        for request in requests:
+            yield rank_pb2.ConverseResponse(taken=rank_pb2.Taken(seq=request.seq))
 
 
 class Busy(Cutter):
@@ -53,6 +62,16 @@ def test_a_coordinator_that_is_slow_to_take_a_connection_is_asked_again() -> Non
     """A rank ended its script, since the first try to connect had a tenth of a second on a busy machine."""
     with busy() as address, open_channel(address, "") as channel:
         assert json.loads(_ask(address, channel, rank_pb2.AttachRequest(name="loop"))) == ["loop", ["secret"]]
+
+
+def test_a_loop_that_ends_before_it_has_a_stream_does_not_say_that_nobody_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    world = World(None, torch.device("cpu"))
+    with busy() as address, open_channel(address, "") as channel:
+        assert _ask(address, channel, rank_pb2.AttachRequest(name="loop"))
+        CoordinatorAttachment("loop", channel, "secret", world, timeline=False, goes_on=False).leave(None)
+    assert not capsys.readouterr().err
 
 
 def test_nobody_waits_where_nothing_listens() -> None:

@@ -1,9 +1,14 @@
 """Errors of a collective in a loop of the user's own: whose they are, and what they are told as."""
 
+import os
+
 import pytest
 
 from elche.errors import Misuse, PeerLost
+from elche.torchrun import environment_of_rank, free_port
+from elche_worker.collectives import meeting
 from elche_worker.collectives.world import lost_peers_named
+from elche_worker.process import parent
 from support.nccl import words
 
 
@@ -38,3 +43,25 @@ def test_two_ranks_on_one_gpu_are_told_what_to_do() -> None:
     error = raised(words.duplicate(1, 0, "60"))
     assert isinstance(error, Misuse)
     assert "init_process_group('gloo')" in str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_in_its_first_setup_hears_of_one_that_has_exited(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a rank returned before it, the other waited in silence, for half an hour or without end."""
+    for name, value in environment_of_rank(rank, ("cpu", "cpu"), free_port(), {}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "TELL_S", -1.0)
+    monkeypatch.setattr(meeting, "LIMIT_S", 0.2)
+    with pytest.raises(Misuse, match=f"number 1 in this script: rank {1 - rank} has not come in"):
+        meeting.Meeting().next()
+    assert f"rank {rank} waits in Trainer.setup for rank {1 - rank}\n" in capsys.readouterr().err
+    reads, writes = os.pipe()
+    os.write(writes, f"{1 - rank}\n".encode())
+    os.close(writes)
+    monkeypatch.setattr(parent, "_inputs", [reads])
+    monkeypatch.setattr(parent, "_heard", bytearray())
+    with pytest.raises(Misuse, match=f"rank {1 - rank} has exited without it; every rank has to set up as many"):
+        meeting.Meeting().next()
+    os.close(reads)

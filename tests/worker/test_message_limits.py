@@ -1,10 +1,12 @@
 """A message that is too large is refused where it is sent, with the name of what is too large."""
 
 import queue
+import warnings
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from elche.errors import ElcheError, Misuse
 from elche.network import MAX_MESSAGE_BYTES
@@ -14,6 +16,7 @@ from elche_worker.model.layout import Layout
 from elche_worker.rank.main import _described
 from elche_worker.session.session import Session
 from elche_worker.trainer.attached import checked_metrics
+from elche_worker.user.scalars import number_of
 
 
 @pytest.fixture
@@ -48,3 +51,13 @@ def test_metrics_of_a_loop_are_bounded() -> None:
         checked_metrics({str(i): 0.0 for i in range(1001)})
     with pytest.raises(Misuse, match="201 characters; at most 200"):
         checked_metrics({"m" * 201: 0.0})
+
+
+def test_a_loss_with_a_graph_becomes_a_number_without_a_warning() -> None:
+    """A line of elche's own code was shown on each rank."""
+    loss = torch.ones((), requires_grad=True)
+    torch.set_warn_always(True)  # by default torch warns once in a process
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checked_metrics({"loss": loss})["loss"] == number_of(loss) == 1.0
+    torch.set_warn_always(False)

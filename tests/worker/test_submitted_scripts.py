@@ -1,9 +1,15 @@
-"""Where the script of a submitted loop is written that was sent without its folder."""
+"""Where the script of a submitted loop is written that was sent without its folder, and how its errors are printed."""
 
+import sys
 from pathlib import Path
 
+import pytest
+
+from elche.errors import Misuse
 from elche_worker.rank.script import _written
+from elche_worker.session import submitted
 from elche_worker.session.launch import Launch
+from elche_worker.session.script import run_script
 
 
 def written(output: Path, job_id: str, source: str) -> Path:
@@ -30,3 +36,42 @@ def test_the_script_overwrites_neither_the_users_files_nor_another_jobs_script(t
     first, second = written(tmp_path, "loop-1", "first"), written(tmp_path, "loop-2", "second")
     assert [one.read_text() for one in (own, first, second)] == ["own", "first", "second"]
     assert first.name == "loop.py"
+
+
+def test_a_traceback_is_the_scripts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight frames of elche's own and of `runpy` came first, on each rank, and those that had found a misuse last."""
+    for name in ("path", "argv", "excepthook"):
+        monkeypatch.setattr(sys, name, sys.excepthook if name == "excepthook" else list(getattr(sys, name)))
+    script = tmp_path / "train.py"
+    misuse = "from elche_worker import Trainer\ntry: main()\nexcept OSError: Trainer.setup(None, None)"
+    for rest, lines in (("main()", (3, 2)), (misuse, (5,))):
+        script.write_text(f"def main():\n    open('nowhere/best.pt')\n{rest}\n")
+        with pytest.raises((FileNotFoundError, Misuse)) as raised:
+            run_script(str(script), [], left_alone_code=1)
+        raised.value.__context__ = None
+        sys.excepthook(raised.type, raised.value, raised.tb)
+        files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+        assert [line.split(", in ")[0] for line in files] == [f'  File "{script}", line {line}' for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hinted"), [("import mylib", True), ("open('data/x.csv')", True), ("open('/nowhere/x.csv')", False)]
+)
+def test_a_script_that_lacks_a_file_is_told_that_only_its_folder_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, is_hinted: bool
+) -> None:
+    """`elche run scripts/train.py` found what is beside `scripts`; `elche submit` said only what is missing."""
+    monkeypatch.setattr(submitted, "_launches", [None])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    script = tmp_path / "train.py"
+    script.write_text(line)
+    with pytest.raises((FileNotFoundError, ModuleNotFoundError)) as raised:
+        run_script(str(script), [], left_alone_code=1)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert ("elche submit --folder" in first) == is_hinted
+    assert "NotFoundError" in last

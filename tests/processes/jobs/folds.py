@@ -1,5 +1,6 @@
 """Three trainers in turn, as cross validation has them; LOOP_MORE is how many more rank 1 sets up, LOOP_FAILS the fold
-that fails on all ranks, after which the next one is trained all the same; LOOP_READS ends with all of its input.
+that fails on all ranks, or on LOOP_FAILS_ON, after which the next one is trained all the same; LOOP_READS ends with all
+of its input.
 """
 
 import os
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elche_worker import Trainer
 
 FAILS = int(os.environ.get("LOOP_FAILS", "-1"))
+FAILS_HERE = os.environ.get("LOOP_FAILS_ON", os.environ.get("RANK")) == os.environ.get("RANK")
 MORE = int(os.environ.get("LOOP_MORE", "0")) if os.environ.get("RANK") == "1" else 0
 
 
@@ -25,7 +27,7 @@ def train(fold: int) -> int:
             for number, batch in enumerate(trainer.epoch(epoch)):
                 trainer.forward_batch(batch).square().mean().backward()
                 trainer.step()
-                if fold == FAILS and number == 1:
+                if fold == FAILS and FAILS_HERE and number == 1:
                     raise ValueError("this fold has failed")
         return trainer.num_steps
 

@@ -8,17 +8,27 @@ import atexit
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse
+from elche.output import notice
+from elche_worker.process.parent import exited_ranks
 
 ANSWER_S = 2.0
 """Seconds in which the process that has the store must answer."""
 POLL_S = 0.05
 """Seconds between looks for the other ranks."""
+TELL_S = 10.0
+"""Seconds after which a rank that waits for others says so."""
+LIMIT_S = default_pg_timeout.total_seconds()
+"""Seconds in which all ranks have to come to the script's first trainer."""
+STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set to "True" by torchrun where the store is its own, not that of the first rank's process."""
+AS_MANY = "every rank has to set up as many trainers as the others"
 
 
 class Meeting:
@@ -27,15 +37,22 @@ class Meeting:
     _known: "dict[tuple[str, ...], Meeting]" = {}  # noqa: RUF012 of this process, which has one environment
 
     def __init__(self) -> None:
+        self._store: Store | None = None
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store, rank, size = next(dist.rendezvous("env://"))
-        self._store: Store = PrefixStore("elche", store)
-        self.number = int(rank)
-        """This process's rank at the start."""
-        self.members = tuple(range(int(size)))
-        """Ranks at the start of the processes that have not died."""
         self._num_groups = 0
         """Groups formed so far. Their keys have this number, so that a group never reads an earlier one's keys."""
+        self.number = int(os.environ["RANK"])
+        """This process's rank at the start."""
+        size = int(os.environ["WORLD_SIZE"])
+        self.members = tuple(range(size))
+        """Ranks at the start of the processes that have not died."""
+        if os.environ.get(STORE_OF_TORCHRUN) == "True":
+            store, _, _ = next(dist.rendezvous("env://"))
+        else:  # as torch's own does, which would wait for the others in silence
+            is_here = self.number == 0
+            self._wait_until(lambda: is_here or self.is_there, lambda: [0])
+            store = dist.TCPStore(*self._address, size, is_here, wait_for_workers=False, multi_tenant=True)
+        self._store = PrefixStore("elche", store)
         atexit.register(self._end, os.getpid())
 
     @classmethod
@@ -63,31 +80,54 @@ class Meeting:
         ended before.
         """
         self._num_groups += 1
-        come = [f"group {self._num_groups} of {number}" for number in self.members]
+        come = {number: f"group {self._num_groups} of {number}" for number in self.members}
+        store = self._store
+        assert store is not None
         try:
-            self._store.set(f"group {self._num_groups} of {self.number}", "")
-            while not self._store.check(come):
-                self._check_ended()
-                time.sleep(POLL_S)
+            store.set(come[self.number], "")
+            self._wait_until(
+                lambda: store.check(list(come.values())),
+                lambda: [number for number, key in come.items() if not store.check([key])],
+            )
         except RuntimeError as error:
             raise Misuse(
-                f"Trainer.setup, number {self._num_groups} in this script: the ranks cannot find each other any more, "
-                f"since rank 0 has ended or died; every rank has to set up as many trainers as the others "
+                f"{self._which}: the ranks cannot find each other any more, since rank 0 has ended or died; {AS_MANY} "
                 f"({str(error)[:100]})"
             ) from None
-        return PrefixStore(f"group {self._num_groups}", self._store)
+        return PrefixStore(f"group {self._num_groups}", store)
 
-    def _check_ended(self) -> None:
-        for number in self.members:
-            key = f"end of {number}"
-            if self._store.check([key]):
-                raise Misuse(
-                    f"Trainer.setup, number {self._num_groups} in this script: rank {number} has ended after "
-                    f"{self._store.get(key).decode()}; every rank has to set up as many trainers as the others"
-                )
+    def _wait_until(self, are_there: Callable[[], bool], find_lacking: Callable[[], list[int]]) -> None:
+        """Waits for the other ranks, and says so after a while. Raises `Misuse` if one has ended, or has not come to
+        the script's first trainer in torch's time limit.
+        """
+        began_s, is_told = time.monotonic(), False
+        while not are_there():
+            lacking = find_lacking()
+            for number in lacking:
+                self._check_ended(number)
+            waited_s = time.monotonic() - began_s
+            names = ", ".join(map(str, lacking[:8]))
+            if waited_s > TELL_S and lacking and not is_told:
+                is_told = True
+                notice(f"rank {self.number} waits in Trainer.setup for rank {names}")
+            if waited_s > LIMIT_S and self._num_groups <= 1:
+                raise Misuse(f"{self._which}: rank {names} has not come in {LIMIT_S:.0f} s; {AS_MANY}")
+            time.sleep(POLL_S)
+
+    def _check_ended(self, number: int) -> None:
+        key = f"end of {number}"
+        if self._store is not None and self._store.check([key]):
+            raise Misuse(f"{self._which}: rank {number} has ended after {self._store.get(key).decode()}; {AS_MANY}")
+        if number in exited_ranks():
+            raise Misuse(f"{self._which}: rank {number} has exited without it; {AS_MANY}")
+
+    @property
+    def _which(self) -> str:
+        return f"Trainer.setup, number {max(1, self._num_groups)} in this script"
 
     def _end(self, pid: int) -> None:
         """Tells the others that this process has ended, so that one that waits for it in `next` raises."""
         if os.getpid() == pid:  # not in a forked child, which inherits the handler
             with suppress(RuntimeError):
+                assert self._store is not None
                 self._store.set(f"end of {self.number}", str(self._num_groups))

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from elche.errors import Misuse, PeerLost
 from elche_worker.collectives.calls import END_S, Calls, CallsDiffer
-from elche_worker.collectives.meeting import Meeting
+from elche_worker.collectives.meeting import STORE_OF_TORCHRUN, Meeting
 from elche_worker.collectives.sockets import Address, listening, shut_connections
 from elche_worker.device.discovery import Unusable, own_device
 from elche_worker.device.faults import Cause, fault_of
@@ -28,8 +28,6 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun, and `elche run`, set for each process."""
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which ends all processes when one has ended."""
-STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set to "True" by torchrun where the store is its own, not that of the first rank's process."""
 ON_ONE_GPU = "Duplicate GPU detected"
 """NCCL's words, in src/init.cc."""
 BUILD_TIMEOUT = timedelta(seconds=30)

@@ -2,13 +2,21 @@
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
-from elche.errors import PeerLost
+from elche.errors import Misuse, PeerLost
 from elche.output import notice, take_any_text
 from elche.package import package_of
 from elche_worker.collectives.calls import CallsDiffer
+from elche_worker.session.submitted import is_submitted
+
+_is_run = False
+"""True while this process runs a script, so that its end is seen here."""
+_raised: list[Callable[[bool], None]] = []
+"""Calls for loops that exceptions have ended; see `when_known`."""
 
 
 def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -> None:
@@ -17,13 +25,15 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     """
     take_any_text(encoding="utf-8")  # the encoding in which its log is read
     sys.argv = [script, *arguments]
+    sys.excepthook = _print_from_script
     package, root = package_of(_text_of(script), script)
     sys.path.insert(0, root or str(Path(script).resolve().parent))
     try:
-        if package:
-            runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        with _settling():
+            if package:
+                runpy.run_module(f"{package}.{Path(script).stem}", run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except (CallsDiffer, PeerLost) as error:  # no traceback: the line at which the script waits is not at fault
         sys.last_value = error
         notice(error)
@@ -32,6 +42,77 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         if error.code:
             sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it
         raise
+
+
+@contextmanager
+def _settling() -> Iterator[None]:
+    """Wraps the run of the script, at whose end it is known which exceptions it has caught."""
+    global _is_run
+    _is_run = True
+    try:
+        yield
+    except BaseException as error:
+        settle(is_caught=isinstance(error, SystemExit) and not error.code)
+        raise
+    else:
+        settle(is_caught=True)
+    finally:
+        _is_run = False
+
+
+def is_run() -> bool:
+    """True while a script is run here, so that its end is seen."""
+    return _is_run
+
+
+def when_known(tell: Callable[[bool], None]) -> None:
+    """Calls `tell` once it is known whether the script has caught the exception that has ended a loop: when it sets up
+    its next trainer, or when it ends, if it is run here.
+    """
+    _raised.append(tell)
+
+
+def settle(*, is_caught: bool) -> None:
+    """Tells the loops that exceptions have ended whether the script has caught these."""
+    while _raised:
+        _raised.pop(0)(is_caught)
+
+
+def _print_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an uncaught exception as `python SCRIPT` would."""
+    trim(error)
+    if is_submitted() and _lacks_file(error):  # first: the last line is told as the reason
+        notice(
+            "a job has the folder that is sent with it, by default the script's own: `elche submit --folder FOLDER` "
+            "sends another one, and `--requirements FILE` names packages"
+        )
+    sys.__excepthook__(kind, error, trace)
+
+
+def _lacks_file(error: BaseException) -> bool:
+    """True if a module is not there, or a file that has a relative path."""
+    if isinstance(error, FileNotFoundError):
+        return isinstance(error.filename, str) and not Path(error.filename).is_absolute()
+    return isinstance(error, ModuleNotFoundError)
+
+
+def trim(error: BaseException) -> None:
+    """Leaves the script's own frames in the traceback: not those below it, and, of a `Misuse`, not those of elche that
+    have found it.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
+        trace = trace.tb_next
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+        error.__traceback__ = trace
+    last, trace = None, error.__traceback__ if isinstance(error, Misuse) else None
+    while trace is not None:
+        if not str(trace.tb_frame.f_globals.get("__name__")).startswith("elche_worker."):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _text_of(script: str) -> str:

@@ -1,9 +1,8 @@
 """`python -m elche_worker.trainer PARENT_PID SCRIPT [ARGUMENT...]`: runs a loop's script; ends with its parent."""
 
-import os
 import sys
 
-from elche_worker.process.parent import end_with_parent
+from elche_worker.process.parent import end_with_parent, keep_input
 from elche_worker.session.script import run_script
 
 
@@ -11,7 +10,7 @@ def main() -> None:
     """Runs the script as `python SCRIPT ARGUMENT...` would, with an empty standard input: ranks share no keyboard."""
     parent_pid, script, *arguments = sys.argv[1:]
     end_with_parent(int(parent_pid))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    keep_input()
     run_script(script, arguments, left_alone_code=1)
 
 

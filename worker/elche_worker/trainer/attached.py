@@ -30,15 +30,16 @@ from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.collectives.store import CoordinatorStore
 from elche_worker.collectives.world import World, model_name
 from elche_worker.session.launch import Launch
+from elche_worker.session.script import trim
 from elche_worker.session.session import Session, sendable
 from elche_worker.telemetry.gauges import GaugeSampler
 from elche_worker.telemetry.meter import EpochSums
 from elche_worker.telemetry.timeline import SpanRecorder
 from elche_worker.trainer.attachment import Attachment, NextGroup
 from elche_worker.trainer.config import TrainerConfig
-from elche_worker.user.events import send_events_to
+from elche_worker.user.events import MAX_CHARS, send_events_to
 from elche_worker.user.scalars import MAX_NAME_CHARS as MAX_METRIC_CHARS
-from elche_worker.user.scalars import MAX_SCALARS, Sum
+from elche_worker.user.scalars import MAX_SCALARS, Sum, without_graph
 
 REPORT_EVERY_S = 0.05
 """Least time in seconds between progress reports."""
@@ -50,6 +51,8 @@ AWAY_LIMIT_S = 60.0
 """Seconds for which a rank that needs a new group waits for an absent coordinator."""
 MAX_BATCH_TIMES = 64
 """Newest batch times that a report carries; `BatchesTrained.batch_ms` has this limit."""
+CONNECT_S = 1.0
+"""Seconds in which a coordinator that is there takes a loop's last messages, before a line says that it is away."""
 LAST_WORDS_S = 10.0
 """Seconds for which a loop that has ended tries to tell an absent coordinator: it has no agent that would."""
 STUCK_S = 5.0
@@ -178,21 +181,27 @@ class CoordinatorAttachment(Attachment):
         failed = rank_pb2.CheckpointFailed(version=version, reason=reason[:1000])
         self._session.send(rank_pb2.ConverseRequest(checkpoint_failed=failed))
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, *, is_caught: bool = False) -> None:
         self._is_leaving = True
         if self._timeline is not None:
             self._timeline.stop()
         self._gauges.stop()
-        if error is None or self.operator.cancelled:
+        if is_caught:
+            what = f"the script goes on after {type(error).__name__}: {error}, on rank {self._world.rank}"
+            self._session.tell_event(sendable(what[:MAX_CHARS]), 0)
+        if error is None or is_caught or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
+            trim(error)
             is_told = isinstance(error, CallsDiffer) or error.__traceback__ is None
             text = "" if is_told else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)
             what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
-        if not self._session.is_connected and not self.lost:
+        # A loop that ends as soon as it has begun has no stream yet.
+        self._session.wait_until_taken(CONNECT_S)
+        if not self._session.has_said_all and not self._session.is_connected and not self.lost:
             notice(f"the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s")
         # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
         # stays in state "training" until the coordinator gives its ranks up.
@@ -391,7 +400,7 @@ def checked_metrics(metrics: Mapping[str, Any], call: str = "report()") -> dict[
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise Misuse(f"{call}: {name!r} must be a number, not a tensor of shape {tuple(value.shape)}")
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(without_graph(value))
         except (TypeError, ValueError):
             raise Misuse(f"{call}: {name!r} must be a number, not {value!r}") from None
     return numbers

@@ -81,8 +81,8 @@ class Attachment:
     def report_not_saved(self, version: int, reason: str) -> None:
         """Reports that a checkpoint cannot be written. From any thread."""
 
-    def leave(self, error: BaseException | None) -> None:
-        """Reports that the loop has ended, with `error` if it raised one."""
+    def leave(self, error: BaseException | None, *, is_caught: bool = False) -> None:
+        """Reports that the loop has ended, with `error` if it raised one. If `is_caught`, the script has gone on."""
 
     def next_group(self, generation: int, reason: str) -> NextGroup | None:
         """Reports that this rank has left the group, and waits for the next one. None if none can be formed, or the

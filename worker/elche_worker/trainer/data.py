@@ -391,7 +391,13 @@ def named(data: Any, names: Sequence[str] | None) -> Fields:
             "collate_fn returned None, and every rank makes a step of each batch: leave samples that cannot be trained "
             "out of the data set, or let collate_fn put others in their place"
         )
-    fields = list(data) if isinstance(data, list | tuple) else [data]
+    is_one = not isinstance(data, list | tuple)
+    fields = [data] if is_one else list(data)
+    if is_one and len(names or ()) != 1:
+        raise Misuse(
+            f"a batch is one {type(data).__name__}: give it one name, as in set_data_loader(loader, names=('data',)), "
+            "and take batch['data'] in the loop"
+        )
     if names is None:
         raise Misuse(
             f"batches are {type(data).__name__}s of {len(fields)} fields without names: name them, as in "

@@ -83,9 +83,9 @@ class Together:
         """Tells the coordinator why this process is ended."""
         self.attachment.leave(CallsDiffer(message))
 
-    def end(self) -> None:
+    def end(self, how: str = "ends its loop") -> None:
         """Records that the loop has ended, which waits for no other rank."""
-        self._world.calls.leave(f"ends its loop {self.where()}")
+        self._world.calls.leave(f"{how} {self.where()}")
 
     def wait_while_paused(self) -> None:
         """Returns when no rank is paused any more, or one is to end. Every rank calls it after the same step."""

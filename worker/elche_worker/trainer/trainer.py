@@ -26,6 +26,7 @@ from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
 from elche_worker.model.savable import take_form
+from elche_worker.session.script import is_run, settle, when_known
 from elche_worker.session.submitted import is_submitted, take_launch
 from elche_worker.trainer.attached import attach, attach_submitted, checked_metrics, coordinator_address
 from elche_worker.trainer.checkpoints import AtStep, LoopCheckpoints
@@ -58,6 +59,9 @@ BEGAN_APART = (
     "without a seed, or copied from the model before Trainer.setup, such as a target or teacher, still differs: call "
     "torch.manual_seed() at the script's beginning, or copy trainer.model after Trainer.setup"
 )
+
+_open: "list[Trainer]" = []
+"""The trainers of this process that are not closed."""
 
 
 class Trainer:
@@ -117,6 +121,9 @@ class Trainer:
         """
         check_not_loading(LOOP_IN_JOB)
         check_is_main()
+        settle(is_caught=True)
+        for former in [one for one in _open if one._shares_parameters_with(model)]:
+            former.close()  # the script goes on with the model; both would send each gradient
         chosen = config or TrainerConfig()
         world = World.join(process_group, chosen.device)
         with world.calling("calls Trainer.setup()"):
@@ -146,6 +153,7 @@ class Trainer:
         # With the process id: processes that the script forks, such as data loader workers, inherit the handler, and
         # must not close the loop when they exit.
         atexit.register(trainer._close_at_exit, os.getpid())
+        _open.append(trainer)
         return trainer
 
     @classmethod
@@ -536,6 +544,8 @@ class Trainer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        if self in _open:
+            _open.remove(self)
         differing = None
         if error is None:
             self._together.end()
@@ -546,12 +556,31 @@ class Trainer:
         self._checkpoints.close()
         if error is None:
             self._stepper.report(is_last=True)
-        self._progress.attachment.leave(error)
+        if isinstance(error, Exception):
+            self._leave_raising(error)
+        else:
+            self._progress.attachment.leave(error)
         self._forward.capture.close()
         self._stepper.close()
         self._world.close()
         if differing is not None:
             raise differing
+
+    def _leave_raising(self, error: Exception) -> None:
+        """Ends the loop of a script that may catch the error: cross validation goes on to the next fold, Optuna to the
+        next trial. If the others go on in this loop, they hear that this rank does not.
+        """
+        leave, is_told = self._progress.attachment.leave, not is_run()
+        if is_told:  # nobody sees whether the script catches it before its next trainer
+            leave(error)
+
+        def tell(is_caught: bool) -> None:
+            if is_caught:
+                self._together.end(f"goes on after {type(error).__name__}: {error},")
+            if not is_told:
+                leave(error, is_caught=is_caught)
+
+        when_known(tell)
 
     def _close_at_exit(self, pid: int) -> None:
         if os.getpid() == pid:
@@ -570,7 +599,15 @@ class Trainer:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Misuse("this trainer is closed; set up another with Trainer.setup(model, optimizer)")
+            raise Misuse(
+                "this trainer is closed, by close(), the end of its `with`, or a later Trainer.setup with parameters "
+                "of its model; set up another with Trainer.setup(model, optimizer)"
+            )
+
+    def _shares_parameters_with(self, model: Any) -> bool:
+        """True if another loop with this model would send gradients that this one sends, too."""
+        own = {id(one) for one in self._model.parameters()} if self.is_distributed else set()
+        return isinstance(model, nn.Module) and any(id(one) in own for one in model.parameters())
 
     def _require_data(self) -> Data:
         if self._data is None:

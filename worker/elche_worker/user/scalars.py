@@ -44,9 +44,14 @@ def number_of(value: Any) -> float | None:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:
-        return float(value)
+        return float(without_graph(value))
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def without_graph(value: Any) -> Any:
+    """The value, detached if it is a tensor, such as a loss: torch warns where one with a graph becomes a number."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def described(value: Any) -> str:

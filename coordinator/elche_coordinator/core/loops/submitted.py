@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from elche.errors import LEFT_ALONE
+from elche.formatting import last_words
 from elche_coordinator.core.jobs.deaths import Death
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.places import Places
@@ -136,5 +137,5 @@ class SubmittedLoop(Loop, PlacedJob):
 
 def _with_last_line(notice: str, log_tail: str) -> str:
     """The notice with the last line that the process has printed, which is an uncaught exception's."""
-    lines = log_tail.strip().splitlines()
-    return f"{notice}: {lines[-1].strip()}" if lines else notice
+    said = last_words(log_tail.splitlines())
+    return f"{notice}: {said}" if said else notice
