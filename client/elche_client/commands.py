@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -302,7 +303,8 @@ def _watch(handle: JobHandle, *, as_json: bool) -> int:
             start_watch(handle, notifications)
             result = wait_for_result(notifications, show)
     except Interrupted as interrupted:
-        print_notice(f"the job goes on; `elche cancel {handle.id}` cancels it")
+        with suppress(OSError):  # its terminal may be closed
+            print_notice(f"the job goes on; `elche cancel {handle.id}` cancels it")
         return interrupted.exit_code
     except Unreachable as error:
         if hint := _hint(handle, record):

@@ -136,7 +136,9 @@ def start_watch(handle: "JobHandle", notifications: NotificationQueue) -> None:
 
 @contextmanager
 def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; the second kills the processes and exits at once."""
+    """The first SIGINT, SIGTERM or SIGHUP goes to the queue; the second kills the processes and exits at once. With
+    SIGHUP writing to the terminal, which is closed, fails before the queue is read: `Interrupted` is raised then, too.
+    """
     received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -153,6 +155,10 @@ def forward_signals(notifications: NotificationQueue, kill: Callable[[], None] =
     before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
+    except OSError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

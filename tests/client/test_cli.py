@@ -1,5 +1,6 @@
 """The command `elche` against a coordinator that plays a script: what it prints, and its exit codes."""
 
+import errno
 import json
 import os
 import pty
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import click
 import grpc
@@ -15,6 +17,7 @@ import pytest
 
 from elche.v1 import job_pb2 as pb
 from elche_client.cli import cli, main
+from elche_client.notifications import Interrupted, forward_signals
 from elche_client.options import has_own_loop
 from support.scripted import (
     CANCELLED,
@@ -388,6 +391,19 @@ def test_ctrl_c_stops_watching_but_not_the_job() -> None:
             _, errors = process.communicate(timeout=100)
     assert process.returncode == 130
     assert errors == "elche: the job goes on; `elche cancel j-1` cancels it\n"
+
+
+def test_a_terminal_that_is_closed_is_no_job_that_has_failed() -> None:
+    """Writing to it fails before the signal is read from the queue; `elche watch` exited with 1."""
+
+    def write() -> None:
+        with forward_signals(SimpleQueue()):
+            os.kill(os.getpid(), signal.SIGHUP)
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(Interrupted, match="SIGHUP") as raised:
+        write()
+    assert raised.value.exit_code == 129
 
 
 def test_a_terminal_gets_the_live_picture_and_its_cursor_back() -> None:
