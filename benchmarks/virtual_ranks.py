@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 from virtual_means import ByWork, Ema, apart
 
+from elche.extent import Extent
 from elche.settings import BLOCKING_ANCHOR, OVERLAPPED_ANCHOR, AgreedSettings
 from elche_coordinator.core.messages.events import Event, ResultReceived
 from elche_coordinator.core.messages.ids import RoundId
@@ -29,9 +30,9 @@ from elche_worker.collectives.compression import BLOCK, CODECS
 from elche_worker.collectives.gains import (
     Rows,
     Spread,
+    gain_part,
     most_gain,
     moved_by_all,
-    overlapped_part,
 )
 from elche_worker.collectives.header import AveragingOptions
 from elche_worker.collectives.outliers import StepWatch
@@ -97,11 +98,11 @@ class Way:
     schedule: Schedule | None = None
     """The anchor by the course of the training; None: as the coordinator has it."""
 
-    def part_of_gain(self, most: float) -> float:
+    def part_of_gain(self, merge: str, most: float) -> float:
         """Part of a gain above 1, of which `most` is the largest."""
         if self.gain_part is not None:
             return self.gain_part
-        return overlapped_part(most) if self.averaging == "overlapped" else 1.0
+        return gain_part(merge, most, overlaps=self.averaging == "overlapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,9 @@ class World:
         self.simulation: Simulation | None = None
         self.model = self.new_model()
         self.parts = ModelParts(self.model, job.buffers)
-        chosen = merge_of(job, Built(self.model, job.optimizer(self.model)))
+        assert isinstance(job.batch_size, int)
+        extent = Extent(dataset_size=len(dataset), batch_size=job.batch_size, epochs=job.epochs)
+        chosen = merge_of(job, Built(self.model, job.optimizer(self.model)), extent)
         self.merge = chosen if way.merge == "auto" else way.merge
 
     def indices(self, epoch: int) -> list[int]:
@@ -254,7 +257,7 @@ class World:
         num_samples = sum(row.weight for row in rows)
         if not is_first:
             brought = [values[:num_trained] for _, values, _ in entries]
-            if self.merge == "adascale" and len(entries) > 1:
+            if self.merge in ("adascale", "rows") and len(entries) > 1:
                 self._go_further(trained, weights, brought)
             elif self.merge in ("apart", "whole"):
                 shapes = [(one.shape[0], one.shape[1:].numel()) for one in self.parts.trained]
@@ -319,7 +322,7 @@ class World:
         self._spread.learn()
         by_all = moved_by_all([one / weight for one, weight in zip(squares, weights, strict=True) if weight])
         of_mean = rows.squares(mean, self.last) * (brought > 0)
-        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain(most_gain(weights)))
+        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain(self.merge, most_gain(weights)))
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)
             for bounds, one in zip(self._bounds, steps, strict=True)

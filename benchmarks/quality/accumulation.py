@@ -40,4 +40,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     return replace(as_it_is, model=build_model, train_step=train_step, manual_optimization=True, batch_size=8)
 
 
-TASK = Task(title="accumulation by hand", metric="loss", rate=3e-2, job=job)
+TASK = Task(title="accumulation by hand", metric="loss", rate=3e-2, job=job, grows=True)

@@ -82,4 +82,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="contrastive, with a queue", metric="loss", rate=0.03, job=job)
+TASK = Task(title="contrastive, with a queue", metric="loss", rate=0.03, job=job, grows=True)

@@ -10,4 +10,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     return digits_averaged.job(rate, seed, length, buffers="from_source")
 
 
-TASK = Task(title="digits, BatchNorm from source", metric="loss", rate=2e-2, job=job)
+TASK = Task(title="digits, BatchNorm from source", metric="loss", rate=2e-2, job=job, grows=True)

@@ -10,4 +10,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     return digits_averaged.job(rate, seed, length, buffers="local")
 
 
-TASK = Task(title="digits, BatchNorm local", metric="loss", rate=2e-2, job=job)
+TASK = Task(title="digits, BatchNorm local", metric="loss", rate=2e-2, job=job, grows=True)

@@ -11,4 +11,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     return finetuning_constant.job(rate, seed, length, schedule=fall)
 
 
-TASK = Task(title="fine-tuning, falling rate", metric="loss", rate=1e-3, job=job)
+TASK = Task(title="fine-tuning, falling rate", metric="loss", rate=1e-3, job=job, grows=True)

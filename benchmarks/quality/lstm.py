@@ -53,4 +53,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     )
 
 
-TASK = Task(title="LSTM, symbols of a chain", metric="loss", rate=2e-2, job=job)
+TASK = Task(title="LSTM, symbols of a chain", metric="loss", rate=2e-2, job=job, grows=True)

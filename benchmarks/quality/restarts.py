@@ -19,4 +19,4 @@ def job(rate: float, seed: int, length: float) -> TrainingJob:
     return replace(regression.job(rate, seed, length), schedule=cycles)
 
 
-TASK = Task(title="restarts (SGDR)", metric="loss", rate=3e-2, job=job)
+TASK = Task(title="restarts (SGDR)", metric="loss", rate=3e-2, job=job, grows=True)

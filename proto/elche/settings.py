@@ -374,7 +374,7 @@ class Settings(SharedSettings):
         ),
     ] = "auto"
     """Weight of a rank in the average: "samples", the number that it has trained, or "uniform", equal for all. "auto"
-    is "samples" for the mean; with "adascale" it is "uniform", since in a sum each rank's step has weight 1.
+    is "samples" for means; with "adascale" it is "uniform", since in a sum each rank's step has weight 1.
     """
     merge: Annotated[
         str,
@@ -386,8 +386,8 @@ class Settings(SharedSettings):
     """How a round merges its ranks' steps: "adascale" takes larger steps than their mean where they differ only by
     batch noise, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" takes the mean. "auto" is "mean"
     for models that train against each other (several optimizers with `manual_optimization`) and for steps that need a
-    closure (LBFGS), else "adascale".
-    Parameters that are kept in a convex set, such as at 0 or above, need "mean": only that stays in it.
+    closure (LBFGS); in trainings of fewer than 1000 batches it is the mean of the ranks that have changed the row of a
+    weight; else it is "adascale".
     """
     buffers: Annotated[
         str, Setting("What rounds do with buffers that are statistics (`running_...`).", choices=SHARINGS)

@@ -10,9 +10,11 @@ from torch import nn
 from worker.test_averaging import Ranks, row
 
 from elche_worker.collectives.gains import (
+    MANY_ROWS,
     Rows,
     Spread,
     most_gain,
+    moved_by_all,
     whole_squares,
 )
 from elche_worker.model.bounds import UNBOUNDED, BoundsWatch, bounds_of
@@ -70,15 +72,21 @@ def test_where_ranks_agree_it_is_their_mean_and_where_they_differ_their_sum(
 
 
 @pytest.mark.parametrize(
-    ("averaging", "size", "part"), [("overlapped", 2, 1.0), ("overlapped", 3, 2 / 3), ("blocking", 3, 1.0)]
+    ("merge", "averaging", "size", "part"),
+    [
+        ("adascale", "overlapped", 2, 1.0),
+        ("adascale", "overlapped", 3, 2 / 3),
+        ("adascale", "blocking", 3, 1.0),
+        ("auto", "blocking", 3, 0.0),
+    ],
 )
-def test_only_where_three_or_more_overlap_a_part_of_the_gains_is_taken(
-    world: Make, monkeypatch: pytest.MonkeyPatch, averaging: str, size: int, part: float
+def test_of_gains_a_part_is_taken_where_three_or_more_overlap_and_none_in_short_trainings(
+    world: Make, monkeypatch: pytest.MonkeyPatch, merge: str, averaging: str, size: int, part: float
 ) -> None:
     taken: list[float] = []
     hear = Spread.hear
     monkeypatch.setattr(Spread, "hear", lambda spread, *given: taken.append(given[-1]) or hear(spread, *given))
-    ranks = world(size, averaging=averaging)
+    ranks = world(size, averaging=averaging, merge=merge)
     for number in range(1, 4):
         ranks.round(number)
         for rank in ranks.ranks:
@@ -100,6 +108,14 @@ def test_a_row_that_one_rank_alone_moves_goes_as_far_as_it_has_moved_it() -> Non
     made = models[0].weight.detach()[0] - before[0]  # type: ignore[union-attr, operator, index]
     torch.testing.assert_close(made, torch.ones(COLUMNS), rtol=0.02, atol=0)
     assert len(world.digests()) == 1
+
+
+@pytest.mark.parametrize("num_rows", [MANY_ROWS - 1, MANY_ROWS])
+def test_a_rank_that_has_moved_none_of_many_rows_has_made_no_step(num_rows: int) -> None:
+    one, other = torch.ones(num_rows), torch.full((num_rows,), 1e-9)
+    assert moved_by_all([one, other]).tolist() == [num_rows >= MANY_ROWS] * num_rows
+    other[3] = 1.0
+    assert moved_by_all([one, other]).tolist() == [position == 3 for position in range(num_rows)]
 
 
 def test_the_first_rounds_are_the_mean() -> None:

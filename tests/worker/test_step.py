@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elche.errors import InvalidJob
+from elche.extent import Extent
 from elche_worker import TrainingJob, record_scalar
 from elche_worker.data.fetching import Fetch, Indices
 from elche_worker.device.kinds import KINDS, MemoryUse
@@ -79,6 +80,10 @@ def test_an_optimizer_with_parameters_beside_the_model_is_refused() -> None:
     assert len(build_model(together, CPU, "train.py").all_optimizers[0].param_groups[0]["params"]) == 4
 
 
+LONG = Extent(dataset_size=32_000, batch_size=32, epochs=1)
+"""A thousand batches."""
+
+
 @pytest.mark.parametrize("said", ["auto", "adascale", "mean"])
 @pytest.mark.parametrize(("num_optimizers", "is_manual"), [(1, False), (2, False), (1, True), (2, True)])
 def test_rounds_of_a_game_make_the_mean_unless_the_job_says_otherwise(
@@ -88,7 +93,7 @@ def test_rounds_of_a_game_make_the_mean_unless_the_job_says_otherwise(
     model = job.model()
     built = Built(model, [job.optimizer(model) for _ in range(num_optimizers)])
     chosen = "mean" if is_manual and num_optimizers > 1 else "adascale"
-    assert merge_of(job, built) == (chosen if said == "auto" else said)
+    assert merge_of(job, built, LONG) == (chosen if said == "auto" else said)
 
 
 @pytest.mark.parametrize("is_manual", [False, True])
@@ -99,7 +104,19 @@ def test_rounds_of_steps_that_need_a_closure_make_the_mean(is_manual: bool) -> N
     job = replace(JOB, manual_optimization=is_manual)
     model = job.model()
     built = Built(model, torch.optim.LBFGS(model.parameters()))
-    assert merge_of(job, built) == ("mean" if is_manual else "adascale")
+    assert merge_of(job, built, LONG) == ("mean" if is_manual else "adascale")
+
+
+@pytest.mark.parametrize("said", ["auto", "adascale", "mean"])
+@pytest.mark.parametrize(
+    ("max_steps", "chosen"),
+    [(None, "adascale"), (999, "rows")],
+)
+def test_a_short_training_takes_no_gains(said: str, max_steps: int | None, chosen: str) -> None:
+    job = replace(JOB, merge=said)
+    model = job.model()
+    extent = replace(LONG, max_steps=max_steps)
+    assert merge_of(job, Built(model, job.optimizer(model)), extent) == (chosen if said == "auto" else said)
 
 
 def test_of_a_warm_up_nothing_stays_but_what_was_compiled() -> None:

@@ -26,6 +26,10 @@ is long (docs/defaults.md).
 """
 UNMOVED = 1e-6
 """A rank has not moved a row if the square of its step is at most this part of the largest, since corrections round."""
+MANY_ROWS = 16
+"""A rank that has moved none of so many rows has made no step yet, as where a job adds up gradients over batches, or
+where a batch has none. Of fewer rows, all may be rarely used ones of an embedding.
+"""
 SQUARES = torch.float64
 """Type of squared norms: in float32 they would overflow from steps of 1e19, and vanish below 1e-22."""
 SENT = torch.bfloat16
@@ -169,17 +173,24 @@ def mean_squares(
     return _unpacked(raw.view(torch.uint8)), ~raw.signbit()
 
 
-def overlapped_part(most: float) -> float:
-    """Part of a gain above 1 that is taken where rounds overlap, of rows that all ranks have moved; `most` is the
-    largest gain. A row that some ranks have left as it was needs all of its gain, which makes the mean of the others.
+def gain_part(merge: str, most: float, *, overlaps: bool) -> float:
+    """Part of a gain above 1 that is taken, of rows that all ranks have moved; `most` is the largest gain. A row that
+    some ranks have left as it was needs all of its gain, which makes the mean of the others.
     """
-    return min(1.0, OVERLAPPED / most)
+    if merge == "rows":
+        return 0.0
+    return min(1.0, OVERLAPPED / most) if overlaps else 1.0
 
 
 def moved_by_all(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """True for rows whose squared norms of each rank's step show that all have moved them, and not one by rounding."""
+    """True for rows whose squared norms of each rank's step show that all have moved them, and not one by rounding. A
+    rank that has moved none of many rows does not count.
+    """
     each = torch.stack(list(squares))
-    return (each > UNMOVED * each.amax(0)).all(0)
+    has_moved = each > UNMOVED * each.amax(0)
+    if each.shape[1] >= MANY_ROWS:
+        has_moved |= ~has_moved.any(1, keepdim=True)
+    return has_moved.all(0)
 
 
 def _packed(norms: torch.Tensor) -> torch.Tensor:

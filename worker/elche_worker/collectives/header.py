@@ -46,6 +46,7 @@ class AveragingOptions:
 
     weighting: str = "auto"
     merge: str = "mean"
+    """As `elche_worker.model.step.merge_of` returns it."""
     nonfinite: str = "fail"
     outliers: str = "keep"
     compress: str | None = None
@@ -58,7 +59,7 @@ class AveragingOptions:
     @property
     def counts_samples(self) -> bool:
         """True if ranks are weighted by their samples; otherwise all that have any have equal weight."""
-        return self.weighting == "samples" or (self.weighting == "auto" and self.merge == "mean")
+        return self.weighting == "samples" or (self.weighting == "auto" and self.merge != "adascale")
 
     def discarded(self, rows: Sequence[Contribution]) -> list[bool]:
         """For each rank, True if its values are left out."""

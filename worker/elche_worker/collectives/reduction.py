@@ -13,9 +13,9 @@ from elche_worker.collectives.gains import (
     SQUARES,
     Rows,
     Spread,
+    gain_part,
     mean_squares,
     most_gain,
-    overlapped_part,
 )
 from elche_worker.collectives.header import AveragingOptions, Row, check_together
 from elche_worker.collectives.levels import LevelChoice, codec_of, level_of
@@ -110,7 +110,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The ranks' figures on a round's steps, summed over the ranks, for `merge="adascale"`."""
+    """The ranks' figures on a round's steps, summed over the ranks, for merges other than "mean"."""
 
     most_gain: float
     """Upper bound of all gains, by the ranks' weights: the number of ranks, if all have the same weight."""
@@ -153,7 +153,7 @@ class Reduction:
 
     @property
     def _merges_by_rows(self) -> bool:
-        return self._options.merge == "adascale"
+        return self._options.merge != "mean"
 
     @property
     def _has_memory(self) -> bool:
@@ -343,7 +343,7 @@ class Reduction:
         memory.spread.learn()
         moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         of_mean = rows.squares_alike(trained, memory.last) * moved
-        part = overlapped_part(said.most_gain) if self._options.overlaps else 1.0
+        part = gain_part(self._options.merge, said.most_gain, overlaps=self._options.overlaps)
         memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], part)
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elche.errors import InvalidJob
+from elche.extent import Extent
 from elche.output import notice
 from elche_worker.device.faults import is_out_of_memory as is_out_of_memory
 from elche_worker.device.kinds import kind_of
@@ -24,6 +25,9 @@ from elche_worker.user.scalars import Sum, described, number_of, take_scalars
 
 MAX_METRICS = 1000
 """Most metrics or recorded values of one function, to bound reports."""
+
+SHORT_BATCHES = 1000
+"""A training of fewer batches, over all ranks, takes no gains with `merge="auto"`."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The setting `precision` as the dtype of autocast."""
@@ -149,11 +153,17 @@ def _stepped(optimizers: list[Optimizer]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
-def merge_of(job: JobDefinition, built: Built) -> str:
-    """The job's merge of the ranks' steps in rounds, with "auto" resolved."""
+def merge_of(job: JobDefinition, built: Built, extent: Extent) -> str:
+    """The job's merge of the ranks' steps in rounds, with "auto" resolved: "adascale", "mean", or "rows", which is the
+    mean of the ranks that have changed the row of a weight.
+
+    Gains did harm on most short trainings, and so did the mean of all ranks where rows change seldom (docs/quality.md).
+    """
     if job.merge != "auto":
         return job.merge
-    return "mean" if why_mean(job, built) else "adascale"
+    if why_mean(job, built):
+        return "mean"
+    return "rows" if extent.total_samples < SHORT_BATCHES * extent.batch_size else "adascale"
 
 
 def why_mean(job: JobDefinition, built: Built) -> str | None:

@@ -98,7 +98,7 @@ READ_BETWEEN = (
     "num_workers they are read ahead, if __getitem__ opens what is bound to a thread when it is first called"
 )
 """Notice for a data set that another thread cannot read."""
-ROUNDS_FORMAT = 3
+ROUNDS_FORMAT = 4
 """Version of what ranks tell each other in rounds (rows of the header, digests), and of what they compute of it: only
 ranks of one train together.
 """
@@ -287,7 +287,7 @@ def _prepare(
         parts.extent,
         parts.layout,
         launch,
-        merge=merge_of(job, built),
+        merge=merge_of(job, built, parts.extent),
         eval_size=len(parts.eval_dataset) if parts.eval_dataset is not None else 0,
         shard_sizes=tuple(dataset.sizes) if isinstance(dataset, Shards) else (),
         is_drawn=bool(job.sample_weights),

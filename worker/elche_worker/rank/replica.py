@@ -112,7 +112,7 @@ class Replica:
         outer: Any = job.outer_optimizer
         options = AveragingOptions(
             weighting=job.weighting,
-            merge=merge_of(job, parts.built),
+            merge=merge_of(job, parts.built, parts.extent),
             nonfinite=job.nonfinite,
             outliers=job.outliers,
             compress=job.compress,
