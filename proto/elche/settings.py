@@ -386,7 +386,7 @@ class Settings(SharedSettings):
     """How a round merges its ranks' steps: "adascale" takes larger steps than their mean where they differ only by
     batch noise, up to their sum (arXiv 2007.05105), and keeps the last result; "mean" takes the mean. "auto" is "mean"
     for models that train against each other (several optimizers with `manual_optimization`) and for steps that need a
-    closure (LBFGS); in trainings of fewer than 1000 batches it is the mean of the ranks that have changed the row of a
+    closure (LBFGS); in trainings of up to 800 batches it is the mean of the ranks that have changed the row of a
     weight; else it is "adascale".
     """
     buffers: Annotated[

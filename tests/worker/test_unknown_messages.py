@@ -74,7 +74,7 @@ def attachment() -> Any:
     """One rank of a loop, without its session."""
     one: Any = object.__new__(CoordinatorAttachment)
     one.operator, one._clock, one._timeline = OperatorRequests(), None, None
-    one._is_lost = one._is_leaving = False
+    one.lost, one._is_leaving = "", False
     one._world = SimpleNamespace(rank=3, give_up=lambda generation: None)
     return one
 
@@ -87,7 +87,7 @@ def test_a_loop_loses_the_coordinator_that_it_does_not_understand(capsys: pytest
     session._is_leaving = False
     session._stub = SimpleNamespace(Converse=lambda requests, metadata: call)
     session._run()
-    assert (call.was_cancelled, loop._is_lost, loop._clock) == (True, True, None)
+    assert (call.was_cancelled, bool(loop.lost), loop._clock) == (True, True, None)
     assert "rank 3: a ConverseResponse came, and this program knows no such message" in capsys.readouterr().err
 
 

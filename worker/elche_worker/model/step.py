@@ -26,8 +26,10 @@ from elche_worker.user.scalars import Sum, described, number_of, take_scalars
 MAX_METRICS = 1000
 """Most metrics or recorded values of one function, to bound reports."""
 
-SHORT_BATCHES = 1000
-"""A training of fewer batches, over all ranks, takes no gains with `merge="auto"`."""
+SHORT_BATCHES = 800
+"""A training of up to so many batches, over all ranks, takes no gains with `merge="auto"`: docs/quality.md has such
+trainings, docs/convergence.md longer ones.
+"""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The setting `precision` as the dtype of autocast."""
@@ -163,7 +165,7 @@ def merge_of(job: JobDefinition, built: Built, extent: Extent) -> str:
         return job.merge
     if why_mean(job, built):
         return "mean"
-    return "rows" if extent.total_samples < SHORT_BATCHES * extent.batch_size else "adascale"
+    return "rows" if extent.total_samples <= SHORT_BATCHES * extent.batch_size else "adascale"
 
 
 def why_mean(job: JobDefinition, built: Built) -> str | None:
