@@ -101,8 +101,8 @@ async def _serve(
     access = AccessInterceptor(credentials, audit, partial(rank_caller, driver))
     server, port = _new_server(config, access, encryption)
     driver.core.begin_incarnations_at(history.last_incarnation + 1)
-    timelines = Timelines(config.data / "timelines", driver)
-    journals = JournalFiles(config.data / "journals", driver)
+    timelines = Timelines(config.data / "timelines", driver, catalogue.owner)
+    journals = JournalFiles(config.data / "journals", driver, catalogue.owner)
     with using(config.data):
         bundles = Bundles(config.data / "bundles", catalogue.bundles_in_use, shared=shared)
     faults = Faults(driver, are_allowed=config.allows_chaos)
@@ -171,7 +171,7 @@ async def _page(
         yield
         return
     server, host = _bind_http(config.http), split_address(config.http)[0]
-    recordings = Recordings(config.data / "recordings")
+    recordings = Recordings(config.data / "recordings", catalogue.owner)
     upkeep = Upkeep(config.data, tokens, encryption)
     web = Web(driver, catalogue, credentials, audit, artifacts, recordings, journals, upkeep)
     async with AsyncExitStack() as stack:

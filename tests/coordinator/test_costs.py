@@ -13,7 +13,7 @@ from elche_coordinator.core.describe import JobDetails, JobView
 from elche_coordinator.core.messages.commands import SendOutcome
 from elche_coordinator.core.messages.events import BatchesTrained, RankReady
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank, RoundId, Version
-from elche_coordinator.core.messages.reports import Report, UserEvent
+from elche_coordinator.core.messages.reports import EvaluationReport, Report, UserEvent
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.loop_health import LoopHealth
@@ -87,3 +87,10 @@ def test_the_collector_looks_at_what_is_new_and_not_at_what_was_imported() -> No
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def test_metrics_with_long_names_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    report = EvaluationReport(epoch=1, metrics={f"m{index}" + "y" * 190: 1.0 for index in range(1000)}, duration_s=1.0)
+    Watchers(LoopHealth()).publish(JobId("job-1"), report)
+    assert 400 < len(caplog.text) < 1000

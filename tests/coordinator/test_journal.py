@@ -1,11 +1,13 @@
 """What is kept of a job's events: within bounds, without secrets, and read back as it was."""
 
+import os
 import tracemalloc
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from itertools import count
-from types import NoneType, UnionType
+from pathlib import Path
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -30,8 +32,10 @@ from elche_coordinator.core.messages.reports import JobResult, Outcome
 from elche_coordinator.core.messages.spec import EpochWork, HeaderRow, JobSpec, Slot
 from elche_coordinator.journal.coding import COMMANDS, EVENTS, decode, encode
 from elche_coordinator.journal.entries import MAX_TEXT, cut_text, fault_text, kept_command, kept_event
-from elche_coordinator.journal.journals import JournalLimits, Journals
+from elche_coordinator.journal.journals import Extract, JournalLimits, Journals
 from elche_coordinator.journal.weights import weight
+from elche_coordinator.telemetry import journal_files
+from elche_coordinator.telemetry.journal_files import JournalFiles
 
 KINDS = EVENTS | COMMANDS
 
@@ -301,3 +305,13 @@ def test_a_bug_of_the_core_is_in_the_journal_of_the_job_that_it_costs(monkeypatc
     assert (one.entries[-1].event, one.entries[-1].error) == (event, "KeyError: 'nothing'")
     assert list(one.lines())[-1].endswith('"error":"KeyError: \'nothing\'"}')
     assert len(two.entries) == 1
+
+
+def test_journals_of_one_user_do_not_push_out_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_files, "MAX_FILES", 3)
+    driver: Any = SimpleNamespace(watchers=SimpleNamespace(on_published=lambda action: None))
+    files = JournalFiles(tmp_path, driver, lambda job_id: job_id.partition("-")[0])
+    for index, job_id in enumerate(("bob-0", "eve-1", "eve-2", "eve-3", "eve-4")):
+        files._write(Extract(JobId(job_id), 0, (), 0.0))
+        os.utime(tmp_path / f"{job_id}.jsonl.gz", (index, index))
+    assert sorted(one.name.partition(".")[0] for one in tmp_path.iterdir()) == ["bob-0", "eve-3", "eve-4"]

@@ -113,6 +113,17 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(one.name for one in tmp_path.iterdir()) == ["j-3.json", "j-4.json", "j-5.json"]
 
 
+def test_recordings_of_one_user_do_not_push_out_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "MAX_FILES", 3)
+    kept = Recordings(tmp_path, lambda job_id: job_id.partition("-")[0])
+    for index, job_id in enumerate(("bob-0", "eve-1", "eve-2", "eve-3", "eve-4")):
+        kept.save(job_id, JobRecording(), (), {})
+        os.utime(tmp_path / f"{job_id}.json", (index, index))
+    assert sorted(one.stem for one in tmp_path.iterdir()) == ["bob-0", "eve-3", "eve-4"]
+
+
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     Recordings(tmp_path / "file" / "recordings").save("j-1", JobRecording(), (), {})

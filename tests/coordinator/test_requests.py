@@ -18,6 +18,7 @@ from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import Checkpoint, JobResult, Outcome
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.sharing import crowded_out
 from elche_coordinator.roles import HAS_CHANGED
 from elche_coordinator.services.requests import cancel, drain, model_chunks, pause, resume, scale, taken
 from elche_coordinator.storage import tape
@@ -152,6 +153,28 @@ def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:
             [],
         ]
         assert {"waits", "lives"} <= set(catalogue.job_ids())
+        driver.stop()
+
+    asyncio.run(story())
+
+
+def test_many_jobs_of_one_user_do_not_push_out_the_few_of_another(tmp_path: Path) -> None:
+    """Neither what is known of them, nor their journals, recordings and timelines."""
+
+    async def story() -> None:
+        driver, catalogue = started(tmp_path)
+        for index in range(7):
+            user = "bob" if index < 2 else "eve"
+            spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1, submitted_by=user)
+            driver.handle(JobSubmitted(job_id=JobId(f"j-{index}"), spec=spec, submitted_at=float(index)))
+            driver.handle(JobCancelled(job_id=JobId(f"j-{index}")))
+            driver._clock_offset_s += 1.0
+        await driver.durable()
+        jobs = [(f"j-{index}", catalogue.owner(f"j-{index}"), 1) for index in range(7)]
+        assert crowded_out(jobs, 3) == ["j-2", "j-3", "j-4", "j-0"]
+        catalogue.forget_oldest(4)
+        assert catalogue.job_ids() == ["j-0", "j-1", "j-5", "j-6"]
+        assert catalogue.owner("j-2") == ""
         driver.stop()
 
     asyncio.run(story())

@@ -116,17 +116,17 @@ def test_lines_that_wait_for_a_slow_disk_are_bounded(tmp_path: Path, monkeypatch
     assert written(tmp_path / "all") == {"eve-1": 8 * line, "bob-1": 2 * line}
 
 
-def test_the_oldest_make_room_and_those_of_jobs_that_go_on_never(
+def test_the_oldest_of_who_has_most_make_room_and_those_of_jobs_that_go_on_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver: Any = SimpleNamespace(
         on_performed=lambda action: None, watchers=SimpleNamespace(on_published=lambda action: None)
     )
-    timelines = Timelines(tmp_path, driver)
+    timelines = Timelines(tmp_path, driver, lambda job_id: "bob" if job_id == "job-1" else "eve")
     for number in range(5):
         path = tmp_path / f"job-{number}.jsonl"
         path.write_bytes(b"x" * 400)
         os.utime(path, (number, number))
     monkeypatch.setattr(module, "MAX_TOTAL_BYTES", 1000)
     timelines._make_room({"job-0"})
-    assert sorted(one.stem for one in tmp_path.iterdir()) == ["job-0", "job-3", "job-4"]
+    assert sorted(one.stem for one in tmp_path.iterdir()) == ["job-0", "job-1", "job-4"]

@@ -12,6 +12,7 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.sharing import crowded_out
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,10 @@ class JobCatalogue:
         past = self._history.jobs.get(job_id)
         return self._core.spec(JobId(job_id)) if past is None else past.spec
 
+    def owner(self, job_id: str) -> str:
+        """The user who has submitted the job; empty for an unknown job."""
+        return "" if (spec := self.spec(job_id)) is None else str(spec.submitted_by)
+
     def submission(self, job_id: str) -> JobSpec:
         """The job's submission, without rounds to repeat. Raises `KeyError` before it is durable."""
         return self._history.submission(job_id)
@@ -92,20 +97,22 @@ class JobCatalogue:
         return {spec.bundle for job_id in living if (spec := self._core.spec(job_id)) is not None}
 
     def forget_oldest(self, keep_jobs: int) -> int:
-        """Forgets all but the newest `keep_jobs` ended jobs; returns the number forgotten."""
+        """Forgets ended jobs beyond `keep_jobs`, each the oldest of the user who has most; returns the number
+        forgotten.
+        """
         if len(self.job_ids()) <= keep_jobs:
             return 0
         present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
         views = [view for view in present if view is not None]
         views.sort(key=lambda view: -(view.ended_for_s or 0.0))
         ended = [*self._history.jobs, *(view.job_id for view in views)]
-        old = tuple(map(JobId, ended[: max(0, len(ended) - keep_jobs)]))
+        old = tuple(map(JobId, crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)))
         if old:
             self._history.forget(old)
             for job_id in old:
                 self.artifacts.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
-            log.info("%d jobs are forgotten, the oldest of %d that have ended", len(old), len(ended))
+            log.info("%d jobs are forgotten, of %d that have ended", len(old), len(ended))
         return len(old)
 
     def _with_artifacts(self, view: JobView) -> JobView:

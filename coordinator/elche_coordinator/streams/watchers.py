@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 WatchQueue = SendQueue[job_pb2.WatchJobResponse]
 
+MAX_LOGGED = 500
+"""Most characters of metrics or a path in the log: a rank may report a thousand names of 200, and often."""
+
 
 class Watchers:
     """Queues of jobs' watchers, and actions for reports and ends of jobs. Used on the event loop only."""
@@ -76,7 +79,7 @@ class Watchers:
                 loss = "-" if report.loss is None else f"{report.loss:.4g}"
                 log.info("job=%s epoch=%d loss=%s %.1f s", job_id, report.epoch, loss, report.duration_s)
             case reports.EvaluationReport():
-                log.info("job=%s epoch=%d metrics=%s", job_id, report.epoch, report.metrics)
+                log.info("job=%s epoch=%d metrics=%s", job_id, report.epoch, str(report.metrics)[:MAX_LOGGED])
             case reports.StallReport():
                 text = describe_report(replace(report, stacks=""))
                 log.warning("job=%s %s", job_id, text, extra=fields(rank=report.rank))
@@ -85,7 +88,7 @@ class Watchers:
                 log.log(level, "job=%s %s", job_id, describe_report(report), extra=fields(rank=report.rank))
             case reports.Checkpoint():
                 of_round = fields(round=report.version)
-                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path, report.duration_s, extra=of_round)
+                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path[:MAX_LOGGED], report.duration_s, extra=of_round)
             case reports.JobResult():
                 self._end(job_id, report)
             case reports.RoundReport() | reports.UserEvent():

@@ -15,11 +15,12 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult, Outcome, Report
 from elche_coordinator.driver import Driver
 from elche_coordinator.journal.journals import Extract
+from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
 
 log = logging.getLogger(__name__)
 
 MAX_FILES = 100
-"""Journals on disk; the oldest are removed first."""
+"""Journals on disk; of more, the oldest of the user who has most are removed."""
 CHUNK_BYTES = 1 << 20
 LINES = 500
 """Lines that are encoded at once on a thread; more would keep the event loop waiting for the interpreter."""
@@ -28,9 +29,10 @@ LINES = 500
 class JournalFiles:
     """Writes the journal of a job that has failed or was cancelled, on a thread of its own."""
 
-    def __init__(self, folder: Path, driver: Driver) -> None:
+    def __init__(self, folder: Path, driver: Driver, owner: Owner = one_user) -> None:
         self._folder = folder
         self._driver = driver
+        self._owner = owner
         self._writer = ThreadPoolExecutor(1, "journals")
         driver.watchers.on_published(self._take_report)
 
@@ -60,8 +62,9 @@ class JournalFiles:
             with gzip.open(draft, "wt", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in extract.lines())
             draft.replace(self._path(extract.job_id))
-            files = [(path.stat().st_mtime, path) for path in self._folder.iterdir()]
-            for _, path in sorted(files)[:-MAX_FILES]:
+            files = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
+            owned = ((path, self._owner(path.name.partition(".")[0]), 1) for _, path in files)
+            for path in crowded_out(owned, MAX_FILES):
                 path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("job=%s its journal cannot be written: %s", extract.job_id, error)

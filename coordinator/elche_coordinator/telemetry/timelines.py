@@ -19,6 +19,7 @@ from elche_coordinator.core.messages import commands, reports
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import MAX_TIMELINES_BYTES, MAX_TIMELINES_BYTES_OF_USER, Held
+from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
 from elche_coordinator.streams.report_text import describe_report
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 """Largest size of one timeline; later lines are dropped."""
 MAX_TOTAL_BYTES = 2 << 30
-"""Most bytes of ended jobs' timelines; beyond, the oldest are removed."""
+"""Most bytes of ended jobs' timelines; beyond, the oldest of the user who has most are removed."""
 MAX_WAITING_BYTES = 64 << 20
 """Most bytes of lines that are not written yet, as when the disk is slow."""
 CHUNK_BYTES = 1 << 16
@@ -62,8 +63,9 @@ class _Open:
 class Timelines:
     """Collects the lines of all timelines on the event loop and writes them on a thread."""
 
-    def __init__(self, folder: Path, driver: Driver) -> None:
+    def __init__(self, folder: Path, driver: Driver, owner: Owner = one_user) -> None:
         self._folder = folder
+        self._owner = owner
         self._driver = driver
         self._open: dict[str, _Open] = {}
         """Timelines by job."""
@@ -231,11 +233,10 @@ class Timelines:
 
     def _make_room(self, in_use: Collection[str]) -> None:
         found = [(path.stat(), path) for path in self._folder.glob("*.jsonl") if path.stem not in in_use]
-        left_bytes = MAX_TOTAL_BYTES
-        for stat, path in sorted(found, key=lambda one: -one[0].st_mtime):
-            left_bytes -= stat.st_size
-            if left_bytes < 0:
-                path.unlink(missing_ok=True)
+        found.sort(key=lambda one: one[0].st_mtime)
+        owned = ((path, self._owner(path.stem), stat.st_size) for stat, path in found)
+        for path in crowded_out(owned, MAX_TOTAL_BYTES):
+            path.unlink(missing_ok=True)
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.jsonl"

@@ -11,6 +11,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
+from elche_coordinator.limits.sharing import Owner, crowded_out, one_user
 from elche_coordinator.web.recorder import (
     MAX_EVENTS,
     MAX_NAMES,
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """The files' format; one of another number is not read."""
 MAX_FILES = 100
-"""Files that are kept; the oldest ones are removed."""
+"""Files that are kept; of more, the oldest of the user who has most are removed."""
 MAX_HALVINGS = 64
 """Most halvings of a table that are read from a file, so that a damaged one makes no huge number."""
 MAX_BYTES = 8 << 20
@@ -45,8 +46,9 @@ class SavedRecording:
 class Recordings:
     """The folder of recordings. Its methods block on files: call them on a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, owner: Owner = one_user) -> None:
         self._folder = folder
+        self._owner = owner
 
     def save(self, job_id: str, recording: JobRecording, ranks: Iterable[int], shown: Mapping[str, Any]) -> None:
         """Writes the recording of a job, atomically. On `OSError` logs a warning."""
@@ -85,8 +87,8 @@ class Recordings:
             log.warning("%s cannot be set aside: %s", path, error)
 
     def _remove_old(self) -> None:
-        files = [(path.stat().st_mtime, path) for path in self._folder.iterdir()]
-        for _, path in sorted(files)[:-MAX_FILES]:
+        files = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
+        for path in crowded_out(((path, self._owner(path.stem), 1) for _, path in files), MAX_FILES):
             path.unlink(missing_ok=True)
 
     def _path(self, job_id: str) -> Path:

@@ -1,0 +1,34 @@
+"""What is dropped where users share the room for records of ended jobs."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Thing = TypeVar("Thing")
+Owner = Callable[[str], str]
+"""The user who has submitted a job; empty for an unknown job."""
+
+
+def one_user(_: str) -> str:
+    """Where all jobs count as one user's."""
+    return ""
+
+
+def crowded_out(things: Iterable[tuple[Thing, str, int]], most: int) -> list[Thing]:
+    """The things to drop so that the sizes of the others are at most `most` together: each time the oldest of the user
+    who has most, so that nobody's many jobs push out the few of another. `things` are (thing, user, size), oldest
+    first.
+    """
+    held: Counter[str] = Counter()
+    of_user: dict[str, deque[tuple[Thing, int]]] = {}
+    for thing, user, size in things:
+        held[user] += size
+        of_user.setdefault(user, deque()).append((thing, size))
+    excess, dropped = held.total() - most, []
+    while excess > 0:
+        user = max(held, key=held.__getitem__)
+        thing, size = of_user[user].popleft()
+        held[user] -= size
+        excess -= size
+        dropped.append(thing)
+    return dropped
