@@ -88,7 +88,9 @@ class Watchers:
                 log.log(level, "job=%s %s", job_id, describe_report(report), extra=fields(rank=report.rank))
             case reports.Checkpoint():
                 of_round = fields(round=report.version)
-                log.info("job=%s checkpoint=%s %.1f s", job_id, report.path[:MAX_LOGGED], report.duration_s, extra=of_round)
+                log.info(
+                    "job=%s checkpoint=%s %.1f s", job_id, report.path[:MAX_LOGGED], report.duration_s, extra=of_round
+                )
             case reports.JobResult():
                 self._end(job_id, report)
             case reports.RoundReport() | reports.UserEvent():
