@@ -120,7 +120,7 @@ def test_a_bundle_that_the_coordinator_does_not_have_is_refused(cluster: Cluster
             with pytest.raises(grpc.RpcError) as raised:
                 stub.SubmitJob(job_pb2.SubmitJobRequest(spec=refused), timeout=100)
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert re.search("submit its file again|no path within", str(raised.value.details()))
+            assert re.search("submit its file again|not a path within", str(raised.value.details()))
     assert len(cluster.client.jobs()) == before
 
 
