@@ -27,7 +27,7 @@ is long (docs/defaults.md).
 UNMOVED = 1e-6
 """A rank has not moved a row if the square of its step is at most this part of the largest, since corrections round."""
 MANY_ROWS = 16
-"""A rank that has moved none of so many rows has made no step yet, as where a job adds up gradients over batches, or
+"""A rank that has moved none of this many rows has made no step yet, as where a job adds up gradients over batches, or
 where a batch has none. Of fewer rows, all may be rarely used ones of an embedding.
 """
 SQUARES = torch.float64
@@ -175,7 +175,8 @@ def mean_squares(
 
 def gain_part(merge: str, most: float, *, overlaps: bool) -> float:
     """Part of a gain above 1 that is taken, of rows that all ranks have moved; `most` is the largest gain. A row that
-    some ranks have left as it was needs all of its gain, which makes the mean of the others.
+    some ranks have left as it was needs all of its gain, which makes the mean of the others. `merge` is "adascale", or
+    "rows", which takes none.
     """
     if merge == "rows":
         return 0.0

@@ -159,7 +159,7 @@ def merge_of(job: JobDefinition, built: Built, extent: Extent) -> str:
     """The job's merge of the ranks' steps in rounds, with "auto" resolved: "adascale", "mean", or "rows", which is the
     mean of the ranks that have changed the row of a weight.
 
-    Gains did harm on most short trainings, and so did the mean of all ranks where rows change seldom (docs/quality.md).
+    Gains did harm on many short trainings, and so did the mean of all ranks where rows change seldom (docs/quality.md).
     """
     if job.merge != "auto":
         return job.merge
