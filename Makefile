@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Compiled modules are kept: each worker of the tests, and each program that they execute, compiled all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench bench-gpu simulate exhaust fuzz mutants check format generated docs clean
+.PHONY: setup lock demo test quick test-long test-system gpu-wheels test-gpu bench bench-gpu simulate exhaust soak fuzz mutants check format generated docs clean
 
 setup: $(VENV)/.installed
 
@@ -89,6 +89,11 @@ STATES ?= 20000
 EXHAUST ?=
 exhaust: setup
 	$(BIN)/python tools/exhaust.py --states $(STATES) --only '$(EXHAUST)'
+
+# Kills ranks, agents and the coordinator under real jobs until so many kills have hit; each job must be proven.
+KILLS ?= 1000
+soak: setup
+	$(BIN)/python tools/soak.py --kills $(KILLS)
 
 # Random bytes for each decoder (tests/fuzz), with other seeds than the gate's, until one finds a fault.
 MINUTES ?= 60

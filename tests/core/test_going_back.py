@@ -170,18 +170,28 @@ def test_a_job_that_ends_while_it_begins_again_goes_back_to_the_end_of_its_train
 
 
 def test_three_attempts_without_a_checkpoint_are_enough(simulate):
-    """A rank that is killed for its memory in each attempt will be in the fourth."""
+    """A rank that is killed for its memory in each attempt's first batches will be in the fourth."""
     simulation = simulate(ranks(25.0))
-    died_s = []
     for _ in range(4):
-        simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING and simulation.training.version > 2)
-        died_s.append(simulation.clock.now_s)
+        simulation.run_until(lambda: simulation.job.phase is JobPhase.TRAINING)
         simulation.kill(0)
         simulation.run_until(lambda: simulation.job.phase is not JobPhase.TRAINING)
     result = simulation.run()
     assert result.outcome is Outcome.FAILED
     assert result.error.endswith("; 3 attempts in a row have reached no checkpoint")
     assert "was killed by signal 9" in result.error
+
+
+def test_attempts_that_are_short_come_further_by_checkpoints_of_their_own(simulate):
+    """All ranks die after each 8 s of training, and the settings ask for no checkpoint before 60 s."""
+    simulation = simulate(ranks(25.0), epochs=2, dataset_size=10_000, checkpoint_every_minutes=1.0)
+    for attempt in range(1, 7):
+        at_phase(simulation, JobPhase.TRAINING)
+        simulation.run_until(lambda end_s=simulation.clock.now_s + 8.0: simulation.clock.now_s >= end_s)
+        assert has_saved(simulation) == (attempt > 1), "each after the first makes one after 4 s"
+        simulation.kill(0)
+        simulation.run_until(lambda attempt=attempt: simulation.job.attempt == attempt + 1)
+    goes_on(simulation)
 
 
 def test_an_attempt_that_comes_to_a_checkpoint_counts_anew(simulate):

@@ -495,7 +495,14 @@ class ManagedJob(PlacedJob):
         least = self.spec.min_ranks if self.spec.num_ranks else 1
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
         self._counted = self.counts
-        self.run = Run(self.spec, self.roster, self.outbox, past_attempts=self.attempt, kept=self.run.kept)
+        self.run = Run(
+            self.spec,
+            self.roster,
+            self.outbox,
+            past_attempts=self.attempt,
+            kept=self.run.kept,
+            first_checkpoint_s=self.run.first_checkpoint_of_next(now_s) if is_death else None,
+        )
         self.advance(JobTrigger.WENT_BACK, notice)
         self.retry_at_s = now_s + (RESTART_S[self._num_fruitless - 1] if is_death else 0.0)
         self.places.missing.clear()

@@ -46,12 +46,14 @@ class Run:
         *,
         past_attempts: int,
         kept: Iterable[Checkpoint] = (),
+        first_checkpoint_s: float | None = None,
     ) -> None:
-        """`kept`: the checkpoints of the attempt before."""
+        """`kept`: the checkpoints of the attempt before; `first_checkpoint_s`: see `Checkpoints.first_after_s`."""
         self._spec = spec
         self._roster = roster
         self._outbox = outbox
         self._startup = Startup(past_attempts, list(kept))
+        self._first_checkpoint_s = first_checkpoint_s
         self._first_choice: Choice | None = None
         """The backend of the first ranks, once they have agreed."""
         self.training: Training | None = None
@@ -142,6 +144,7 @@ class Run:
         except ValueError as error:
             return Failure(str(error), invalid=True)
         training.checkpoints.adopt(self._startup.kept, training.version)
+        training.checkpoints.first_after_s = self._first_checkpoint_s
         self.training = training
         if training.is_complete and not self._startup.has_gone_back:
             return Failure(nothing_to_train(self._spec.resume), invalid=True)
@@ -247,6 +250,10 @@ class Run:
     def has_saved(self) -> bool:
         """True once this attempt has completed a checkpoint."""
         return self.training is not None and self.training.checkpoints.saved_at_s is not None
+
+    def first_checkpoint_of_next(self, now_s: float) -> float | None:
+        """`first_checkpoint_s` of the attempt that follows if this one ends now by a death."""
+        return self._first_checkpoint_s if self.training is None else self.training.checkpoints.first_of_next(now_s)
 
     @property
     def counts(self) -> Counts:

@@ -20,6 +20,8 @@ class Checkpoints:
     settings: AgreedSettings
     attempt: Attempt
     """The job's present attempt, which is part of the folders' names: an earlier one may have written the same step."""
+    first_after_s: float | None = None
+    """Time of training after which the first one is made at the latest; None: the settings alone decide."""
     kept: list[Checkpoint] = field(default_factory=list)
     """Complete checkpoints, oldest first."""
     num_failures: int = 0
@@ -36,10 +38,18 @@ class Checkpoints:
     """True if the next round should become a checkpoint whatever the settings say."""
     _since_s: float = 0.0
     """Time at which the last checkpoint, or training, began."""
+    _started_s: float | None = None
+    """Time at which training began; None before."""
 
     def start(self, now_s: float) -> None:
         """Starts the clock of checkpoints at the beginning of training."""
-        self._since_s = now_s
+        self._since_s = self._started_s = now_s
+
+    def first_of_next(self, now_s: float) -> float | None:
+        """`first_after_s` of the attempt that follows if this one ends now: half of the time that it has trained, so
+        that attempts come further even if all of them are short.
+        """
+        return self.first_after_s if self._started_s is None else (now_s - self._started_s) / 2
 
     def request(self) -> None:
         """Requests that the next round becomes a checkpoint, for a client."""
@@ -48,7 +58,8 @@ class Checkpoints:
     def wants(self, now_s: float, epochs: list[Epoch]) -> bool:
         """True if a round that completes these epochs should become a checkpoint."""
         every_s = self.settings.checkpoint_every_s
-        is_time = every_s is not None and now_s - self._since_s >= every_s
+        dues_s = [one for one in (every_s, self.first_after_s) if one is not None]
+        is_time = bool(dues_s) and now_s - self._since_s >= min(dues_s)
         return self._is_requested or is_time or self.wants_end_of(epochs)
 
     def wants_end_of(self, epochs: list[Epoch]) -> bool:
@@ -60,7 +71,7 @@ class Checkpoints:
         """Registers a checkpoint for the rank to write. Returns False if the rank has too many to write, except if a
         metric is monitored: then each may be the best.
         """
-        self._is_requested, self._since_s = False, now_s
+        self._is_requested, self._since_s, self.first_after_s = False, now_s, None
         if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
             self.num_failures += 1
             return False
