@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 import grpc
@@ -33,7 +33,7 @@ from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import QuotasSet
 from elche_coordinator.driver import Driver
 from elche_coordinator.lifecycle.leadership import Leadership
-from elche_coordinator.lifecycle.standby import lead, loading, open_store, start_over, using
+from elche_coordinator.lifecycle.standby import DATABASE, end_if_moved, lead, loading, open_store, start_over, using
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
 from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
@@ -123,6 +123,7 @@ async def _serve(
         _running(timelines.write()),
         _running(_forget_old(catalogue, config.keep_jobs)),
         _running(artifacts.run()),
+        _running(end_if_moved(config.data / DATABASE)) if not store.is_shared else nullcontext(),
         _page(config, driver, catalogue, artifacts, journals, credentials, audit, encryption, tokens),
     ):
         await server.start()

@@ -81,6 +81,14 @@ def test_what_cannot_be_backed_up_or_restored_is_said_in_a_line(mark: Mark, tmp_
     assert [path.name for path in tmp_path.glob(".copy.*")] == []
 
 
+def test_a_coordinator_whose_folder_is_removed_ends_at_once(mark: Mark, tmp_path: Path) -> None:
+    """What it wrote would be gone with its process."""
+    with coordinator(mark, tmp_path) as one:
+        shutil.rmtree(one.data)
+        assert one.process.wait(20) == 1
+    assert f"{one.data}/elche.sqlite was removed or replaced while in use" in one.log.read_text()
+
+
 def test_a_downgrade_is_refused_with_the_way_back(mark: Mark, tmp_path: Path) -> None:
     """The folder was used by a newer version, after a backup."""
     with coordinator(mark, tmp_path) as one:

@@ -31,6 +31,8 @@ LOCK = "lock"
 COPY_EVERY_S = 5.0
 OF_THE_DISK = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 """SQLite's errors of a disk that is full, broken or may not be written, as after a restore by another user."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks whether the database is still where it was."""
 PRIMARY = 0xFF
 """The bits of an error's number that say its kind."""
 
@@ -119,6 +121,31 @@ def start_over(reason: str) -> None:
     """Re-executes this process as a standby, which ends every connection at once, since another coordinator leads."""
     log.warning("leads no more: %s; starts over", reason)
     os.execv(sys.executable, sys.orig_argv)
+
+
+async def end_if_moved(database: Path) -> None:
+    """Ends this process at once, as a kill would, when the file is not the one that was opened: what SQLite writes into
+    a file that was removed or replaced is lost, and nothing may be visible that is not durable.
+    """
+    opened = _inode(database)
+    while await asyncio.to_thread(_inode, database) in (opened, None):
+        await asyncio.sleep(LOOK_EVERY_S)
+    log.critical(
+        "%s was removed or replaced while in use: this coordinator ends, since it can keep nothing more. Put the folder, "
+        "or a backup of it, back, and start it again",
+        database,
+    )
+    os._exit(1)
+
+
+def _inode(path: Path) -> int | None:
+    """The file's number; 0 if there is no file, None if the disk does not say."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return None
 
 
 def _check_free(address: str) -> None:
