@@ -131,8 +131,8 @@ async def end_if_moved(database: Path) -> None:
     while await asyncio.to_thread(_inode, database) in (opened, None):
         await asyncio.sleep(LOOK_EVERY_S)
     log.critical(
-        "%s was removed or replaced while in use: this coordinator ends, since it can keep nothing more. Put the folder, "
-        "or a backup of it, back, and start it again",
+        "%s was removed or replaced while in use: this coordinator ends, since it can keep nothing more. Put the "
+        "folder, or a backup of it, back, and start it again",
         database,
     )
     os._exit(1)
