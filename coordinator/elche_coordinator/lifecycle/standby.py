@@ -128,7 +128,7 @@ async def end_if_moved(database: Path) -> None:
     a file that was removed or replaced is lost, and nothing may be visible that is not durable.
     """
     opened = _inode(database)
-    while await asyncio.to_thread(_inode, database) in (opened, None):
+    while await asyncio.to_thread(_inode, database) in (opened, None):  # noqa: ASYNC110 - no event tells of a removed file
         await asyncio.sleep(LOOK_EVERY_S)
     log.critical(
         "%s was removed or replaced while in use: this coordinator ends, since it can keep nothing more. Put the "
