@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +100,14 @@ class Process:
 
 
 class Worlds:
-    """Processes for all tests of a session; a world takes the first n of them."""
+    """Processes for all tests of a session; a world takes the first n of them, so that each has one rank all its life:
+    torch keeps what it found of a mesh, with the process's own place in it, and takes it for that of any equal mesh.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[Process] = []
+        self._processes: list[Process | None] = []
+        """By rank; None where one was left out."""
         self._num_worlds = 0
 
     def run(
@@ -117,12 +120,12 @@ class Worlds:
         limit_s: float = LIMIT_S,
     ) -> list[Any]:
         """What each rank returned; with `may_raise` also a `Raised` of those that raised. Fails if one hangs."""
-        while len(self._processes) < size:
-            self._processes.append(Process())
+        self._processes += [None] * (size - len(self._processes))
         self._num_worlds += 1
         store = self._folder / f"store{self._num_worlds}"
         source = Path(function.__code__.co_filename)
-        chosen = self._processes[:size]
+        chosen = [one or Process() for one in self._processes[:size]]
+        self._processes[:size] = chosen
         for process in chosen:
             process.wait_until_started()
         for rank, process in enumerate(chosen):
@@ -139,13 +142,13 @@ class Worlds:
             raise RankFailed(text)
         return answers
 
-    def _leave_out(self, processes: list[Process]) -> None:
+    def _leave_out(self, processes: Sequence[Process]) -> None:
         for process in processes:
             process.kill()
-            self._processes.remove(process)
+        self._processes = [None if one in processes else one for one in self._processes]
 
     def close(self) -> None:
-        self._leave_out(self._processes[:])
+        self._leave_out([one for one in self._processes if one is not None])
 
 
 def serve() -> None:
