@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300
-KILLS = 75
+KILLS = 50
 """Each job's: more would hit nothing, because what they are meant for is still starting."""
 LIMIT_S = 3600.0
 

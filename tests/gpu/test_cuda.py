@@ -221,7 +221,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 @either
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_wait_on_the_device_and_none_is_read_before_it_is_there(num_workers: int) -> None:
-    gc.collect()  # else a forked worker may collect what tests before have left, such as a process group, and dies of it
+    gc.collect()  # else a forked worker may collect what tests before have left, and dies of a process group
     streams, changed, seen = CudaStreams(CUDA), threading.Condition(), []
 
     def wake() -> None:
