@@ -288,6 +288,16 @@ def test_a_loop_goes_on_without_its_coordinator(mark: Mark, tmp_path: Path) -> N
     assert run.text.count("this rank goes on, and tries again") == 2
 
 
+def test_a_loop_that_starts_while_its_coordinator_is_started_again_waits_for_it(mark: Mark, tmp_path: Path) -> None:
+    with coordinator(mark, tmp_path) as one:
+        address = one.address
+    with running(mark, tmp_path / "loop", ELCHE_COORDINATOR=address) as run:
+        eventually(lambda: "no coordinator answers" in run.text, "it is refused")
+        with coordinator(mark, tmp_path, listen=address):
+            run.ended()
+    assert run.text.count("no coordinator answers") == 1
+
+
 def test_a_coordinator_that_is_not_there_is_one_clear_line(mark: Mark, tmp_path: Path) -> None:
     with running(mark, tmp_path / "loop", ELCHE_COORDINATOR="127.0.0.1:9") as run:
         assert run.process.wait(100) == 1

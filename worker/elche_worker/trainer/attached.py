@@ -22,7 +22,7 @@ from elche.errors import ElcheError, Misuse, PeerLost, UnknownMessage
 from elche.network import user_at_host
 from elche.output import notice
 from elche.protocol import call_metadata
-from elche.status import calling, was_never_sent
+from elche.status import calling, from_rpc, was_never_sent
 from elche.tls import named_folder
 from elche.token import read_token
 from elche.v1 import rank_pb2, rank_pb2_grpc
@@ -47,6 +47,9 @@ READ_EVERY_S = 1.0
 """Least time in seconds between reads of losses from a device, since each makes the host wait for the device."""
 ATTACH_TIMEOUT_S = 20.0
 """Seconds for which `Trainer.setup` waits for the coordinator's answer to `Attach`, before it raises."""
+RESTART_LIMIT_S = 5.0
+"""Seconds for which it calls a coordinator that refuses connections, as one does that is started again."""
+RETRY_S = 0.2
 AWAY_LIMIT_S = 60.0
 """Seconds for which a rank that needs a new group waits for an absent coordinator."""
 MAX_BATCH_TIMES = 64
@@ -369,17 +372,23 @@ def _opened(address: str, world: World, tls: str | None = None) -> grpc.Channel:
 
 
 def _ask(address: str, channel: grpc.Channel, request: rank_pb2.AttachRequest) -> str:
-    stub, until_s = rank_pb2_grpc.RankServiceStub(channel), time.monotonic() + ATTACH_TIMEOUT_S
+    stub, began_s, is_said = rank_pb2_grpc.RankServiceStub(channel), time.monotonic(), False
     with calling(address):
         while True:
             try:
-                left_s = max(1.0, until_s - time.monotonic())
+                left_s = max(1.0, began_s + ATTACH_TIMEOUT_S - time.monotonic())
                 response = stub.Attach(request, metadata=call_metadata(read_token()), timeout=left_s)
                 return json.dumps([response.job_id, list(response.secrets)])
             except grpc.RpcError as error:
-                is_slow = was_never_sent(error) and "timed out" in (error.details() or "")  # to connect: nobody refuses
-                if not is_slow or time.monotonic() >= until_s:
+                details = (error.details() or "") if was_never_sent(error) else ""
+                is_refused = "refused" in details  # it may be starting again
+                limit_s = RESTART_LIMIT_S if is_refused else ATTACH_TIMEOUT_S if "timed out" in details else 0.0
+                if time.monotonic() - began_s >= limit_s:
                     raise
+                if is_refused and not is_said:
+                    is_said = True
+                    notice(f"{from_rpc(error, address)}; trying for {RESTART_LIMIT_S:.0f} s")
+                time.sleep(RETRY_S)
 
 
 def _device(world: World) -> str:
