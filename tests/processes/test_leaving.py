@@ -161,7 +161,7 @@ def test_a_job_takes_in_what_comes_and_lets_go_what_is_too_many(
     succeeds(story, epochs=24, survivors=(0, 1, 2))
     told = [one.text for one in story.of(MembershipReport)]
     assert all(re.match(r"rank \d (trains (again )?on|has left) ", text) for text in told), told
-    with pytest.raises(InvalidJob, match=r"cannot be changed: it is succeeded$"):
+    with pytest.raises(InvalidJob, match=r"cannot be changed: it has ended$"):
         story.job.scale(2)
 
 

@@ -166,7 +166,7 @@ def scale(driver: Driver, catalogue: JobCatalogue, view: JobView, num_ranks: int
         raise InvalidJob("a job has at least 1 rank; pause it to have none train")
     before = catalogue.num_wanted(view.job_id)
     if before is None:
-        why = f"is {view.state}" if view.state in DECIDED else "repeats a recording, or is a script with its own loop"
+        why = "has ended" if view.state in DECIDED else "repeats a recording, or is a script with its own loop"
         raise InvalidJob(f"the number of ranks of job {view.job_id} cannot be changed: it {why}")
     if (spec := driver.core.spec(JobId(view.job_id))) is not None:
         user = CALLER.get().name and spec.submitted_by

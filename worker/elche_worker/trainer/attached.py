@@ -190,7 +190,7 @@ class CoordinatorAttachment(Attachment):
             self._timeline.stop()
         self._gauges.stop()
         if is_caught:
-            what = f"the script goes on after {type(error).__name__}: {error}, on rank {self._world.rank}"
+            what = f"the script goes on after {_named(error, type(error))}, on rank {self._world.rank}"
             self._session.tell_event(sendable(what[:MAX_CHARS]), 0)
         if error is None or is_caught or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
@@ -199,7 +199,7 @@ class CoordinatorAttachment(Attachment):
             is_told = isinstance(error, CallsDiffer) or error.__traceback__ is None
             text = "" if is_told else "".join(traceback.format_exception(error))
             kind = Misuse if isinstance(error, Misuse) else type(error)
-            what = f"{kind.__name__}: {error}, on rank {self._world.rank} at batch {self._num_batches}"
+            what = f"{_named(error, kind)}, on rank {self._world.rank} at batch {self._num_batches}"
             failed = rank_pb2.RankFailed(error=sendable(what), traceback=sendable(text), batch=self._num_batches)
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         # A loop that ends as soon as it has begun has no stream yet.
@@ -389,6 +389,10 @@ def _ask(address: str, channel: grpc.Channel, request: rank_pb2.AttachRequest) -
                     is_said = True
                     notice(f"{from_rpc(error, address)}; trying for {RESTART_LIMIT_S:.0f} s")
                 time.sleep(RETRY_S)
+
+
+def _named(error: BaseException, kind: type[BaseException]) -> str:
+    return f"{kind.__name__}: {error}" if str(error) else kind.__name__
 
 
 def _device(world: World) -> str:
