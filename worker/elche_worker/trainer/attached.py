@@ -189,7 +189,7 @@ class CoordinatorAttachment(Attachment):
         if self._timeline is not None:
             self._timeline.stop()
         self._gauges.stop()
-        if is_caught:
+        if is_caught and error is not None:
             what = f"the script goes on after {_named(error, type(error))}, on rank {self._world.rank}"
             self._session.tell_event(sendable(what[:MAX_CHARS]), 0)
         if error is None or is_caught or self.operator.cancelled:
