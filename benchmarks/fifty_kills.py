@@ -39,7 +39,7 @@ BATCH_S = 0.06
 BATCHES_PER_EPOCH = 450
 RANKS = 4
 DOWN_S = 1.0
-KINDS = (Fault.RANK, Fault.RANK, Fault.RANK, Fault.AGENT, Fault.COORDINATOR)
+WHAT = "rank,rank,rank,agent,coordinator"
 """What is killed, by how often."""
 
 
@@ -72,13 +72,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="in which they fall (default: 180)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-s", type=float, default=20.0, help="seconds between checkpoints (default: 20)")
+    parser.add_argument("--what", default=WHAT, help=f"kinds of kills, by how often (default: {WHAT})")
+    parser.add_argument("--epochs", type=int, help="default: as many as take about --seconds without kills")
     parser.add_argument("--group-size", type=int, default=1, help="processes of a rank (default: 1)")
     options = parser.parse_args()
     num_ranks = RANKS if options.group_size == 1 else 3
     devices = ",".join(["cpu"] * 2 * options.group_size)
     shared = {"group_size": options.group_size, "shard": "full_shard"} if options.group_size > 1 else {}
     is_over = threading.Event()
-    epochs = max(1, round(options.seconds / (BATCHES_PER_EPOCH * BATCH_S / num_ranks)))
+    epochs = options.epochs or max(1, round(options.seconds / (BATCHES_PER_EPOCH * BATCH_S / num_ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "digits.py"
@@ -102,7 +104,13 @@ def main() -> None:
                 time.sleep(0.2)
             began_s = time.monotonic()
             mtbf_s = options.seconds / options.kills if options.kills else 1e9
-            chaos = Chaos(client, handle.id, mtbf_s=mtbf_s, faults=KINDS, seed=options.seed)
+            chaos = Chaos(
+                client,
+                handle.id,
+                mtbf_s=mtbf_s,
+                faults=[Fault(one) for one in options.what.split(",")],
+                seed=options.seed,
+            )
             if options.kills:
                 chaos.run(options.seconds)
             result = handle.result()
