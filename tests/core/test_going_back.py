@@ -127,7 +127,7 @@ def test_a_host_is_lost_and_the_job_waits_for_another(simulate):
 def test_all_die_in_any_phase(simulate, phase):
     simulation = simulate(
         ranks(*THREE), epochs=2, dataset_size=1000, checkpoint_every_epochs=1, latency_ms=5.0, build_ms=50.0,
-        has_evaluation=True, evaluation_ms=200.0,
+        has_evaluation=True, evaluation_ms=200.0, start_ms=50.0,
     )  # fmt: skip
     if phase is JobPhase.STARTING:
         simulation.start()
@@ -136,7 +136,21 @@ def test_all_die_in_any_phase(simulate, phase):
         at_phase(simulation, phase)
     kill_all(simulation)
     goes_on(simulation)
-    assert simulation.job.attempt == 2
+    assert simulation.job.attempt == (1 if phase is JobPhase.STARTING else 2)
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_a_rank_that_is_killed_while_the_job_starts_is_started_again_once(simulate, num_deaths):
+    """The others wait for it; if it dies again, all begin again, since it may never be able to start."""
+    simulation = simulate(ranks(*THREE), epochs=2, dataset_size=1000, latency_ms=5.0, start_ms=500.0)
+    simulation.start()
+    for _ in range(num_deaths):
+        simulation.run_until(lambda: 1 in simulation.processes and simulation.processes[1].is_alive)
+        assert simulation.job.phase is JobPhase.STARTING
+        simulation.kill(1)
+    goes_on(simulation)
+    assert simulation.job.attempt == num_deaths
+    assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1] + [0, 1, 2] * (num_deaths - 1)
 
 
 def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_written(simulate):

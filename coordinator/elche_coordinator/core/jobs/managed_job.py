@@ -180,7 +180,8 @@ class ManagedJob(PlacedJob):
             self._refuse_data(record, other, now_s)
             return
         failure = self.run.admit(record, event)
-        if is_first and self.phase is JobPhase.STARTING and not self.roster.num_in(RankPhase.STARTING):
+        are_there = not self.places.missing and not self.roster.num_in(RankPhase.STARTING)
+        if is_first and self.phase is JobPhase.STARTING and are_there:
             failure = self.run.begin(record)
             if failure is None:
                 self.advance(JobTrigger.RANKS_READY, "its ranks meet")
@@ -394,11 +395,20 @@ class ManagedJob(PlacedJob):
             self._on_lost(record, now_s)
             self._schedule_restart(record, now_s)
             self.roster.tell_lost(record, notice)
+        elif death is Death.KILLED and self._starts_anew(record):
+            self.places.missing[record.rank] = now_s
+            self.roster.tell_lost(record, f"{notice}; it is started again")
         elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
             self.go_back(record.rank, notice, now_s)
         elif is_open:
             self.fail(Failure(notice, rank=record.rank, traceback=log_tail))
         self.end_if_gone()
+
+    def _starts_anew(self, record: RankRecord) -> bool:
+        """True for the first death in a row of a rank while the job starts: others need not begin again for it."""
+        is_one_of_several = self.phase is JobPhase.STARTING and bool(staying(self.ranks))
+        may_start = is_one_of_several and not record.is_ending and self._goes_back(is_violent=True)
+        return may_start and not self._deaths.restart_delay_s(record)
 
     def _can_lose(self, record: RankRecord) -> bool:
         return self.is_open and self.run.can_lose(record)

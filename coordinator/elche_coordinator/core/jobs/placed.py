@@ -53,6 +53,9 @@ class PlacedJob(Job):
         self, rank: Rank, places: tuple[Place, ...], fleet: Fleet, next_incarnation: NextIncarnation
     ) -> None:
         """Restarts a missing rank, or adds one that is lacking."""
+        if self.phase is JobPhase.STARTING:  # it was killed: the others wait for it
+            self.places.start_anew(rank, places, self.spec, fleet, next_incarnation)
+            return
         warms_up = self.phase is JobPhase.TRAINING
         self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
 

@@ -52,6 +52,13 @@ class Places:
         start = replace(spec, resume="")
         self._start(rank, places, fleet, next_incarnation(), start, model, warms_up=warms_up)
 
+    def start_anew(
+        self, rank: Rank, places: tuple[Place, ...], spec: JobSpec, fleet: Fleet, next_incarnation: NextIncarnation
+    ) -> None:
+        """Restarts a rank of a job that is starting, as it was started the first time."""
+        self.missing.pop(rank, None)
+        self._start(rank, places, fleet, next_incarnation(), spec, Model.START)
+
     def _start(
         self,
         rank: Rank,
