@@ -38,18 +38,18 @@ class Checkpoints:
     """True if the next round should become a checkpoint whatever the settings say."""
     _since_s: float = 0.0
     """Time at which the last checkpoint, or training, began."""
-    _started_s: float | None = None
-    """Time at which training began; None before."""
+    _has_started: bool = False
+    """True once training has begun."""
 
     def start(self, now_s: float) -> None:
         """Starts the clock of checkpoints at the beginning of training."""
-        self._since_s = self._started_s = now_s
+        self._since_s, self._has_started = now_s, True
 
     def first_of_next(self, now_s: float) -> float | None:
-        """`first_after_s` of the attempt that follows if this one ends now: half of the time that it has trained, so
-        that attempts come further even if all of them are short.
+        """`first_after_s` of the attempt that follows if this one ends now: half of the time since the last one began,
+        so that attempts come further even if all of them are short.
         """
-        return self.first_after_s if self._started_s is None else (now_s - self._started_s) / 2
+        return (now_s - self._since_s) / 2 if self._has_started else self.first_after_s
 
     def request(self) -> None:
         """Requests that the next round becomes a checkpoint, for a client."""
