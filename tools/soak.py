@@ -26,7 +26,7 @@ JOB = (
     "--what",
     ",".join([*["rank"] * 8, "agent", "coordinator"]),
 )
-"""Of each job: a kill each 2.5 s until it has ended. Workers take longer to start, so that most kills are of ranks."""
+"""Of each job: a kill each 5 s until it has ended. Workers take longer to start, so that most kills are of ranks."""
 LIMIT_S = 3600.0
 
 
