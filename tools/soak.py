@@ -16,16 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = (
-    "--seconds",
-    "600",
-    "--kills",
-    "240",
-    "--epochs",
-    "40",
-    "--what",
-    ",".join([*["rank"] * 8, "agent", "coordinator"]),
-)
+WHAT = ",".join([*["rank"] * 8, "agent", "coordinator"])
+JOB = ("--seconds", "600", "--kills", "120", "--epochs", "40", "--what", WHAT)
 """Of each job: a kill each 5 s until it has ended. Workers take longer to start, so that most kills are of ranks."""
 LIMIT_S = 3600.0
 
