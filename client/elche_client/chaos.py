@@ -123,7 +123,7 @@ class Chaos:
         """Breaks things until the job ends, or for this many seconds. Raises what a watch raises, and `Interrupted`."""
         self._client.inject(self._job_id, None)  # raises where faults are not allowed
         notifications: NotificationQueue = SimpleQueue()
-        start_watch(self._client.job(self._job_id), notifications)
+        start_watch(self._client.job(self._job_id), notifications.put)
         began_s = time.monotonic()
         next_s = self._dice.expovariate(1 / self._mtbf_s)
         with forward_signals(notifications):

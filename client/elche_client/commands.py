@@ -300,7 +300,7 @@ def _watch(handle: JobHandle, *, as_json: bool) -> int:
                     record.add(event)
                     progress.show(event)
 
-            start_watch(handle, notifications)
+            start_watch(handle, notifications.put)
             result = wait_for_result(notifications, show)
     except Interrupted as interrupted:
         with suppress(OSError):  # its terminal may be closed

@@ -319,12 +319,12 @@ class LocalRun:
             def show(event: Shown) -> None:
                 self._show(event, progress)
 
-            start_watch(handle, self.notifications)
+            start_watch(handle, self.notifications.put)
             try:
                 result = wait_for_result(self.notifications, show, _early_end)
                 return result, exit_code_of(result)
             except Interrupted as interrupted:
-                return self._save_and_cancel(handle, show, interrupted), interrupted.exit_code
+                return self._save_and_cancel([handle], show, interrupted), interrupted.exit_code
 
     def _show(self, event: Shown, progress: "ProgressDisplay") -> None:
         self._record(event)
@@ -344,11 +344,11 @@ class LocalRun:
         return "its agent has not reached the coordinator yet" if NO_HOST in reason else reason
 
     def _save_and_cancel(
-        self, handle: "JobHandle", show: Callable[[Shown], None], interrupted: Interrupted
+        self, jobs: Sequence["JobHandle"], show: Callable[[Shown], None], interrupted: Interrupted
     ) -> JobResult:
-        """Waits for a checkpoint if the job can write one, then cancels the job. Returns the result."""
+        """Waits for a checkpoint if a job can write one, then cancels the jobs. Returns the first one's result."""
         with suppress(ElcheError, TimeoutError):
-            if self._asks_for_checkpoint(handle):
+            if self._asks_for_checkpoint(jobs):
                 try:
                     return wait_for_result(
                         self.notifications, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S
@@ -358,14 +358,16 @@ class LocalRun:
                 except _Saved:
                     pass
             print_notice("cancelling the job; Ctrl-C again to leave at once")
-            handle.cancel()
+            for job in jobs:
+                job.cancel()
             return wait_for_result(self.notifications, show, _early_end, timeout_s=CANCEL_TIMEOUT_S)
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
-    def _asks_for_checkpoint(self, handle: "JobHandle") -> bool:
-        """Requests a checkpoint. Returns False if the job does not train, and so writes none."""
+    def _asks_for_checkpoint(self, jobs: Sequence["JobHandle"]) -> bool:
+        """Requests a checkpoint. Returns False if a job does not train, and so writes none."""
         with suppress(ElcheError):
-            handle.checkpoint()
+            for job in jobs:
+                job.checkpoint()
             print_notice("writing a checkpoint; Ctrl-C again to leave at once")
             return True
         return False

@@ -121,15 +121,15 @@ def wait_for_result(
                 show(notification)
 
 
-def start_watch(handle: "JobHandle", notifications: NotificationQueue) -> None:
-    """Watches the job on a thread and puts its events into the queue."""
+def start_watch(handle: "JobHandle", put: Callable[[Notification], None]) -> None:
+    """Watches the job on a thread, which calls `put` with each of its events."""
 
     def watch() -> None:
         try:
             for event in handle.watch():
-                notifications.put(event)
+                put(event)
         except Exception as error:
-            notifications.put(WatchFailed(error=error))
+            put(WatchFailed(error=error))
 
     Thread(target=watch, name=f"watch {handle.id}", daemon=True).start()
 

@@ -138,7 +138,8 @@ class LineProgress(ProgressDisplay):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lines = ReportLines()
-        self._state: tuple[JobState, str] | None = None
+        self._states: dict[str, tuple[JobState, str]] = {}
+        """By job: the state that was printed last."""
 
     def show(self, event: Event) -> None:
         line = self._lines.describe(event)
@@ -152,9 +153,9 @@ class LineProgress(ProgressDisplay):
 
     def _describe_change(self, view: JobView) -> str:
         reason = printable(view.reason) if view.state is JobState.QUEUED else ""
-        if self._state == (view.state, reason):
+        if self._states.get(view.job_id) == (view.state, reason):
             return ""
-        self._state = (view.state, reason)
+        self._states[view.job_id] = (view.state, reason)
         return f"{printable(view.name)}: {view.state}" + (f", {reason}" if reason else "")
 
 

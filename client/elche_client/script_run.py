@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from elche.errors import ElcheError
@@ -14,10 +15,17 @@ from elche.token import VARIABLE
 from elche.torchrun import environment_of_rank, free_port
 from elche_client.check import check_devices
 from elche_client.client import Client, JobHandle
-from elche_client.events import JobResult, JobState
+from elche_client.events import JobResult, JobState, JobView
 from elche_client.local_run import CANCEL_TIMEOUT_S, RECONNECT_S, LocalRun, make_folder, require_installed
 from elche_client.notices import print_notice
-from elche_client.notifications import Interrupted, ProcessExited, ProcessOutput, next_notification, start_watch
+from elche_client.notifications import (
+    Interrupted,
+    Notification,
+    ProcessExited,
+    ProcessOutput,
+    next_notification,
+    start_watch,
+)
 from elche_client.options import check_loop, read_source
 from elche_client.output import exit_code_of
 from elche_client.processes import ChildProcess, ProcessError, exit_error, signal_name
@@ -40,10 +48,14 @@ class ScriptRun(LocalRun):
     """The first process that exited with an error."""
     _lost: ProcessExited | None = None
     """The first process that failed while the job trained; the job decides if the others go on."""
-    _jobs: set[str] = field(default_factory=set)
-    """Jobs found so far, one for each trainer that the script has set up."""
-    _is_training: bool = False
-    """True if the script has an open job."""
+    _jobs: dict[str, JobHandle] = field(default_factory=dict)
+    """Jobs found so far, oldest first: one for each trainer that the script has set up."""
+    _results: dict[str, JobResult] = field(default_factory=dict)
+    """Results of those whose end was shown."""
+    _come: dict[str, JobResult] = field(default_factory=dict)
+    """Results that have come, by the watching threads."""
+    _look_s: float = -math.inf
+    """Time on the monotonic clock of the next look for jobs."""
     _give_up_s: float = math.inf
     """Time on the monotonic clock at which the others are stopped, once one or the job has failed."""
 
@@ -91,54 +103,60 @@ class ScriptRun(LocalRun):
             self._running[name] = process
 
     def _follow_loop(self, client: Client, progress: ProgressDisplay) -> tuple[JobResult, int]:
-        """Shows the job once the script has attached itself as one. Returns when all its processes have exited."""
-        handle: JobHandle | None = None
-        result: JobResult | None = None
+        """Shows the jobs as which the script attaches itself. Returns when all its processes have exited."""
         try:
-            while self._running or (handle is not None and result is None):
-                handle, result = self._next_job(client, handle, result)
+            while self._running or self._open_jobs:
+                self._find_jobs(client)
                 if time.monotonic() > self._give_up_s:
                     break
                 with suppress(TimeoutError):
                     notification = next_notification(self.notifications, timeout_s=POLL_S)
                     if isinstance(notification, ProcessExited):
                         if notification.process in self._running:  # a job may have been attached since the last look
-                            handle, result = self._next_job(client, handle, result)
+                            self._find_jobs(client, at_once=True)
                         self._note_end(notification)
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
                         if isinstance(notification, JobResult):
-                            result, self._is_training = notification, False
-                            self._end_soon(is_over=result.state is not JobState.SUCCEEDED)
-                            if result.state is JobState.SUCCEEDED:
-                                handle = None  # the script may set up another trainer
+                            self._results |= {job: one for job, one in list(self._come.items()) if one is notification}
+                            self._end_soon(is_over=notification.state is not JobState.SUCCEEDED)
         except Interrupted as interrupted:
-            return self._cancel_loop(handle, interrupted, progress), interrupted.exit_code
-        return self._judge(result)
+            return self._cancel_loop(interrupted, progress), interrupted.exit_code
+        return self._judge()
 
-    def _next_job(
-        self, client: Client, handle: JobHandle | None, result: JobResult | None
-    ) -> tuple[JobHandle | None, JobResult | None]:
-        """The watched job and its result; if none is watched, those of the next job, if there is one."""
-        if handle is None and (found := self._find_job(client)) is not None:
-            return found, None
-        return handle, result
+    @property
+    def _open_jobs(self) -> list[JobHandle]:
+        """Jobs that have not ended, oldest first: a script need not close a trainer before it sets up the next one.
+        From any thread.
+        """
+        return [job for job_id, job in list(self._jobs.items()) if job_id not in self._results]
 
-    def _find_job(self, client: Client) -> JobHandle | None:
-        """Finds and watches the newest job of the script; None if there is none."""
-        new = [job for job in client.jobs() if job.job_id not in self._jobs]
-        self._jobs |= {job.job_id for job in new}
-        for job in new[-1:]:
-            self.record.job_id = job.job_id
-            self._is_training = True
-            handle = client.job(job.job_id)
-            start_watch(handle, self.notifications)
-            return handle
-        return None
+    def _find_jobs(self, client: Client, *, at_once: bool = False) -> None:
+        """Finds and watches new jobs of the script."""
+        if not at_once and time.monotonic() < self._look_s:
+            return
+        self._look_s = time.monotonic() + POLL_S
+        for job in client.jobs():
+            if job.job_id not in self._jobs:
+                self.record.job_id = job.job_id
+                self._jobs[job.job_id] = client.job(job.job_id)
+                start_watch(self._jobs[job.job_id], partial(self._take_in, job.job_id))
 
-    def _judge(self, result: JobResult | None) -> tuple[JobResult, int]:
-        """The result of the run: that of its job, unless a process has failed after it."""
-        if result is not None and (self._failed is None or result.state is not JobState.SUCCEEDED):
+    def _take_in(self, job_id: str, notification: Notification) -> None:
+        """Puts what is to be shown of a job into the queue: of several open ones only the newest one's views."""
+        if isinstance(notification, JobResult):
+            self._come[job_id] = notification
+        if not isinstance(notification, JobView) or job_id == self._open_jobs[-1].id:
+            self.notifications.put(notification)
+
+    def _judge(self) -> tuple[JobResult, int]:
+        """The result of the run: that of the first job that has failed, or else of the newest one, unless a process
+        has failed after it.
+        """
+        results = [self._results[job_id] for job_id in self._jobs if job_id in self._results]
+        failed = [one for one in results if one.state is not JobState.SUCCEEDED]
+        if failed or (results and self._failed is None):
+            result = (failed or results[::-1])[0]
             return result, exit_code_of(result)
         if (ended := self._failed or self._lost) is not None:
             raise exit_error(ended)
@@ -154,7 +172,7 @@ class ScriptRun(LocalRun):
         del self._running[ended.process]
         for process in self._running.values():
             process.tell(ended.process.removeprefix("rank "))
-        if ended.code and self._is_training:
+        if ended.code and self._open_jobs:
             self._lost = self._lost or ended
             if ended.code < 0:  # a killed process prints no message itself
                 print_notice(f"{ended.process} was killed by {signal_name(-ended.code)}")
@@ -167,10 +185,10 @@ class ScriptRun(LocalRun):
         if is_over:
             self._give_up_s = min(self._give_up_s, time.monotonic() + PEERS_GRACE_S)
 
-    def _cancel_loop(self, handle: JobHandle | None, interrupted: Interrupted, progress: ProgressDisplay) -> JobResult:
+    def _cancel_loop(self, interrupted: Interrupted, progress: ProgressDisplay) -> JobResult:
         with suppress(ElcheError, TimeoutError):
-            if handle is not None:
-                self._save_and_cancel(handle, lambda event: self._show(event, progress), interrupted)
+            if jobs := self._open_jobs:
+                self._save_and_cancel(jobs, lambda event: self._show(event, progress), interrupted)
                 while self._running:
                     notification = next_notification(self.notifications, timeout_s=CANCEL_TIMEOUT_S)
                     if isinstance(notification, ProcessExited):

@@ -2,10 +2,13 @@
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,8 +17,8 @@ import pytest
 from elche import torchrun
 from elche.errors import ElcheError
 from elche_client import script_run
-from elche_client.events import JobResult, JobState
-from elche_client.notifications import ProcessExited
+from elche_client.events import Checkpoint, JobResult, JobState, JobView
+from elche_client.notifications import Interrupted, ProcessExited
 from elche_client.options import JobOptions
 from elche_client.processes import ChildProcesses, ProcessError
 from elche_client.progress import ProgressDisplay
@@ -70,6 +73,44 @@ def test_a_resume_that_the_environment_asks_for_is_made(monkeypatch: pytest.Monk
 def test_a_rank_that_dies_as_soon_as_the_job_begins_is_the_jobs_to_judge() -> None:
     result, code = follow(Jobs([SimpleNamespace(job_id="loop-1")]))
     assert (result.state, code) == (JobState.SUCCEEDED, 0)
+
+
+@pytest.mark.parametrize(("state", "expected"), [(JobState.SUCCEEDED, 3), (JobState.FAILED, 1)])
+def test_trainers_that_are_not_closed_are_followed_beside_later_ones(state: JobState, expected: int) -> None:
+    """Only the first was: it ends when the script does, after the others."""
+    names, newest_has_ended = ("loop-1", "loop-2", "loop-3"), Event()
+    run = new_run(_running={"rank 0": SimpleNamespace(tell=lambda name: None)})
+    shown: list[Any] = []
+
+    def watch(job_id: str) -> Iterator[Any]:
+        yield JobView(job_id=job_id)
+        if job_id != names[-1]:
+            newest_has_ended.wait()
+        yield JobResult(state=state if job_id == "loop-1" else JobState.SUCCEEDED, epochs=int(job_id[-1]))
+        if job_id == names[-1]:
+            newest_has_ended.set()
+            run.notifications.put(ProcessExited(process="rank 0", code=0, log=None))
+
+    client = SimpleNamespace(
+        jobs=lambda: [SimpleNamespace(job_id=name) for name in names],
+        job=lambda job_id: SimpleNamespace(id=job_id, watch=lambda: watch(job_id)),
+    )
+    result, code = run._follow_loop(cast(Any, client), cast(ProgressDisplay, SimpleNamespace(show=shown.append)))
+    assert (result.epochs, code) == (expected, int(state is JobState.FAILED))
+    assert "loop-3" in [one.job_id for one in shown if isinstance(one, JobView)]
+
+
+def test_ctrl_c_asks_each_open_trainer_for_a_checkpoint() -> None:
+    """It asked the first alone, which no longer trained, and after a minute all was lost."""
+    asked: list[str] = []
+    run = new_run()
+    for name in ("loop-1", "loop-2"):
+        ask = partial(asked.append, name)
+        run._jobs[name] = cast(Any, SimpleNamespace(id=name, checkpoint=ask, cancel=ask))
+    run.notifications.put(Checkpoint(version=1))
+    run.notifications.put(JobResult(state=JobState.CANCELLED))
+    run._cancel_loop(Interrupted(signal.SIGINT), cast(ProgressDisplay, SimpleNamespace(show=lambda event: None)))
+    assert asked == ["loop-1", "loop-2"] * 2
 
 
 def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_a_checkpoint_that_does_not_come_after_ctrl_c_is_missed_in_words(
     one = local_run.LocalRun(path=Path("train.py"), options=JobOptions(), device="cpu", out=None, as_json=False)
     ended = JobResult(state=JobState.CANCELLED)
     job: Any = SimpleNamespace(checkpoint=bool, cancel=lambda: one.notifications.put(ended))
-    assert one._save_and_cancel(job, lambda event: None, Interrupted(signal.SIGINT)) is ended
+    assert one._save_and_cancel([job], lambda event: None, Interrupted(signal.SIGINT)) is ended
     assert "elche: no checkpoint was written in 0.01 s" in capsys.readouterr().err.splitlines()
 
 

@@ -1,5 +1,6 @@
 """A loop is saved and goes on where it was, with the same random numbers, and removes its own checkpoints only."""
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elche.errors import Misuse
 from elche_worker.trainer import Trainer, TrainerConfig
+from elche_worker.trainer import trainer as trainers
 from support.loops import NAMES, flat, new_model, new_optimizer, samples
 from support.worlds import Worlds
 
@@ -88,6 +90,34 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
     trainer = Trainer.setup(other, new_optimizer(other), TrainerConfig(device="cpu"))
     with pytest.raises(Misuse, match="the model has changed since the checkpoint"):
         trainer.load(str(tmp_path))
+
+
+def test_a_resumed_script_gives_a_checkpoint_to_the_trainer_that_has_written_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In cross validation the first fold went on from the second one's model, which had seen its held-out samples."""
+
+    def fold(num_steps: int) -> int:
+        model = new_model()
+        trainer = Trainer.setup(model, new_optimizer(model), TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path)))
+        begun_at = trainer.num_steps
+        for _ in range(num_steps):
+            trainer(torch.ones(1, 6)).sum().backward()
+            trainer.step()
+        trainer.save()
+        trainer.close()
+        return begun_at
+
+    def run() -> list[int]:
+        monkeypatch.setattr(trainers, "_numbers", count(1))
+        return [fold(num_steps) for num_steps in (3, 2, 1)]
+
+    assert run() == [0, 0, 0]
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path / "step-00000002"))
+    assert run() == [0, 2, 0]
+    assert "has no checkpoint of this script's trainer 1, which begins at the start" in capsys.readouterr().err
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    assert run() == [3, 4, 1]
 
 
 def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:

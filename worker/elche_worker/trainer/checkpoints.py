@@ -43,6 +43,8 @@ class LoopCheckpoints:
         self._every_minutes = config.checkpoint_every_minutes
         self.place = config.checkpoint_dir or os.environ.get("ELCHE_CHECKPOINT_DIR", "")
         """Folder or URL of checkpoints; "" if not configured."""
+        self.number = 1
+        """This trainer's number among those of the script."""
         self.resumption = Resumption(world)
         self._loader: Mapping[str, Any] = {}
         """The loader's state in the checkpoint, until its epoch begins."""
@@ -175,7 +177,7 @@ class LoopCheckpoints:
                 "trainer.register_state(schedule=...) has it in them"
             )
         if self._saver is None or self._saver.place != place:
-            self._saver = Saver(place, self._name)
+            self._saver = Saver(place, self._name, self.number)
         at_step = at_step or self.at_step()
         self._saver.save(
             self._model,
@@ -194,18 +196,23 @@ class LoopCheckpoints:
             attachment.report_not_saved,
         )
 
-    def load(self, path: str) -> tuple[Position, dict[str, Any]] | None:
-        """Restores model and optimizer; returns the checkpoint's position and plan, or None for an empty folder."""
+    def load(self, path: str, *, only_own: bool) -> tuple[Position, dict[str, Any]] | None:
+        """Restores model and optimizer; returns the checkpoint's position and plan, or None for an empty folder.
+
+        `only_own`: None also where there are only checkpoints of other trainers of the script, such as another fold's.
+        """
         wanted = "://" in path or not Path(path).is_dir() or is_there(path)
         if not any(found for (found,) in self._world.gather_numbers([float(wanted)])):
             return None
         problem, restored = "", None
         try:
-            restored = restore(path, self._model, self._optimizers)
+            restored = restore(path, self._model, self._optimizers, self.number if only_own else None)
         except (Misuse, OSError) as error:
             problem = str(error)
         self._world.agree(problem)
-        assert restored is not None
+        if not isinstance(restored, Restored):
+            self._say(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
+            return None
         self.resumption.load(restored)
         self._loader = restored.plan.get("data", {})
         self._states, self._settings = dict(restored.registered), self._optimizers.settings()

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from elche.errors import InvalidJob, Misuse
-from elche.manifest import MANIFEST
+from elche.manifest import MANIFEST, checkpoints_in, read_manifest
 from elche.output import notice
 from elche_worker.model.checkpoint import (
     About,
@@ -66,9 +66,11 @@ class Restored:
 class Saver:
     """Writes a loop's checkpoints on a thread, from copies. Only rank 0 has one."""
 
-    def __init__(self, place: str, name: str) -> None:
+    def __init__(self, place: str, name: str, number: int) -> None:
         self.place = place
         self._name = name
+        self._number = number
+        """The trainer's number among those of the script."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
         self._written: list[str] = []
@@ -121,7 +123,7 @@ class Saver:
     ) -> None:
         started_s = time.perf_counter()
         name = self._free_name(f"step-{position.num_steps:08d}")
-        loop = asdict(position)
+        loop = {**asdict(position), "trainer": self._number}
         try:
             target = CheckpointTarget(self.place)
             path, size_bytes = target.write(name, data, about, {"loop": loop})
@@ -145,13 +147,20 @@ class Saver:
         self._thread.shutdown(wait=True)
 
 
-def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
+def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | None) -> Restored | None:
     """Restores model and optimizers from a checkpoint, or the newest in a folder; returns its other state.
+
+    With `number`, only from a checkpoint of the script's trainer of this number; returns None if there is none.
 
     Raises `Misuse` for one that is incomplete, of another model, or not of a loop.
     """
     try:
-        loaded: Loaded = load(path)
+        if number is not None and "://" not in path:
+            own = [one for one in checkpoints_in(Path(path)) if _is_of(read_manifest(one), number)]
+            path = str(own[-1]) if own else ""
+        loaded: Loaded | None = load(path) if path else None
+        if loaded is None or (number is not None and not _is_of(loaded.manifest, number)):
+            return None
         loaded.check_model(_tensors(model))
     except InvalidJob as error:
         raise Misuse(str(error)) from None
@@ -178,6 +187,11 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers) -> Restored:
     state = loaded.state
     own = state.get("registered", {}), state.get("begun", {}), state.get("frozen"), state.get("rates")
     return Restored(position, state["plan"], state["random"], *own, others)
+
+
+def _is_of(manifest: Mapping[str, Any], number: int) -> bool:
+    """False if another trainer of the script has written the checkpoint: its model is that of another fold, say."""
+    return bool(manifest["training"].get("loop", {}).get("trainer", number) == number)
 
 
 def is_there(path: str) -> bool:

@@ -12,6 +12,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Self
 
 import torch
@@ -62,6 +63,8 @@ BEGAN_APART = (
 
 _open: "list[Trainer]" = []
 """The trainers of this process that are not closed."""
+_numbers = count(1)
+"""Numbers of the script's trainers, equal on all ranks: a checkpoint is of one of them."""
 
 
 class Trainer:
@@ -146,9 +149,10 @@ class Trainer:
                 notice(trainer._fleet.summary)
                 if began_apart:
                     notice(BEGAN_APART)
+            trainer._checkpoints.number = next(_numbers)
             resumed = os.environ.get("ELCHE_RESUME", "")
             if resumed:
-                trainer.load(resumed)
+                trainer._load(resumed, only_own=True)
             trainer._attach_coordinator(resumed)
         # With the process id: processes that the script forks, such as data loader workers, inherit the handler, and
         # must not close the loop when they exit.
@@ -527,7 +531,10 @@ class Trainer:
         Raises `Misuse` on every rank for a checkpoint that is incomplete or of another model.
         """
         self._check_open()
-        loaded = self._together.run(lambda: self._checkpoints.load(path), "calls load()", give=None)
+        self._load(path, only_own=False)
+
+    def _load(self, path: str, *, only_own: bool) -> None:
+        loaded = self._together.run(lambda: self._checkpoints.load(path, only_own=only_own), "calls load()", give=None)
         if loaded is not None:
             position, plan = loaded
             self._progress.restore(position)
