@@ -71,7 +71,8 @@ class Checkpoints:
         """Registers a checkpoint for the rank to write. Returns False if the rank has too many to write, except if a
         metric is monitored: then each may be the best.
         """
-        self._is_requested, self._since_s, self.first_after_s = False, now_s, None
+        self._is_requested, self._since_s = False, now_s
+        self.first_after_s = None
         if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
             self.num_failures += 1
             return False
