@@ -157,13 +157,13 @@ def main(
     if context.invoked_subcommand is not None:
         return
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
-    from elche_coordinator.config import Config
-    from elche_coordinator.daemon import serve
-    from elche_coordinator.limits.open_files import raise_limit
-
-    set_up(log_format)
-    os.umask(0o077)  # records and timelines contain users' source code and output
     try:
+        from elche_coordinator.config import Config
+        from elche_coordinator.daemon import serve
+        from elche_coordinator.limits.open_files import raise_limit
+
+        set_up(log_format)
+        os.umask(0o077)  # records and timelines contain users' source code and output
         raise_limit()
         config = Config(
             listen=listen,
@@ -184,6 +184,8 @@ def main(
     except ElcheError as error:
         say_last("elche-coordinator", str(error), log_format)
         sys.exit(2)
+    except KeyboardInterrupt:  # before it takes signals itself
+        sys.exit(130)
 
 
 _data = click.option(

@@ -198,6 +198,8 @@ def main(
     except ElcheError as error:
         say_last("elche-worker", str(error), log_format)
         sys.exit(2)
+    except KeyboardInterrupt:  # before it takes signals itself
+        sys.exit(130)
 
 
 def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
