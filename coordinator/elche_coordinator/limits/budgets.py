@@ -50,7 +50,7 @@ MAX_UNWRITTEN_BYTES_OF_USER = 16 << 20
 """Of these, those of the ranks of one submitter, or of the agents of one token."""
 MIN_UNWRITTEN_BYTES_OF_STREAM = 16 << 10
 """A stream with fewer such bytes is always read."""
-TURN_BYTES = 32 << 10
+TURN_BYTES = 64 << 10
 """Bytes of messages of one user's ranks, or of one token's agents, that are read in each turn of the event loop, which
 takes some milliseconds.
 """
