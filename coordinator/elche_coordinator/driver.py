@@ -171,11 +171,12 @@ class Driver:
             self.handle(asked)
         self._arm()
 
-    async def take(self, stream: AnyStream, message: Message) -> None:
-        """Waits while too much of the stream, whose message was handled, is not durable."""
-        if not self._backlog.add(stream, message, self._tape.last):
+    async def take(self, stream: AnyStream, message: Message, user: str) -> None:
+        """Waits while too much of the stream, whose message was handled, or of the user's streams is not durable."""
+        whose = (stream.is_of_agent, user) if user else ""
+        if not self._backlog.add(stream, message, self._tape.last, whose):
             self._tape.flush(is_awaited=True)
-            await self._backlog.room(stream)
+            await self._backlog.room(stream, whose)
 
     def require_running(self) -> None:
         """Raises `Unreachable` once this driver is stopping: its successor would not know of further decisions."""

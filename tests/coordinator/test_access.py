@@ -16,8 +16,10 @@ from elche.status import answering
 from elche.token import Role
 from elche_coordinator.access.audit import UNCHANGED, Audit
 from elche_coordinator.access.credentials import Credentials
+from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller
-from elche_coordinator.services.interceptor import AccessInterceptor, RankCaller
+from elche_coordinator.services.interceptor import SESSION, AccessInterceptor, RankCaller
+from elche_coordinator.services.validation import NUM_RANKS
 
 OWN = "correct horse battery"
 
@@ -275,3 +277,36 @@ def test_a_change_that_is_not_made_is_in_the_audit_log_with_its_reason(
             return [json.loads((tmp_path / "audit.jsonl").read_text())]
 
     assert [line["outcome"] for line in asyncio.run(story())] == [outcome]
+
+
+def test_a_session_is_read_at_its_users_turn_and_bounded_by_the_jobs_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    async def take(turns: Turns, user: str, num_bytes: int) -> None:
+        seen.append((user, num_bytes))
+
+    def parse(data: bytes) -> bytes:
+        seen.append((data, NUM_RANKS.get()))
+        return data
+
+    async def converse(requests: Any, context: Any) -> Any:
+        async for one in requests:
+            yield one
+
+    async def continuation(details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(converse, parse)
+
+    async def scenario() -> None:
+        def authenticate(context: Any) -> RankCaller:
+            return RankCaller("a job 0", "eve", lambda: 3)
+
+        access = AccessInterceptor(Credentials(OWN, SimpleNamespace()), Audit(tmp_path / "audit.jsonl"), authenticate)  # type: ignore[arg-type]
+        handler = await access.intercept_service(continuation, SimpleNamespace(method=SESSION))  # type: ignore[arg-type]
+        context: Any = Context("a secret")
+        assert [one async for one in handler.stream_stream(stream(b"12"), context)] == [b"12"]
+
+    monkeypatch.setattr(Turns, "take", take)
+    asyncio.run(scenario())
+    assert seen == [("eve", 2), (b"12", 3)]

@@ -16,7 +16,8 @@ from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import backlog as module
 from elche_coordinator.limits.backlog import EVENT_BYTES, Backlog
-from elche_coordinator.limits.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM
+from elche_coordinator.limits.budgets import MAX_UNWRITTEN_BYTES_OF_STREAM, TURN_BYTES
+from elche_coordinator.limits.turns import Turns
 from elche_coordinator.services.rank_service import RankServicer
 from elche_coordinator.services.sessions import RankQueue, open_session
 from elche_coordinator.storage.sql.store import SqlStore
@@ -143,5 +144,76 @@ def test_many_small_messages_count_as_the_events_that_they_are() -> None:
         while backlog.add("a", agent_pb2.AttendRequest(seq=1), num):
             num += 1
         assert num < MAX_UNWRITTEN_BYTES_OF_STREAM // EVENT_BYTES
+
+    in_loop(story)
+
+
+def test_the_streams_of_one_user_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 ranks of one user had 64 MiB that was not written, which took 300 MB."""
+    monkeypatch.setattr(module, "MAX_UNWRITTEN_BYTES_OF_USER", 100_000)
+    monkeypatch.setattr(module, "MIN_UNWRITTEN_BYTES_OF_STREAM", 5_000)
+
+    async def story() -> None:
+        backlog = Backlog()
+        assert backlog.add("a", message_of(50_000), 1, "eve")
+        assert not backlog.add("b", message_of(60_000), 2, "eve")
+        assert backlog.add("c", message_of(1_000), 3, "eve"), "it has sent little"
+        assert backlog.add("d", message_of(60_000), 4, "bob")
+        room = asyncio.ensure_future(backlog.room("b", "eve"))
+        await settled()
+        assert not room.done()
+        backlog.settle(1)
+        await asyncio.wait_for(room, 60)
+        backlog.settle(4)
+        assert not backlog._of_user
+        assert backlog.add("a", message_of(90_000), 5), "whoever has no name"
+        assert backlog.add("b", message_of(90_000), 6), "has no bound"
+
+    in_loop(story)
+
+
+def test_of_one_users_streams_so_much_is_read_in_each_turn_of_the_loop() -> None:
+    """Others, whose calls take several turns, waited for 30 long messages each time."""
+
+    async def story() -> None:
+        turns, read = Turns(), {"eve": 0, "bob": 0}
+        num_bytes = TURN_BYTES // 2 - EVENT_BYTES
+
+        async def stream(user: str, num: int) -> None:
+            for _ in range(num):
+                await turns.take(user, num_bytes)
+                read[user] += num_bytes + EVENT_BYTES
+                await asyncio.sleep(0)
+
+        eve = [asyncio.ensure_future(stream("eve", 20)) for _ in range(30)]
+        ended = asyncio.ensure_future(stream("eve", 20))
+        await asyncio.sleep(0)
+        ended.cancel()
+        bob = asyncio.ensure_future(stream("bob", 2))
+        num_turns = 0
+        while not all(one.done() for one in eve):
+            before = read["eve"]
+            await asyncio.sleep(0)
+            num_turns += 1
+            assert read["eve"] - before <= 2 * TURN_BYTES
+            assert num_turns < 1000
+        assert bob.done()
+        assert num_turns >= 290, "600 messages, two in each turn"
+        await settled()
+        assert not turns._lines
+
+    in_loop(story)
+
+
+def test_a_long_message_uses_several_turns() -> None:
+    async def story() -> None:
+        turns = Turns()
+        await turns.take("eve", 10 * TURN_BYTES)
+        after = asyncio.ensure_future(turns.take("eve", 1))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert not after.done()
+        await settled()
+        assert after.done()
 
     in_loop(story)

@@ -10,6 +10,9 @@ import pytest
 from elche.errors import TooMuch, Unreachable
 from elche.v1 import agent_pb2
 from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import Event, JobSubmitted, RankExited, StacksTold
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.services import agent_service
 from elche_coordinator.services.agent_service import AgentServicer
@@ -68,6 +71,36 @@ def test_an_agent_that_does_not_say_who_it_is_is_ended(tmp_path: Path, monkeypat
             await anext(servicer.Attend(silence(), context))
         with pytest.raises(Unreachable, match=r"nothing has come for 0\.01 s"):
             await servicer.Deliver(silence(), context)
+        driver.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_what_an_agent_says_of_anothers_processes_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks of 100 kB, again and again, which the core refused: +300 MB, and others' calls waited for 2 s."""
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
+        servicer, handle, texts = AgentServicer(driver, Transfers()), driver.handle, list[str]()
+
+        def note(event: Event, **more: Any) -> None:
+            if isinstance(event, StacksTold | RankExited):
+                texts.append(event.text if isinstance(event, StacksTold) else event.log_tail)
+            handle(event, **more)
+
+        owner, other = attend(driver, hello("a")), attend(driver, hello("b"))
+        spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=1)
+        driver.handle(JobSubmitted(job_id=JobId("job"), spec=spec, submitted_at=1.0))
+        (address,) = driver.core.addresses(JobId("job"))
+        monkeypatch.setattr(driver, "handle", note)
+
+        async def said() -> AsyncIterator[agent_pb2.AttendRequest]:
+            yield agent_pb2.AttendRequest(rank_stacks=agent_pb2.RankStacks(**address, text="long"))
+            yield agent_pb2.AttendRequest(rank_exited=agent_pb2.RankExited(**address, log_tail="long"))
+
+        for agent_id, stream, queue in (other, owner):
+            await servicer._read(agent_id, said(), stream, queue)
+        assert texts == ["", "", "long", "long"]
         driver.stop()
 
     asyncio.run(asyncio.wait_for(story(), 30))

@@ -8,7 +8,16 @@ from google.protobuf.message import Message
 
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS
 from elche.v1 import agent_pb2, job_pb2, rank_pb2, store_pb2
-from elche_coordinator.services.validation import MAX_CHARACTERS, MAX_ENTRIES, MAX_INTEGER, first_problem
+from elche_coordinator.services.validation import (
+    MAX_CHARACTERS,
+    MAX_ENTRIES,
+    MAX_INTEGER,
+    MAX_SPANS,
+    NUM_RANKS,
+    first_problem,
+)
+from elche_worker.telemetry import meter, timeline
+from elche_worker.trainer import attached
 
 
 def tensors(num: int, num_characters: int) -> rank_pb2.Ready:
@@ -20,6 +29,12 @@ def tensors(num: int, num_characters: int) -> rank_pb2.Ready:
 
 def settings(num: int) -> job_pb2.JobSpec:
     return job_pb2.JobSpec(settings={str(number): "1" for number in range(num)})
+
+
+def work(*nums: int) -> rank_pb2.SyncAck:
+    """The work of an epoch for each number, with so many scalars."""
+    one = rank_pb2.ScalarSum(sum=1.0, count=1)
+    return rank_pb2.SyncAck(work=[rank_pb2.EpochWork(scalars={str(name): one for name in range(num)}) for num in nums])
 
 
 PAIRS: dict[str, tuple[Message, Message, str]] = {
@@ -42,6 +57,11 @@ PAIRS: dict[str, tuple[Message, Message, str]] = {
         store_pb2.WaitRequest(keys=["k"] * MAX_ENTRIES),
         store_pb2.WaitRequest(keys=["k"] * (MAX_ENTRIES + 1)),
         "WaitRequest.keys has 10001 entries; at most 10000 are taken",
+    ),
+    "all maps of a list": (
+        work(*[1000] * 10),
+        work(*[1000] * 10, 1),
+        "SyncAck.work has 10001 scalars; at most 10000 are taken",
     ),
     "the last entry of a list": (
         job_pb2.JobSpec(secrets=["A", "B" * 64]),
@@ -112,3 +132,27 @@ def test_what_is_just_within_its_bound_is_taken_and_one_more_is_refused_by_name(
     within, beyond, problem = PAIRS[what]
     assert first_problem(within) == ""
     assert first_problem(beyond) == problem
+
+
+def test_what_is_listed_by_rank_has_no_more_entries_than_the_job_has_ranks() -> None:
+    """30 ranks that acknowledged rounds with 5,000 rows each let the calls of others wait for 20 s."""
+    within = rank_pb2.SyncAck(header=[rank_pb2.HeaderRow(weight=1)] * 30)
+    beyond = rank_pb2.HeaderTold(header=[rank_pb2.HeaderRow(weight=1)] * 31)
+    links = rank_pb2.Probed(ranks=range(31))
+    before = NUM_RANKS.set(30)
+    try:
+        assert first_problem(within) == ""
+        assert first_problem(beyond) == "HeaderTold.header has 31 entries; the job has 30 ranks"
+        assert first_problem(links) == "Probed.ranks has 31 entries; the job has 30 ranks"
+    finally:
+        NUM_RANKS.reset(before)
+    assert first_problem(beyond) == ""
+
+
+def test_a_rank_sends_no_more_than_is_taken() -> None:
+    longest = rank_pb2.BatchesTrained(batch_ms=[1.0] * 64)
+    assert meter.MAX_BATCH_TIMES == attached.MAX_BATCH_TIMES == 64
+    assert first_problem(longest) == ""
+    longest.batch_ms.append(1.0)
+    assert first_problem(longest) == "BatchesTrained.batch_ms has 65 entries; at most 64 are taken"
+    assert timeline.MAX_SPANS == MAX_SPANS

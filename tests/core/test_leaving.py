@@ -1,17 +1,19 @@
 """Ranks that leave: their work is committed, they exit by themselves, and they are started elsewhere."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from core.test_lost_ranks import THREE, by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, LeaveAsked
-from elche_coordinator.core.messages.ids import AgentId, Rank
+from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, JobSubmitted, LeaveAsked
+from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from support.disasters import deaths
+from support.effort import lines_run
 from support.stories import at_phase, in_mid_training
 from support.watched import AT_RANDOM, WatchedSimulation, ranks
 
@@ -79,6 +81,20 @@ def test_a_host_that_is_wanted_again_keeps_its_rank(simulate):
     drain(simulation, "b", is_drained=False)
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2]
+
+
+def test_a_host_that_is_drained_already_changes_nothing_for_jobs_that_wait(simulate):
+    """An agent that said without end that it leaves had all waiting jobs looked at each time: others waited for 2 s."""
+    simulation = on_two_hosts(simulate(ranks(*THREE), dataset_size=8000))
+    in_mid_training(simulation)
+    spec = JobSpec(name="job", source_hash="", file_name="job.py", num_ranks=9)
+    for number in range(30):
+        more = replace(spec, conditions=(f"host=no{number}",))
+        simulation.handle(JobSubmitted(job_id=JobId(str(number)), spec=more, submitted_at=1.0))
+    drain(simulation, "b")
+    again = lines_run(lambda: drain(simulation, "b"))
+    back = lines_run(lambda: drain(simulation, "b", is_drained=False))
+    assert again < back / 2, (again, back)
 
 
 def test_where_nobody_would_stay_a_checkpoint_is_made_and_the_job_waits(simulate):

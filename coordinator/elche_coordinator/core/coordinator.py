@@ -260,6 +260,11 @@ class Coordinator:
         job = self.jobs[job_id]
         return [record.address(job.id) for record in job.ranks.values()]
 
+    def num_ranks(self, job_id: JobId) -> int:
+        """Number of ranks that the job's present attempt has had so far; 0 for an unknown job."""
+        job = self.jobs.get(job_id)
+        return len(job.ranks) if job else 0
+
     def is_there(self, address: Address) -> bool:
         """True if the address is that of a rank's present process, which has not ended."""
         job = self.jobs.get(address["job_id"])
@@ -514,8 +519,7 @@ class Coordinator:
         """Drains a host, so that its ranks leave and are restarted elsewhere; or makes it available again, so that they
         stay.
         """
-        self.fleet.drain(event.agent_id, is_drained=event.is_drained)
-        self._may_place = True
+        self._may_place |= self.fleet.drain(event.agent_id, is_drained=event.is_drained)
         by_job: dict[JobId, list[RankRecord]] = {}
         for job_id, rank in self._ranks_on(event.agent_id):
             if (job := self._touch(job_id)) is not None:

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from elche_coordinator.limits.budgets import (
     MAX_UNWRITTEN_BYTES,
     MAX_UNWRITTEN_BYTES_OF_STREAM,
+    MAX_UNWRITTEN_BYTES_OF_USER,
     MIN_UNWRITTEN_BYTES_OF_STREAM,
 )
 
@@ -23,40 +24,44 @@ class Backlog:
     """Counts the bytes of each stream's messages that are not durable. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, Hashable, int]] = deque()
-        """(number of the event with which a message becomes durable, its stream, its bytes)."""
+        self._waiting: deque[tuple[int, Hashable, Hashable, int]] = deque()
+        """(number of the event with which a message becomes durable, its stream, its user, its bytes)."""
         self._of_stream: Counter[Hashable] = Counter()
+        self._of_user: Counter[Hashable] = Counter()
         self._num_bytes = 0
         self._has_changed = asyncio.Event()
 
-    def add(self, stream: Hashable, message: Message, number: int) -> bool:
+    def add(self, stream: Hashable, message: Message, number: int, user: Hashable = "") -> bool:
         """Adds a stream's message, which becomes durable with the event of that number. Returns False if the stream
-        must not be read until there is `room`.
+        must not be read until there is `room`. Users without a name have no bound of their own.
         """
         num_bytes = EVENT_BYTES + message.ByteSize()
-        self._waiting.append((number, stream, num_bytes))
+        self._waiting.append((number, stream, user, num_bytes))
         self._of_stream[stream] += num_bytes
+        self._of_user[user] += num_bytes
         self._num_bytes += num_bytes
-        return not self._is_much(stream)
+        return not self._is_much(stream, user)
 
-    async def room(self, stream: Hashable) -> None:
+    async def room(self, stream: Hashable, user: Hashable = "") -> None:
         """Waits until the stream may be read."""
-        while self._is_much(stream):
+        while self._is_much(stream, user):
             self._has_changed.clear()
             await self._has_changed.wait()
 
     def settle(self, number: int) -> None:
         """All events up to the number are durable."""
         while self._waiting and self._waiting[0][0] <= number:
-            _, stream, num_bytes = self._waiting.popleft()
+            _, stream, user, num_bytes = self._waiting.popleft()
             self._num_bytes -= num_bytes
-            self._of_stream[stream] -= num_bytes
-            if not self._of_stream[stream]:
-                del self._of_stream[stream]
+            for counts, whose in ((self._of_stream, stream), (self._of_user, user)):
+                counts[whose] -= num_bytes
+                if not counts[whose]:
+                    del counts[whose]
         self._has_changed.set()
 
-    def _is_much(self, stream: Hashable) -> bool:
-        """True if the stream has too much, or all together have and the stream more than a little."""
+    def _is_much(self, stream: Hashable, user: Hashable) -> bool:
+        """True if the stream has too much, or its user or all together have and the stream more than a little."""
         held = self._of_stream[stream]
-        is_much_of_all = self._num_bytes > MAX_UNWRITTEN_BYTES and held > MIN_UNWRITTEN_BYTES_OF_STREAM
-        return held > MAX_UNWRITTEN_BYTES_OF_STREAM or is_much_of_all
+        is_much_of_user = bool(user) and self._of_user[user] > MAX_UNWRITTEN_BYTES_OF_USER
+        is_much = is_much_of_user or self._num_bytes > MAX_UNWRITTEN_BYTES
+        return held > MAX_UNWRITTEN_BYTES_OF_STREAM or (is_much and held > MIN_UNWRITTEN_BYTES_OF_STREAM)

@@ -46,8 +46,14 @@ MAX_ANNOUNCED_BYTES_OF_CALLER = 1 << 30
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Bytes of messages of all agents and ranks that are not durable; with more, streams with many of them are not read."""
 MAX_UNWRITTEN_BYTES_OF_STREAM = 4 << 20
+MAX_UNWRITTEN_BYTES_OF_USER = 16 << 20
+"""Of these, those of the ranks of one submitter, or of the agents of one token."""
 MIN_UNWRITTEN_BYTES_OF_STREAM = 16 << 10
 """A stream with fewer such bytes is always read."""
+TURN_BYTES = 64 << 10
+"""Bytes of messages of one user's ranks, or of one token's agents, that are read in each turn of the event loop, which
+takes some milliseconds.
+"""
 MAX_STORES_BYTES = 1 << 30
 """Bytes of keys and values in the rendezvous stores of all jobs."""
 MAX_STORES_BYTES_OF_USER = 256 << 20

@@ -76,10 +76,14 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                         event: Event = RankStarted(**address, agent_id=agent_id, log_path=started.log_path)
                     case "rank_exited":
                         exited = request.rank_exited
-                        event = codec.rank_exited(_address(exited), agent_id, exited)
+                        address = _address(exited)
+                        exited.log_tail = exited.log_tail if self._has(agent_id, address) else ""
+                        event = codec.rank_exited(address, agent_id, exited)
                     case "rank_stacks":
                         told = request.rank_stacks
-                        event = StacksTold(**_address(told), agent_id=agent_id, text=told.text)
+                        address = _address(told)
+                        text = told.text if self._has(agent_id, address) else ""
+                        event = StacksTold(**address, agent_id=agent_id, text=text)
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "hello":
@@ -89,12 +93,18 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                     case unreachable:
                         assert_never(unreachable)
                 self._driver.handle(event, number=request.seq)
-                await self._driver.take(stream, request)
+                await self._driver.take(stream, request, CALLER.get().name)
         except ElcheError as error:
             log.warning("agent=%s has sent an invalid message and is disconnected: %s", agent_id, error)
             raise
         finally:
             queue.close()
+
+    def _has(self, agent_id: AgentId, address: Address) -> bool:
+        """True if the process is on the agent's host. Of others, the core takes in nothing that an agent says, but the
+        event is written, for the acknowledgement: without the text, which may be long.
+        """
+        return self._driver.core.is_there(address) and self._driver.core.agent_of(address) == agent_id
 
     async def Deliver(
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -33,7 +34,9 @@ from elche_coordinator.limits.budgets import (
     Budget,
 )
 from elche_coordinator.limits.processor import Processor
+from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
+from elche_coordinator.services.validation import MAX_RANKS, NUM_RANKS
 from elche_coordinator.streams.streams import Superseded
 
 SECRET = "elche-secret"
@@ -50,7 +53,12 @@ OWN_SERVICES = "/elche.v1."
 SESSION = "/elche.v1.RankService/Converse"
 """The method of a rank's session, of which a newer one ends the one before it."""
 
+ATTENDANCE = "/elche.v1.AgentService/Attend"
+"""The method of an agent's session."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
+Pause = Callable[[int], Awaitable[None]]
+"""Waits until a message of so many bytes may be read."""
 FIELDS = ("job_id", "host", "id", "name")
 """Fields that name a request's object, in the order in which they are tried."""
 
@@ -62,6 +70,8 @@ class RankCaller(NamedTuple):
     """The job and the rank."""
     user: str
     """The job's submitter."""
+    num_ranks: Callable[[], int] = lambda: MAX_RANKS
+    """Returns how many ranks the job has."""
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
@@ -87,6 +97,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._audit = audit
         self._take_s = take_s
         self._processor = processor or Processor()
+        self._rank_turns, self._agent_turns = Turns(), Turns()
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
         self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
@@ -107,8 +118,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler is None:
             return None
         if method not in NEEDED:
-            # A session's handler checks the secret itself, and there is one of each rank; the health check is open.
-            is_ranks = method.startswith(OWN_SERVICES) and method != SESSION
+            if method == SESSION:
+                return self._session(handler)
+            is_ranks = method.startswith(OWN_SERVICES)  # the health check is open
             return self._of_rank(handler, method) if is_ranks else handler
         return self._streamed(handler, method) if handler.response_streaming else self._single(handler, method)
 
@@ -141,11 +153,28 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         open within `during`.
         """
         async with answering(context):
-            rank, user = self._authenticate(context)
+            rank, user, _ = self._authenticate(context)
             during.enter_context(self._rank_calls.taking(rank))
             during.enter_context(self._user_calls.taking(user))
             if method.rpartition("/")[2] == FOLDER_CALL:
                 during.enter_context(self._folder_calls.taking(rank))
+
+    def _session(self, handler: Any) -> Any:
+        """Wraps the handler of a rank's session, of which there is one of each rank: it is read at its user's turn."""
+
+        async def stream(sent: Any, context: Context) -> AsyncIterator[Any]:
+            async with answering(context):
+                caller = self._authenticate(context)
+
+            async def pause(num_bytes: int) -> None:
+                await self._rank_turns.take(caller.user, num_bytes)
+                NUM_RANKS.set(caller.num_ranks())
+
+            async with aclosing(handler.stream_stream(await _parsed(handler, sent, pause), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
     def _of_rank(self, handler: Any, method: str) -> Any:
         """Wraps the handler of a rank's call with the check of its secret."""
@@ -180,7 +209,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 return await (answer if grant is None else self._until_ended(grant, answer, context))
 
         async def of_caller(sent: Any, context: Context, payer: str) -> Any:
-            request = await _parsed(handler, sent, lambda: self._processor.pause(payer))
+            request = await _parsed(handler, sent, lambda _: self._processor.pause(payer))
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
             serialize = handler.response_serializer or _as_it_is
             return serialize(await answer)
@@ -223,7 +252,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
                 payer = _payer(CALLER.get(), method)
-                request = await self._processor.metered(payer, _parsed(handler, sent))
+                pause = partial(self._agent_turns.take, CALLER.get().name) if method == ATTENDANCE else _at_once
+                request = await self._processor.metered(payer, _parsed(handler, sent, pause))
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
                 async with (
@@ -283,11 +313,11 @@ def _as_it_is(response: Any) -> Any:
     return response
 
 
-async def _at_once() -> None:
+async def _at_once(num_bytes: int) -> None:
     pass
 
 
-async def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] = _at_once) -> Any:
+async def _parsed(handler: Any, sent: Any, pause: Pause = _at_once) -> Any:
     """The request, or stream of requests, each after a `pause`. Called only after authentication, since receiving,
     parsing and validating cost memory and time. A call that ends without a message has an empty one.
     """
@@ -297,9 +327,9 @@ async def _parsed(handler: Any, sent: Any, pause: Callable[[], Awaitable[None]] 
         return handler.request_deserializer(await anext(messages, b""))
 
 
-async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Callable[[], Awaitable[None]]) -> Any:
+async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Pause) -> Any:
     async for one in sent:
-        await pause()
+        await pause(len(one))
         yield parse(one)
 
 
@@ -318,8 +348,10 @@ def authenticated(driver: Driver, context: Context) -> Address:
 def rank_caller(driver: Driver, context: Context) -> RankCaller:
     """The rank and the user whose budgets a rank's call uses. Raises as `authenticated` does."""
     address = authenticated(driver, context)
-    spec = driver.core.spec(address["job_id"])
-    return RankCaller(f"{address['job_id']} {address['rank']}", spec.submitted_by if spec else "")
+    job_id = address["job_id"]
+    spec = driver.core.spec(job_id)
+    num_ranks = partial(driver.core.num_ranks, job_id)
+    return RankCaller(f"{job_id} {address['rank']}", spec.submitted_by if spec else "", num_ranks)
 
 
 def num_heard_of(context: Context) -> int | None:

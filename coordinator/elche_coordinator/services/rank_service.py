@@ -88,6 +88,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         stream: AnyStream,
         queue: SendQueue[rank_pb2.ConverseResponse],
     ) -> None:
+        spec = self._driver.core.spec(address["job_id"])
+        user = spec.submitted_by if spec is not None else ""
         try:
             async for request in requests:
                 self._driver.health.messages["rank", "in"] += 1
@@ -102,7 +104,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     self._driver.handle(codec.rank_event(address, request), number=request.seq)
                     if request.HasField("stopped"):
                         self._driver.presence.on_stopped(address)
-                    await self._driver.take(stream, request)
+                    await self._driver.take(stream, request, user)
         except ElcheError as error:
             reason = f"rank {address['rank']} has sent an invalid message: {error}"
             self._driver.handle(RankFailed(**address, error=reason))

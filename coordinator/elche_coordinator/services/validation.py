@@ -5,6 +5,7 @@ finite numbers. Also converts handlers' exceptions to gRPC statuses.
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -31,6 +32,8 @@ MAX_ENTRIES = 10_000
 """Most entries of a list or map without a bound of its own."""
 MAX_RANKS = 10_000
 """Most ranks that a job may ask for."""
+MAX_SPANS = 4000
+"""Most spans in one message for a timeline."""
 MAX_INTEGER = 2**53
 """The largest integer that a JSON number, a float and a database column all represent exactly."""
 MAX_DEPTH = 16
@@ -90,12 +93,14 @@ ENTRIES = {
     "AgentHello.jobs": 1000,
     "AgentHello.slots": 1024,
     "AgentHello.labels": 64,
+    "BatchesTrained.batch_ms": 64,
     "JobSpec.conditions": 16,
     "JobSpec.requirements": 200,
     "JobSpec.secrets": 64,
     "EpochWork.scalars": 1000,
     "Evaluated.sums": 1000,
     "Evaluated.tensors": 1000,
+    "Gauges.gpu_slowdowns": 16,
     "JobSpec.replay": 1 << 20,
     "JobSpec.settings": 200,
     "RankPart.slices": 1 << 20,
@@ -104,10 +109,21 @@ ENTRIES = {
     "Ready.tensors": MAX_TENSORS,
     "ResumeJobRequest.settings": 200,
     "SampleRead.values": MAX_VALUES,
+    "Spans.details": MAX_SPANS,
+    "Spans.durations_us": MAX_SPANS,
+    "Spans.kinds": MAX_SPANS,
+    "Spans.starts_us": MAX_SPANS,
+    "SyncAck.work": 1000,
     "TensorSum.shape": 64,
     "ValueFigures.figures": MAX_FIGURES,
 }
 """Most entries of lists and maps, by field, if not `MAX_ENTRIES`."""
+OF_RANKS = frozenset({"HeaderTold.header", "Probed.ranks", "SyncAck.header"})
+"""Lists that have at most one entry for each rank of the job."""
+NUM_RANKS: ContextVar[int] = ContextVar("NUM_RANKS", default=MAX_RANKS)
+"""The number of ranks of the job whose message is checked."""
+ALL_ENTRIES = {"SyncAck.work": ("scalars", 10_000)}
+"""Most entries of the maps in a list together: the list's field, the maps', and the bound."""
 ALL_CHARACTERS = {"Ready.tensors": MAX_TENSORS_CHARS}
 """Most characters of all texts of a list together, by field, where the bound on the message's size is not enough."""
 INTEGERS = {
@@ -165,7 +181,8 @@ def _check_of(field: FieldDescriptor) -> Callable[[Any, int], str]:
         )
     if field.is_repeated:
         bounds = ENTRIES.get(name, MAX_ENTRIES), ALL_CHARACTERS.get(name)
-        return partial(_list_problem, name, *bounds, _check_all(field, name), _check_one(field, name))
+        check = partial(_list_problem, name, *bounds, _check_all(field, name), _check_one(field, name))
+        return partial(_of_ranks_problem, name, check) if name in OF_RANKS else check
     return _check_one(field, name)
 
 
@@ -196,11 +213,20 @@ def _list_problem(
 ) -> str:
     if len(value) > most:
         return f"{name} has {len(value)} entries; at most {most} are taken"
+    of, most_in_all = ALL_ENTRIES.get(name, ("", 0))
+    if of and (found := sum(len(getattr(one, of)) for one in value)) > most_in_all:
+        return f"{name} has {found} {of}; at most {most_in_all} are taken"
     if all_characters is not None and (found := sum(map(len, value))) > all_characters:
         return f"{name} has {found} characters; at most {all_characters} are taken"
     if are_fine(value):
         return ""
     return next((problem for one in value if (problem := of_one(one, depth))), "")
+
+
+def _of_ranks_problem(name: str, check: Callable[[Any, int], str], value: Any, depth: int) -> str:
+    if len(value) > (num_ranks := NUM_RANKS.get()):
+        return f"{name} has {len(value)} entries; the job has {num_ranks} ranks"
+    return check(value, depth)
 
 
 def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:

@@ -118,10 +118,13 @@ class Fleet:
         }
         return sorted((one for one in why if any(why[one])), key=lambda one: why[one], reverse=True)
 
-    def drain(self, agent_id: AgentId, *, is_drained: bool) -> None:
-        """Drains the host, or makes it available again. Ignores an unknown host."""
-        if agent_id in self.agents:
-            self.agents[agent_id].is_drained = is_drained
+    def drain(self, agent_id: AgentId, *, is_drained: bool) -> bool:
+        """Drains the host, or makes it available again. Returns False if it was so before, or is unknown."""
+        agent = self.agents.get(agent_id)
+        if agent is None or agent.is_drained == is_drained:
+            return False
+        agent.is_drained = is_drained
+        return True
 
     def meets(self, place: Place, conditions: tuple[str, ...]) -> bool:
         """True if the slot, of a known host, meets all conditions."""
