@@ -4,10 +4,12 @@ import base64
 import gzip
 import json
 import shutil
+import threading
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import DamagedStore
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_worker.agent.agent import Agent
+from elche_worker.agent.link_speed import LinkFault, measure
 from elche_worker.collectives.operations import RoundAborted
 from elche_worker.collectives.relay import AHEAD, Relay
 from elche_worker.model.checkpoint import load
@@ -266,6 +269,51 @@ def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slo
     agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", slot=slot, spec=spec)))
     assert len(said) == 1
     assert said[0].startswith(f"the rank cannot be started: {why}")
+
+
+def test_an_unknown_fault_does_not_end_the_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It did, and with it all ranks of its host."""
+    order = agent_pb2.InjectFault(job_id="job", fault=7)  # type: ignore[arg-type]
+    Agent("127.0.0.1:1", [], tmp_path)._do(agent_pb2.AttendResponse(inject_fault=order))
+    assert "ignored a fault that only newer versions of elche know" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [1e308, float("nan"), -1.0])
+def test_a_stopped_rank_goes_on_after_any_number_of_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The thread that waited so long failed, and the rank stood still for good."""
+    waits: list[float] = []
+    monkeypatch.setattr("threading.Timer", lambda wait_s, *_: SimpleNamespace(start=lambda: waits.append(wait_s)))
+    order = agent_pb2.InjectFault(job_id="job", fault=job_pb2.FAULT_STOP_RANK, seconds=seconds)
+    Agent("127.0.0.1:1", [], tmp_path)._do(agent_pb2.AttendResponse(inject_fault=order))
+    assert 0 <= waits[0] <= threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        (agent_pb2.AttendResponse(send_model=agent_pb2.SendModel(job_id="job", checkpoint="x" * 5000)), "too long"),
+        (agent_pb2.AttendResponse(send_model=agent_pb2.SendModel(job_id="\0")), "null"),
+        (agent_pb2.AttendResponse(send_log=agent_pb2.SendLog(job_id="\0", max_bytes=1)), "null"),
+    ],
+)
+def test_an_order_for_a_file_of_no_possible_name_is_answered(tmp_path: Path, order: Any, why: str) -> None:
+    """The thread failed, and a client waited until its time was over."""
+    answered: list[str] = []
+    agent = Agent("127.0.0.1:1", [], tmp_path)
+    agent._begin_delivery = lambda deliver, one: deliver(one)  # type: ignore[assignment, method-assign]
+    agent._deliver_parts = lambda _, parts: answered.extend(part.error for part in parts)  # type: ignore[assignment, method-assign]
+    for job_id in ("job", "\0"):
+        agent._folders._known[job_id] = tmp_path / job_id
+    agent._do(order)
+    assert why in answered[-1]
+
+
+def test_an_address_that_no_name_can_have_is_a_fault_of_the_link() -> None:
+    """The thread failed, and whoever measured waited until the time was over."""
+    with pytest.raises(LinkFault, match="is no address"):
+        measure(f"{'x' * 5000}:1", b"s")
 
 
 def test_a_damaged_certificate_is_named(tmp_path: Path) -> None:
