@@ -1,9 +1,9 @@
 """Fuzzes for as long as it is told: `make fuzz MINUTES=60`. Stops at the first fault.
 
-Each test of tests/fuzz that calls our code in its own process is run in turn, guided by coverage (tools/guided.py). What
-reached new code is kept in .fuzz, and the next run goes on from it. The tests with a real coordinator, whose coverage
-nobody sees here, get a tenth of the time, with other seeds than the gate's. A fault prints its input, and the command
-that makes it again.
+Each test of tests/fuzz that calls our code in its own process is run in turn, guided by coverage (tools/guided.py).
+What reached new code is kept in .fuzz, and the next run goes on from it. The tests with a real coordinator, whose
+coverage is not seen here, get a tenth of the time, with other seeds than the gate's. A fault prints its input, and the
+command that makes it again.
 """
 
 import argparse
@@ -26,8 +26,9 @@ KEPT = ROOT / ".fuzz"
 LONGEST = 512
 """Bytes of an input: enough for a dozen changes of each part of an example."""
 SEEDS = 50
-"""Random inputs with which a target begins: each is an example, as hypothesis would draw it, of the messages and files in
-tests/fuzz/corpus."""
+"""Random inputs with which a target begins. From each, hypothesis draws an example, mostly of what is in
+tests/fuzz/corpus.
+"""
 EXAMPLES = 50
 """Of each test with a real coordinator, in one turn."""
 STARTS_S = 15.0

@@ -1,7 +1,8 @@
 """Fuzzes one test of tests/fuzz, guided by coverage: `python tools/guided.py TEST FOLDER [OPTIONS OF LIBFUZZER]`.
 
-pytest makes the test's fixtures. Then atheris calls the test with one input after the other, bytes from which hypothesis
-draws its examples, and keeps in FOLDER those that reach code that no earlier one has reached. `make fuzz` runs it.
+pytest makes the test's fixtures. Then atheris calls the test with one input after the other, bytes from which
+hypothesis draws its examples, and keeps in FOLDER those that reach code that no earlier one has reached. `make fuzz`
+runs it.
 """
 
 import logging

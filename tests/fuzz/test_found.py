@@ -113,6 +113,24 @@ def test_a_checkpoint_whose_state_is_none_is_refused(checkpoint: Path, text: str
         load(str(changed(checkpoint, files={**files, "state.json": entry})))
 
 
+def test_a_checkpoint_with_a_file_whose_name_is_too_long_is_not_whole(checkpoint: Path) -> None:
+    name = "x" * 5000
+    with pytest.raises(InvalidJob, match=r"is not whole: x+ is missing"):
+        load(str(changed(checkpoint, files={name: {"bytes": 1, "sha256": ""}})))
+
+
+def test_there_is_no_checkpoint_whose_name_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match="there is no checkpoint"):
+        manifest.newest(tmp_path / ("x" * 5000))
+
+
+def test_the_auditor_names_a_checkpoint_elsewhere_whose_name_is_too_long(run: Path) -> None:
+    start = {**START, "version": 1, "samples": 16, "resume": "s3://" + "x" * 5000}
+    for path in (run / "audit" / JOB).iterdir():
+        path.write_bytes(with_start(json.dumps({**start, "rank": int(path.name.split("-")[1])})))
+    assert any("elche audit reads no URLs" in line for line in elche_audit.judge(run).missing)
+
+
 @pytest.mark.parametrize("books", [{"0": {"committed": [[0, float("inf")]]}}, {"0": {"committed": 5}}])
 def test_the_auditor_names_a_manifest_with_books_that_are_none(run: Path, checkpoint: Path, books: Any) -> None:
     training = json.loads((checkpoint / "manifest.json").read_text())["training"]

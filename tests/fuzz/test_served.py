@@ -1,4 +1,4 @@
-"""A coordinator's services, in this process: ranks of a managed job say anything on their streams, of orders and of averages."""
+"""A coordinator's services, in this process: what ranks of a managed job say on their streams and to its relay."""
 
 import asyncio
 import logging

@@ -194,7 +194,7 @@ class ToldAgent(Agent):
         self.exits: list[Exit] = []
         processes: Any = self._processes
         processes.start = self._check
-        processes.stop = lambda key, grace_s, waits_while_stopped: processes._end(key, grace_s, waits_while_stopped)
+        processes.stop = processes._end
 
     def _check(self, _: object, processes: list[Any]) -> None:
         """The spawner gets a line of JSON for each process."""
