@@ -83,7 +83,7 @@ def guided(test: str, seconds: float) -> bool:
     if ended.returncode or begun is None or done is None:
         print(re.sub(r"INFO: Instrumenting .*\n|#\d.*\n", "", said)[-20_000:], file=sys.stderr)
         inputs = sorted(folder.parent.glob(f"{folder.name}.fault-*"), key=lambda path: path.stat().st_mtime)
-        with_input = f" {inputs[-1].relative_to(ROOT)}" if inputs else ""
+        with_input = f" {inputs[-1]}" if inputs else ""
         print(f"a fault; `{sys.executable} tools/guided.py {test}{with_input}` makes it again", file=sys.stderr)
         return False
     runs, per_s = re.findall(r"stat::(?:number_of_executed_units|average_exec_per_sec): +(\d+)", said)

@@ -23,7 +23,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, averaging_pb2, job_pb2, rank_pb2
 from elche_client import contexts, journal, resume, timeline
-from elche_client.certificates import Authority
+from elche_client.certificates import Authority, read_certificate
 from elche_client.codec import decode_view
 from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
@@ -289,6 +289,15 @@ def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slo
     assert said[0].startswith(f"the rank cannot be started: {why}")
 
 
+def test_a_loops_rank_whose_device_is_not_named_cannot_be_started(tmp_path: Path) -> None:
+    """It ended the agent, and with it the ranks of other jobs."""
+    agent, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path), []
+    agent._tell_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
+    spec = job_pb2.JobSpec(source="a", file_name="a.py", is_loop=True)
+    agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", spec=spec)))
+    assert said == ["the rank cannot be started: the order names the devices of 0 ranks"]
+
+
 def test_an_unknown_fault_does_not_end_the_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It did, and with it all ranks of its host."""
     order = agent_pb2.InjectFault(job_id="job", fault=7)  # type: ignore[arg-type]
@@ -343,6 +352,18 @@ def test_a_damaged_certificate_is_named(tmp_path: Path) -> None:
     path.write_text(f"-----BEGIN CERTIFICATE-----\n{lines}-----END CERTIFICATE-----\n")
     with pytest.raises(BadCertificate, match=r"tls\.crt cannot be read: 10 is not a valid X509 version"):
         Authority(tmp_path).all()
+
+
+def test_a_certificate_is_not_repeated_in_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's message had all bytes of a name, 10,000 characters."""
+
+    def refuse(_: bytes) -> None:
+        raise ValueError("x" * 10_000)
+
+    monkeypatch.setattr(x509, "load_pem_x509_certificate", refuse)
+    (tmp_path / "tls.crt").write_bytes(b"")
+    with pytest.raises(BadCertificate, match="cannot be read: x{500}$"):
+        read_certificate(tmp_path / "tls.crt")
 
 
 def test_a_database_whose_own_descriptions_are_no_text_is_damaged(tmp_path: Path) -> None:

@@ -493,6 +493,8 @@ class Agent:
 
     def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
         """Environment variables of a script with its own loop. Raises `ElcheError` if rank 0 was not started here."""
+        if start.rank >= len(start.loop_slots):
+            raise ElcheError(f"the order names the devices of {len(start.loop_slots)} ranks")
         if start.rank == 0:  # it is started first
             self._loop_ports[start.job_id] = free_port()
         if (port := self._loop_ports.get(start.job_id)) is None:
