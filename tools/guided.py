@@ -48,7 +48,7 @@ class Guided:
 
 def run(test: str, options: Sequence[str], packages: Sequence[str] = PACKAGES) -> None:
     """Fuzzes a test, by its id of pytest. `options`: folders, files and options of libFuzzer."""
-    os.environ["FUZZ_CHANGES"] = "12"
+    os.environ |= {"FUZZ_CHANGES": "12", "FUZZ_PROCESSOR_S": "10"}  # instrumented code is several times as slow
     logging.lastResort = None
     with atheris.instrument_imports(include=list(packages)):
         sys.exit(pytest.main([*PYTEST, test], [Guided(options)]))

@@ -113,6 +113,14 @@ def test_a_checkpoint_whose_state_is_none_is_refused(checkpoint: Path, text: str
         load(str(changed(checkpoint, files={**files, "state.json": entry})))
 
 
+@pytest.mark.parametrize("epoch", [1e308, 10**12, -1])
+def test_the_auditor_names_a_manifest_in_an_epoch_that_no_job_has(run: Path, checkpoint: Path, epoch: float) -> None:
+    """It made a dictionary of all epochs, which fits no memory."""
+    training = json.loads((checkpoint / "manifest.json").read_text())["training"]
+    changed(checkpoint, training={**training, "ledger": {"epoch": epoch, "books": {}}})
+    assert any("its manifest is damaged" in line for line in elche_audit.judge(run).missing)
+
+
 def test_a_checkpoint_with_a_file_whose_name_is_too_long_is_not_whole(checkpoint: Path) -> None:
     name = "x" * 5000
     with pytest.raises(InvalidJob, match=r"is not whole: x+ is missing"):
@@ -362,7 +370,7 @@ def test_a_certificate_is_not_repeated_in_its_error(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(x509, "load_pem_x509_certificate", refuse)
     (tmp_path / "tls.crt").write_bytes(b"")
-    with pytest.raises(BadCertificate, match="cannot be read: x{500}$"):
+    with pytest.raises(BadCertificate, match=r"cannot be read: x{500}$"):
         read_certificate(tmp_path / "tls.crt")
 
 

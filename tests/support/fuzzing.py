@@ -18,7 +18,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """Examples of each test of `make fuzz`; 0: the gate's own number, which are always the same ones."""
 CHANGES = int(os.environ.get("FUZZ_CHANGES", "4"))
 """Most changes of one example; more where coverage guides, which adds one change to another."""
-PROCESSOR_S = 2.0
+PROCESSOR_S = float(os.environ.get("FUZZ_PROCESSOR_S", "2"))
 """Processor time that an example may take: a hang, as the usual one takes milliseconds."""
 MEMORY_BYTES = 1 << 30
 """Address space that a test may take beyond what the process has."""
