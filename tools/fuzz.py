@@ -51,7 +51,7 @@ def main() -> int:
         if not guided(test, max(STARTS_S, each_s - STARTS_S)):
             return 1
     while (chosen.only in CALLS.name or not tests) and time.monotonic() < end_s:
-        if not with_coordinator(chosen.only):
+        if not with_coordinator():
             return 1
     print("no fault")
     return 0
@@ -91,7 +91,7 @@ def guided(test: str, seconds: float) -> bool:
     return True
 
 
-def with_coordinator(only: str) -> bool:
+def with_coordinator() -> bool:
     """One turn of the tests with a real coordinator. False for a fault."""
     seed = secrets.randbits(32)
     command = ["-m", "pytest", "-x", "--timeout", "3600", f"--hypothesis-seed={seed}", str(CALLS.relative_to(ROOT))]
