@@ -90,7 +90,7 @@ EXHAUST ?=
 exhaust: setup
 	$(BIN)/python tools/exhaust.py --states $(STATES) --only '$(EXHAUST)'
 
-# Random bytes for each decoder (tests/fuzz), with other seeds than the gate's, until one finds a fault.
+# Changed messages and files for each decoder (tests/fuzz), guided by coverage, until one finds a fault (docs/fuzzing.md).
 MINUTES ?= 60
 fuzz: setup
 	$(BIN)/python tools/fuzz.py --minutes $(MINUTES) --only '$(ONLY)'
