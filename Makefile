@@ -95,7 +95,7 @@ KILLS ?= 1000
 soak: setup
 	$(BIN)/python tools/soak.py --kills $(KILLS)
 
-# Random bytes for each decoder (tests/fuzz), with other seeds than the gate's, until one finds a fault.
+# Changed messages and files for each decoder (tests/fuzz), guided by coverage, until one finds a fault (docs/fuzzing.md).
 MINUTES ?= 60
 fuzz: setup
 	$(BIN)/python tools/fuzz.py --minutes $(MINUTES) --only '$(ONLY)'

@@ -1,5 +1,6 @@
 """Judges a run by the files of its ranks, and compares them with the coordinator's record and the checkpoints."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,7 +110,7 @@ class _Judge:
     def _read_base(self, attempt: Attempt) -> None:
         resume = next((file.start.resume for file in attempt.files if file.start.version == attempt.base), "")
         place = self._run.folder.joinpath("checkpoints", *Path(resume).parts[-2:]) if "://" in resume else Path(resume)
-        if "://" in resume and not place.exists():
+        if "://" in resume and not os.path.exists(place):
             text = f"the run has resumed {resume}: elche audit reads no URLs"
             self._lack(f"{text}: copy the checkpoint of version {attempt.base} to {place}")
             return

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from elche.v1 import job_pb2
 from elche_audit.coverage import CoveredPiece, Ranges, joined, ranges_of
-from elche_audit.rank_file import Damaged, RankFile, read
+from elche_audit.rank_file import MAX_EPOCHS, Damaged, RankFile, read
 
 AUDIT, CADENCE, RECORD, RUN = "audit", "cadence.binpb", "record.json", "run.json"
 REPLAY_TAG = 14 << 3 | 2
@@ -196,6 +196,8 @@ def read_books(path: Path) -> CheckpointBooks:
             raise Damaged(f"checkpoint {name}: its manifest is damaged: the checksum does not match")
         training = manifest["training"]
         ledger = training["ledger"]
+        if not 0 <= (epoch := int(ledger["epoch"])) <= MAX_EPOCHS:  # each becomes an entry of a dictionary
+            raise ValueError(epoch)
         books = ranges_of(
             CoveredPiece(int(epoch), int(start), int(end))
             for epoch, book in ledger["books"].items()
@@ -207,7 +209,7 @@ def read_books(path: Path) -> CheckpointBooks:
             version=int(training["version"]),
             samples=int(training["samples"]),
             global_step=int(training["global_step"]),
-            epoch=int(ledger["epoch"]),
+            epoch=epoch,
             books=books,
         )
     except OSError as error:

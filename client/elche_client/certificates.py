@@ -105,7 +105,7 @@ class Authority:
         try:
             key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (OSError, ValueError, TypeError) as error:
-            raise BadCertificate(f"the authority's key {path} cannot be read: {error}") from error
+            raise BadCertificate(f"the authority's key {path} cannot be read: {error!s:.500}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise BadCertificate(f"the authority's key {path} is of another kind than `elche certs` makes")
         certificate = read_certificate(self.folder / AUTHORITY)
@@ -177,7 +177,7 @@ def _holder(folder: Path, certificate: x509.Certificate) -> Holder:
     except x509.ExtensionNotFound:
         return Holder(folder=folder, names=(), role="", expires_at=expires_at)
     except NOT_READABLE as error:
-        raise BadCertificate(f"the certificate {folder / CERTIFICATE} cannot be read: {error}") from error
+        raise BadCertificate(f"the certificate {folder / CERTIFICATE} cannot be read: {error!s:.500}") from error
     known = [one for one in map(identity, found.get_values_for_type(x509.UniformResourceIdentifier)) if one]
     if known:
         return Holder(folder=folder, names=(known[0][1],), role=known[0][0], expires_at=expires_at)
@@ -191,7 +191,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, *NOT_READABLE) as error:
-        raise BadCertificate(f"the certificate {path} cannot be read: {error}") from error
+        raise BadCertificate(f"the certificate {path} cannot be read: {error!s:.500}") from error
 
 
 def _key_text(key: ec.EllipticCurvePrivateKey) -> bytes:

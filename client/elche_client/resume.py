@@ -1,6 +1,7 @@
 """`elche resume`, `replay` and `checkpoints`: earlier trainings."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -209,7 +210,7 @@ def replay_here(
 
 def list_checkpoints(job: str, address: str, *, as_json: bool) -> int:
     """Prints the checkpoints below a folder, or of a job at a coordinator."""
-    found = _here(Path(job)) if Path(job).exists() else _of_job(job, address)
+    found = _here(Path(job)) if os.path.exists(job) else _of_job(job, address)
     if as_json:
         click.echo(to_json([asdict(one) for one in found]))
         return 0

@@ -39,9 +39,9 @@ def newest(path: Path) -> Path:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """All complete checkpoints at or below a folder, oldest first. Raises `InvalidJob` when there is none."""
-    if not path.exists():
+    if not os.path.exists(path):  # False also for a name that none can have
         raise InvalidJob(f"there is no checkpoint {path}")
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         return [path]
     found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
     whole = [one for one in found if not one.name.startswith(".")]

@@ -4,10 +4,12 @@ import base64
 import gzip
 import json
 import shutil
+import threading
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from elche.errors import ElcheError, InvalidJob
 from elche.tls import BadCertificate
 from elche.v1 import agent_pb2, averaging_pb2, job_pb2, rank_pb2
 from elche_client import contexts, journal, resume, timeline
-from elche_client.certificates import Authority
+from elche_client.certificates import Authority, read_certificate
 from elche_client.codec import decode_view
 from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
@@ -32,6 +34,7 @@ from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import DamagedStore
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_worker.agent.agent import Agent
+from elche_worker.agent.link_speed import LinkFault, measure
 from elche_worker.collectives.operations import RoundAborted
 from elche_worker.collectives.relay import AHEAD, Relay
 from elche_worker.model.checkpoint import load
@@ -108,6 +111,32 @@ def test_a_checkpoint_whose_state_is_none_is_refused(checkpoint: Path, text: str
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     with pytest.raises(InvalidJob, match=r"cannot be read: ."):
         load(str(changed(checkpoint, files={**files, "state.json": entry})))
+
+
+@pytest.mark.parametrize("epoch", [1e308, 10**12, -1])
+def test_the_auditor_names_a_manifest_in_an_epoch_that_no_job_has(run: Path, checkpoint: Path, epoch: float) -> None:
+    """It made a dictionary of all epochs, which fits no memory."""
+    training = json.loads((checkpoint / "manifest.json").read_text())["training"]
+    changed(checkpoint, training={**training, "ledger": {"epoch": epoch, "books": {}}})
+    assert any("its manifest is damaged" in line for line in elche_audit.judge(run).missing)
+
+
+def test_a_checkpoint_with_a_file_whose_name_is_too_long_is_not_whole(checkpoint: Path) -> None:
+    name = "x" * 5000
+    with pytest.raises(InvalidJob, match=r"is not whole: x+ is missing"):
+        load(str(changed(checkpoint, files={name: {"bytes": 1, "sha256": ""}})))
+
+
+def test_there_is_no_checkpoint_whose_name_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match="there is no checkpoint"):
+        manifest.newest(tmp_path / ("x" * 5000))
+
+
+def test_the_auditor_names_a_checkpoint_elsewhere_whose_name_is_too_long(run: Path) -> None:
+    start = {**START, "version": 1, "samples": 16, "resume": "s3://" + "x" * 5000}
+    for path in (run / "audit" / JOB).iterdir():
+        path.write_bytes(with_start(json.dumps({**start, "rank": int(path.name.split("-")[1])})))
+    assert any("elche audit reads no URLs" in line for line in elche_audit.judge(run).missing)
 
 
 @pytest.mark.parametrize("books", [{"0": {"committed": [[0, float("inf")]]}}, {"0": {"committed": 5}}])
@@ -268,6 +297,60 @@ def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slo
     assert said[0].startswith(f"the rank cannot be started: {why}")
 
 
+def test_a_loops_rank_whose_device_is_not_named_cannot_be_started(tmp_path: Path) -> None:
+    """It ended the agent, and with it the ranks of other jobs."""
+    agent, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path), []
+    agent._tell_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
+    spec = job_pb2.JobSpec(source="a", file_name="a.py", is_loop=True)
+    agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", spec=spec)))
+    assert said == ["the rank cannot be started: the order names the devices of 0 ranks"]
+
+
+def test_an_unknown_fault_does_not_end_the_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It did, and with it all ranks of its host."""
+    order = agent_pb2.InjectFault(job_id="job", fault=7)  # type: ignore[arg-type]
+    Agent("127.0.0.1:1", [], tmp_path)._do(agent_pb2.AttendResponse(inject_fault=order))
+    assert "ignored a fault that only newer versions of elche know" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [1e308, float("nan"), -1.0])
+def test_a_stopped_rank_goes_on_after_any_number_of_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The thread that waited so long failed, and the rank stood still for good."""
+    waits: list[float] = []
+    monkeypatch.setattr("threading.Timer", lambda wait_s, *_: SimpleNamespace(start=lambda: waits.append(wait_s)))
+    order = agent_pb2.InjectFault(job_id="job", fault=job_pb2.FAULT_STOP_RANK, seconds=seconds)
+    Agent("127.0.0.1:1", [], tmp_path)._do(agent_pb2.AttendResponse(inject_fault=order))
+    assert 0 <= waits[0] <= threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        (agent_pb2.AttendResponse(send_model=agent_pb2.SendModel(job_id="job", checkpoint="x" * 5000)), "too long"),
+        (agent_pb2.AttendResponse(send_model=agent_pb2.SendModel(job_id="\0")), "null"),
+        (agent_pb2.AttendResponse(send_log=agent_pb2.SendLog(job_id="\0", max_bytes=1)), "null"),
+    ],
+)
+def test_an_order_for_a_file_of_no_possible_name_is_answered(tmp_path: Path, order: Any, why: str) -> None:
+    """The thread failed, and a client waited until its time was over."""
+    answered: list[str] = []
+    agent = Agent("127.0.0.1:1", [], tmp_path)
+    agent._begin_delivery = lambda deliver, one: deliver(one)  # type: ignore[assignment, method-assign]
+    agent._deliver_parts = lambda _, parts: answered.extend(part.error for part in parts)  # type: ignore[assignment, method-assign]
+    for job_id in ("job", "\0"):
+        agent._folders._known[job_id] = tmp_path / job_id
+    agent._do(order)
+    assert why in answered[-1]
+
+
+def test_an_address_that_no_name_can_have_is_a_fault_of_the_link() -> None:
+    """The thread failed, and whoever measured waited until the time was over."""
+    with pytest.raises(LinkFault, match="is no address"):
+        measure(f"{'x' * 5000}:1", b"s")
+
+
 def test_a_damaged_certificate_is_named(tmp_path: Path) -> None:
     Authority(tmp_path).client("anna", "user", expires=timedelta(days=1))
     path = tmp_path / "anna" / "tls.crt"
@@ -277,6 +360,18 @@ def test_a_damaged_certificate_is_named(tmp_path: Path) -> None:
     path.write_text(f"-----BEGIN CERTIFICATE-----\n{lines}-----END CERTIFICATE-----\n")
     with pytest.raises(BadCertificate, match=r"tls\.crt cannot be read: 10 is not a valid X509 version"):
         Authority(tmp_path).all()
+
+
+def test_a_certificate_is_not_repeated_in_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's message had all bytes of a name, 10,000 characters."""
+
+    def refuse(_: bytes) -> None:
+        raise ValueError("x" * 10_000)
+
+    monkeypatch.setattr(x509, "load_pem_x509_certificate", refuse)
+    (tmp_path / "tls.crt").write_bytes(b"")
+    with pytest.raises(BadCertificate, match=r"cannot be read: x{500}$"):
+        read_certificate(tmp_path / "tls.crt")
 
 
 def test_a_database_whose_own_descriptions_are_no_text_is_damaged(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """What is read at a start, a database, a saved state in it and certificates; and what an agent is told to do."""
 
 import asyncio
+import errno
 import json
+import os
 import pickle
 import shutil
+import socket
 import sqlite3
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +40,10 @@ from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import BadStore, SavedState, StoreFailed
 from elche_coordinator.storage.unpickling import OWN, loads, sealed, unsealed
-from elche_worker.agent.agent import Agent
+from elche_worker.agent import agent, link_speed
+from elche_worker.agent.agent import CHUNK_BYTES, Agent
 from elche_worker.agent.processes import Exit
-from support.corpus import messages
+from support.corpus import file_of_run, messages
 from support.fuzzing import bounded_memory, changed_bytes, changed_message, fuzzed, tried
 
 
@@ -162,41 +167,96 @@ def test_a_certificate_of_any_names_is_somebodys_or_nobodys(uris: list[bytes]) -
 # Orders to an agent
 
 
-class Ranks:
-    """Processes that are only counted."""
+class AtOnce:
+    """`threading` for an agent whose orders are carried out in this thread, in which errors come through."""
 
-    def __init__(self) -> None:
-        self.started: list[Any] = []
+    Event, Semaphore, TIMEOUT_MAX = threading.Event, threading.Semaphore, threading.TIMEOUT_MAX
 
-    def start(self, key: Any, processes: list[Any]) -> None:
-        """Checks what the spawner gets: a line of JSON for each process."""
+    class Thread:
+        """Runs when it is started."""
+
+        def __init__(self, target: Callable[..., object], args: tuple[Any, ...] = (), **_: object) -> None:
+            self.start = partial(target, *args)
+
+    class Timer(Thread):
+        """Does not wait, but refuses what a real one cannot wait for."""
+
+        def __init__(self, seconds: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+            assert 0 <= seconds <= threading.TIMEOUT_MAX, seconds
+            super().__init__(call, args)
+
+
+class ToldAgent(Agent):
+    """Starts no process, and calls nobody: what it would start or send is only looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("127.0.0.1:1", [agent_pb2.Slot(device="cpu")] * 2, folder)
+        self.exits: list[Exit] = []
+        processes: Any = self._processes
+        processes.start = self._check
+        processes.stop = processes._end
+
+    def _check(self, _: object, processes: list[Any]) -> None:
+        """The spawner gets a line of JSON for each process."""
         for process in processes:
             json.loads(process.launch_line)
-        self.started.append(key)
 
-    def stop(self, *_: Any, **__: Any) -> None:
-        return
+    def _tell_exit(self, key: object, ended: Exit) -> None:
+        self.exits.append(ended)
 
-    def signal(self, *_: Any) -> None:
-        return
+    def _deliver_parts(self, what: object, parts: Iterable[agent_pb2.DeliverRequest]) -> None:
+        for part in parts:
+            assert len(part.SerializeToString()) < 2 * CHUNK_BYTES
 
 
+def connect(address: tuple[str, int], _: float) -> None:
+    """Nobody listens at any address that can be looked up."""
+    address[0].encode("idna")
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+A = agent_pb2
 SCRIPT = job_pb2.JobSpec(source="a", file_name="a.py", is_loop=True)
-START = agent_pb2.StartRank(job_id="job", slot=1, loop_slots=[0, 1], spec=SCRIPT)
-ORDERS = (*messages("AgentService/Attend", "response"), agent_pb2.AttendResponse(start_rank=START))
-HERE = frozenset({"start_rank", "stop_rank", "taken", "welcome", None})
-"""Orders that are carried out at once; the others have a thread each, or end a process."""
+ORDERS = (
+    *messages("AgentService/Attend", "response"),
+    A.AttendResponse(start_rank=A.StartRank(job_id="job", slot=1, loop_slots=[0, 1], spec=SCRIPT)),
+    A.AttendResponse(send_model=A.SendModel(job_id="job", transfer="t")),
+    A.AttendResponse(send_model=A.SendModel(job_id="job", transfer="t", checkpoint="job/checkpoint")),
+    A.AttendResponse(send_log=A.SendLog(job_id="job", transfer="t", max_bytes=100, with_times=True, follow=True)),
+    A.AttendResponse(
+        store_artifacts=A.StoreArtifacts(
+            job_id="job", transfer="t", root="store", folder="host", ranks=[0], has_model=True, record="{}",
+            checkpoints=["job/checkpoint"],
+        )
+    ),
+    A.AttendResponse(send_stacks=A.SendStacks(job_id="job")),
+    A.AttendResponse(open_link=A.OpenLink(transfer="t", secret=b"s")),
+    A.AttendResponse(try_link=A.TryLink(transfer="t", address="127.0.0.1:1", secret=b"s")),
+    A.AttendResponse(inject_fault=A.InjectFault(job_id="job", fault=job_pb2.Fault.FAULT_STOP_RANK, seconds=1.0)),
+)  # fmt: skip
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an agent in which a job has run; what it would do elsewhere is not done."""
+    folder = tmp_path / "a" / "b" / "c"
+    shutil.copytree(file_of_run("checkpoints/*/*"), folder / "job" / "checkpoint")
+    (folder / "job" / "rank-0.log").write_text("one\ntwo\n")
+    (folder / "job" / "model.safetensors").write_bytes(b"model")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(agent, "threading", AtOnce)
+    monkeypatch.setattr(agent, "listen", lambda host, secret: f"{host}:1")
+    monkeypatch.setattr(agent, "os", SimpleNamespace(**{**vars(os), "kill": lambda *_: None}))
+    monkeypatch.setattr(link_speed, "socket", SimpleNamespace(**{**vars(socket), "create_connection": connect}))
+    return folder
 
 
 @fuzzed(60)
-@given(told=st.lists(changed_message(ORDERS), min_size=1, max_size=4))
-def test_an_agent_carries_out_or_refuses_whatever_a_coordinator_orders(tmp_path: Path, told: Sequence[Any]) -> None:
-    agent, ranks, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")] * 2, tmp_path), Ranks(), []
-    agent._processes = ranks  # type: ignore[assignment]
-    agent._tell_exit = lambda key, exit: said.append((key, exit))  # type: ignore[assignment, method-assign]
-    for order in told:
-        if order.WhichOneof("message") in HERE:
-            tried(lambda order=order: agent._do(order), ElcheError)  # type: ignore[misc]
-    assert all(isinstance(exit, Exit) and len(exit.log_tail) < 8192 for _, exit in said)
-    outside = [path for path in tmp_path.parent.iterdir() if path != tmp_path]
-    assert not [path for path in outside if path.name.startswith("job")], outside
+@given(orders=st.lists(changed_message(ORDERS), min_size=1, max_size=4))
+def test_an_agent_carries_out_or_refuses_whatever_a_coordinator_orders(told: Path, orders: Sequence[Any]) -> None:
+    one = ToldAgent(told)
+    one._folders.remember("job", told / "job")
+    for order in orders:
+        tried(partial(one._do, order), ElcheError)
+    assert all(len(exit.log_tail) < 8192 for exit in one.exits)
+    assert [path.name for path in told.iterdir() if path.name.startswith("job")] == ["job"]

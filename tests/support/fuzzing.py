@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """Examples of each test of `make fuzz`; 0: the gate's own number, which are always the same ones."""
-PROCESSOR_S = 2.0
+CHANGES = int(os.environ.get("FUZZ_CHANGES", "4"))
+"""Most changes of one example; more where coverage guides, which adds one change to another."""
+PROCESSOR_S = float(os.environ.get("FUZZ_PROCESSOR_S", "2"))
 """Processor time that an example may take: a hang, as the usual one takes milliseconds."""
 MEMORY_BYTES = 1 << 30
 """Address space that a test may take beyond what the process has."""
@@ -120,9 +122,9 @@ def tried(decode: Callable[[], object], *documented: type[Exception]) -> object:
 
 
 def changed_bytes(corpus: Sequence[bytes]) -> st.SearchStrategy[bytes]:
-    """One of these contents, changed in one to four places."""
+    """One of these contents, changed in one to `CHANGES` places."""
     places = st.lists(
-        st.tuples(st.integers(0, 8), st.integers(0, 2**20), st.integers(0, 2**16)), min_size=1, max_size=4
+        st.tuples(st.integers(0, 8), st.integers(0, 2**20), st.integers(0, 2**16)), min_size=1, max_size=CHANGES
     )
     return st.builds(partial(_change_bytes, corpus), st.integers(0, 2**20), places)
 
@@ -218,8 +220,8 @@ def as_text(text: str, depth: int = NESTED) -> str:
 
 
 def changed_message(corpus: Sequence[Message]) -> st.SearchStrategy[Any]:
-    """One of these messages, in which one to four fields have other values, or are twice, or are gone."""
-    places = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)), min_size=1, max_size=4)
+    """One of these messages, in which one to `CHANGES` fields have other values, or are twice, or are gone."""
+    places = st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)), min_size=1, max_size=CHANGES)
     return st.builds(partial(_change_message, corpus), st.integers(0, 2**20), places)
 
 

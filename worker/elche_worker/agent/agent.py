@@ -315,6 +315,9 @@ class Agent:
 
     def _inject_fault(self, order: agent_pb2.InjectFault) -> None:
         """Breaks a rank, or this process, on request of somebody who tests what the cluster survives."""
+        if order.fault not in Fault.values():
+            log.warning("ignored a fault that only newer versions of elche know")
+            return
         log.warning("job=%s rank=%d a fault on purpose: %s", order.job_id, order.rank, Fault.Name(order.fault))
         match order.fault:
             case Fault.FAULT_KILL_RANK:
@@ -322,7 +325,8 @@ class Agent:
             case Fault.FAULT_STOP_RANK:
                 self._processes.signal(order.job_id, order.rank, signal.SIGSTOP)
                 going_on = (order.job_id, order.rank, signal.SIGCONT)
-                threading.Timer(order.seconds, self._processes.signal, going_on).start()
+                going_on_s = max(0.0, min(order.seconds, threading.TIMEOUT_MAX))
+                threading.Timer(going_on_s, self._processes.signal, going_on).start()
             case Fault.FAULT_KILL_AGENT:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -364,6 +368,9 @@ class Agent:
         """Sends the model of a job whose ranks ran here, or the weights of one of its checkpoints. No other file can be
         asked for.
         """
+        self._send(f"job {order.job_id}: its model", order.transfer, self._model(order))
+
+    def _model(self, order: agent_pb2.SendModel) -> Iterator[agent_pb2.DeliverRequest]:
         folder = self._folders.find(order.job_id)
         name = BEST if order.best else MODEL
         path = folder / name if folder else Path(name)
@@ -372,7 +379,7 @@ class Agent:
             kept = Path(order.checkpoint)
             path = kept / (EMA if (kept / EMA).is_file() else WEIGHTS)
             problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
-        self._send(path, order.transfer, _refusal(problem) if problem else _file(path, self._processes.files))
+        yield from _refusal(problem) if problem else _file(path, self._processes.files)
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written. No other file can be asked for."""
@@ -410,10 +417,12 @@ class Agent:
                 self._stopped.wait(FOLLOW_EVERY_S)
 
     def _send(self, what: Path | str, transfer: str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
-        named = chain([agent_pb2.DeliverRequest(transfer=transfer)], parts)
+        self._deliver_parts(what, chain([agent_pb2.DeliverRequest(transfer=transfer)], _whole(parts)))
+
+    def _deliver_parts(self, what: Path | str, parts: Iterator[agent_pb2.DeliverRequest]) -> None:
         try:
             with open_channel(self._coordinator, self._tls) as channel:
-                agent_pb2_grpc.AgentServiceStub(channel).Deliver(named, metadata=self._metadata)
+                agent_pb2_grpc.AgentServiceStub(channel).Deliver(parts, metadata=self._metadata)
         except grpc.RpcError as error:
             log.warning("%s is not delivered: %s", what, error.details())
         except BadCertificate as error:
@@ -484,6 +493,8 @@ class Agent:
 
     def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
         """Environment variables of a script with its own loop. Raises `ElcheError` if rank 0 was not started here."""
+        if start.rank >= len(start.loop_slots):
+            raise ElcheError(f"the order names the devices of {len(start.loop_slots)} ranks")
         if start.rank == 0:  # it is started first
             self._loop_ports[start.job_id] = free_port()
         if (port := self._loop_ports.get(start.job_id)) is None:
@@ -560,6 +571,14 @@ def _log_parts(
                 yield agent_pb2.DeliverRequest(data=text[start : start + CHUNK_BYTES])
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
+
+
+def _whole(parts: Iterator[agent_pb2.DeliverRequest]) -> Iterator[agent_pb2.DeliverRequest]:
+    """The parts; where a name in the order can be no file's, why there are none: otherwise a client waits for them."""
+    try:
+        yield from parts
+    except (OSError, ValueError) as error:
+        yield from _refusal(f"the order cannot be carried out: {getattr(error, 'strerror', None) or error}")
 
 
 def _refusal(problem: str) -> Iterator[agent_pb2.DeliverRequest]:

@@ -105,6 +105,8 @@ def measure(address: str, secret: bytes, *, only_connects: bool = False) -> Link
         raise LinkFault(f"{address} does not answer in time") from None
     except OSError as error:
         raise LinkFault(f"{address}: {error.strerror or error}") from None
+    except UnicodeError as error:
+        raise LinkFault(f"{address} is no address: {error}") from None
 
 
 def _end(one: socket.socket) -> None:

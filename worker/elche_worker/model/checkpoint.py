@@ -16,6 +16,7 @@ moments.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -395,7 +396,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:
     """Raises `InvalidJob` unless the file has the size and the checksum that the manifest says."""
     path = folder / name
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also for a name that no file can have
         raise InvalidJob(f"the checkpoint {folder} is not whole: {name} is missing; use an older one")
     size_bytes = path.stat().st_size
     if size_bytes != file["bytes"]:
