@@ -71,6 +71,8 @@ class LoopEpochs:
         """See `Trainer.shares`."""
         progress, stepper = self._progress, self._stepper
         steps = stepper.share_batches(batch_size)
+        if self._checkpoints.resumption.position is not None and num_steps is not None:
+            self._say_if_complete(progress.num_steps, num_steps, "steps", "shares()")
         self._checkpoints.resumption.begin()
         progress.batch_size = batch_size
         own = self._begin(gives_samples=False)
@@ -86,6 +88,14 @@ class LoopEpochs:
             stepper.clock.end_batch()
         self._in_progress = None
         stepper.compare("ends shares()")
+
+    def _say_if_complete(self, num_made: int, num_asked: int, what: str, call: str) -> None:
+        """Says so if a resumed loop has nothing left to train."""
+        if num_made >= num_asked and not self._checkpoints.rank:
+            notice(
+                f"the checkpoint has {num_made} {what} already, and {call} asks for {num_asked}: nothing is left to "
+                "train; ask for more to train on"
+            )
 
     def _say_if_again(self, epoch: int) -> None:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
@@ -120,6 +130,8 @@ class LoopEpochs:
         """See `Trainer.epochs`."""
         progress, resumption = self._progress, self._checkpoints.resumption
         progress.num_epochs = count
+        if resumption.position is not None:
+            self._say_if_complete(resumption.position.epoch, count, "epochs", "epochs()")
         for epoch in range(resumption.position.epoch if resumption.position is not None else 0, count):
             if resumption.position is None:
                 self._say_if_again(epoch)
