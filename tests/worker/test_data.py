@@ -200,7 +200,7 @@ def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(
         match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*return their number in its __len__",
     ):
         as_dataset([Stream(0, 3), Endless()], "train.py")
-    assert capsys.readouterr().err.count("an endless stream needs one") == 1
+    assert capsys.readouterr().err.count("the samples of Endless, a stream without len(), are counted") == 1
 
 
 def test_a_stream_that_can_be_read_only_once_is_refused_and_one_that_begins_anew_is_not() -> None:
