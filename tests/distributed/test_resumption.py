@@ -220,3 +220,19 @@ def test_ranks_that_draw_alike_go_on_alike_and_others_draw_nothing_twice(worlds:
     for generator in (0, 1):
         drawn = [one[generator] for told in (first, second, other) for one in told]
         assert len(set(drawn)) == len(drawn)
+
+
+def test_a_resumed_loop_that_has_nothing_left_to_train_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It succeeded in silence, with fewer epochs than the checkpoint has."""
+    loop = Loop(tmp_path, resumes=False)
+    for _ in loop.trainer.epochs(2):
+        loop.train(torch.zeros(4))
+    loop.trainer.save()
+    loop.end()
+    for told in ("has 2 epochs", "has 2 steps"):
+        loop = Loop(tmp_path, resumes=True)
+        assert not list(loop.trainer.epochs(1) if "epochs" in told else loop.trainer.shares(4, 2))
+        loop.end()
+        assert f"the checkpoint {told} already" in capsys.readouterr().err

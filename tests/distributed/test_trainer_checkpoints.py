@@ -42,11 +42,18 @@ def save_and_go_on(place: str, el_che: bool) -> tuple[torch.Tensor, torch.Tensor
     again.load(place)
     dist.barrier()
     for epoch in again.epochs(1):
-        for batch in again.epoch(epoch):
+        batches = again.epoch(epoch)
+        if el_che:
+            with pytest.raises(TypeError, match="follows from the ranks' speed"):
+                len(batches)
+        else:
+            assert (len(batches), len(again.epoch(1))) == (7, 8), "what is left, and a whole epoch"
+        for batch in batches:
             later_epoch.append(batch.size)
             again.forward_batch(batch)
             again.step()
     assert again.num_steps == trainer.num_steps
+    assert el_che or len(later_epoch) == len(batches)
     again.close()
     return flat(trainer.model), flat(again.model), later_epoch
 

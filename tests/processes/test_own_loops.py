@@ -414,3 +414,28 @@ def test_under_torchrun_a_rank_that_was_killed_ends_all_soon(mark: Mark, tmp_pat
         eventually(lambda: steps.exists() and steps.read_text() == "7", "the rank dies at its next step")
         assert run.process.wait(100) != 0
     assert "Signal 9 (SIGKILL)" in run.text
+
+
+ENDS_BEFORE = """
+import os
+import sys
+
+from elche_worker import Trainer
+
+if os.environ["RANK"] == "1":
+    sys.exit()
+import torch
+
+model = torch.nn.Linear(1, 1)
+Trainer.setup(model, torch.optim.SGD(model.parameters()))
+"""
+
+
+@pytest.mark.long(reason="torchrun starts PyTorch once more")
+def test_under_torchrun_a_rank_that_has_ended_before_its_first_trainer_is_named(mark: Mark, tmp_path: Path) -> None:
+    """The others waited for it for half an hour."""
+    path = tmp_path / "ends_before.py"
+    path.write_text(ENDS_BEFORE)
+    with running(mark, tmp_path, *TORCHRUN, script=path, TEST_EXECUTES="1") as run:
+        assert run.process.wait(100) != 0
+    assert "rank 1 has ended after no trainer; every rank has to set up as many trainers as the others" in run.text

@@ -184,19 +184,23 @@ def test_one_stream_is_one_shard() -> None:
     assert [shards[position] for position in range(3)] == [5, 6, 7]
 
 
-def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read forever, before the first batch, without a word."""
+def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was read forever, before the first batch, then for a minute without a word."""
 
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return count()
 
     monkeypatch.setattr(dataset, "COUNT_S", 0.01)
+    monkeypatch.setattr(dataset, "TELL_COUNT_S", 0.0)
     with pytest.raises(
         InvalidJob,
         match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*return their number in its __len__",
     ):
         as_dataset([Stream(0, 3), Endless()], "train.py")
+    assert capsys.readouterr().err.count("the samples of Endless, a stream without len(), are counted") == 1
 
 
 def test_a_stream_that_can_be_read_only_once_is_refused_and_one_that_begins_anew_is_not() -> None:

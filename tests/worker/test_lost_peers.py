@@ -1,6 +1,9 @@
 """Errors of a collective in a loop of the user's own: whose they are, and what they are told as."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +11,7 @@ from elche.errors import Misuse, PeerLost
 from elche.torchrun import environment_of_rank, free_port
 from elche_worker.collectives import meeting
 from elche_worker.collectives.world import lost_peers_named
-from elche_worker.process import parent
+from elche_worker.process import alive, parent
 from support.nccl import words
 
 
@@ -43,6 +46,35 @@ def test_two_ranks_on_one_gpu_are_told_what_to_do() -> None:
     error = raised(words.duplicate(1, 0, "60"))
     assert isinstance(error, Misuse)
     assert "init_process_group('gloo')" in str(error)
+
+
+HOLDS = """
+import sys
+from elche_worker.process.alive import show_alive
+show_alive(sys.argv[1], "job-1", 1)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_submitted_rank_sees_one_that_has_exited_before_its_first_setup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for half an hour: an agent does not tell, as `elche run` does, which ranks have exited."""
+    for name, value in environment_of_rank(0, ("cpu", "cpu"), free_port(), {}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "LIMIT_S", 0.2)
+    monkeypatch.setattr(alive, "_held", [])
+    monkeypatch.setattr(alive, "_files", [])
+    alive.show_alive(str(tmp_path), "job-1", 0)
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(Misuse, match="rank 1 has not come in"):
+        meeting.Meeting().next()
+    other.communicate()
+    with pytest.raises(Misuse, match="rank 1 has exited without it; every rank has to set up as many"):
+        meeting.Meeting().next()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

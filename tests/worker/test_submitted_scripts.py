@@ -4,12 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from elche.errors import Misuse
 from elche_worker.rank.script import _written
+from elche_worker.session import script as scripts
 from elche_worker.session import submitted
 from elche_worker.session.launch import Launch
 from elche_worker.session.script import run_script
+from elche_worker.trainer import checks
+from elche_worker.trainer.checks import check_is_main
 
 
 def written(output: Path, job_id: str, source: str) -> Path:
@@ -75,3 +79,20 @@ def test_a_script_that_lacks_a_file_is_told_that_only_its_folder_was_sent(
     first, *_, last = capsys.readouterr().err.splitlines()
     assert ("elche submit --folder" in first) == is_hinted
     assert "NotFoundError" in last
+
+
+def test_a_script_that_spawns_its_ranks_itself_is_told_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with "address in use", or trained twice."""
+    for name, value in (("ELCHE_RESUME", ""), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    error = ProcessRaisedException("address already in use", 0, 1)
+    scripts._print_from_script(type(error), error, None)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("elche: the script starts a process for each rank by")
+    check_is_main()
+    monkeypatch.setattr(checks, "parent_process", object)
+    with pytest.raises(Misuse, match="call what it spawns once in each process"):
+        check_is_main()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_is_main()

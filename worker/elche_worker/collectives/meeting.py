@@ -10,12 +10,14 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from elche.errors import Misuse
 from elche.output import notice
+from elche_worker.process.alive import has_exited, remove_own
 from elche_worker.process.parent import exited_ranks
 
 ANSWER_S = 2.0
@@ -28,6 +30,10 @@ LIMIT_S = default_pg_timeout.total_seconds()
 """Seconds in which all ranks have to come to the script's first trainer."""
 STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
 """Set to "True" by torchrun where the store is its own, not that of the first rank's process."""
+TOLD_BY = "ELCHE_RANK_PID"
+"""Set to the id of the rank's process, for its children: their ends are not the rank's."""
+TELL_LIMIT = timedelta(seconds=5)
+"""Time in which torchrun's store must answer a process that ends."""
 AS_MANY = "every rank has to set up as many trainers as the others"
 
 
@@ -118,7 +124,7 @@ class Meeting:
         key = f"end of {number}"
         if self._store is not None and self._store.check([key]):
             raise Misuse(f"{self._which}: rank {number} has ended after {self._store.get(key).decode()}; {AS_MANY}")
-        if number in exited_ranks():
+        if number in exited_ranks() or has_exited(number):
             raise Misuse(f"{self._which}: rank {number} has exited without it; {AS_MANY}")
 
     @property
@@ -131,3 +137,16 @@ class Meeting:
             with suppress(RuntimeError):
                 assert self._store is not None
                 self._store.set(f"end of {self.number}", str(self._num_groups))
+                remove_own()
+
+
+def _tell_end_without_trainer(pid: int) -> None:
+    """Tells the others that this process has ended before its first trainer, for which they would wait."""
+    if os.getpid() == pid and not Meeting._known:
+        with suppress(RuntimeError, OSError):
+            store, _, _ = next(dist.rendezvous("env://", timeout=TELL_LIMIT))
+            PrefixStore("elche", store).set(f"end of {os.environ['RANK']}", "no trainer")
+
+
+if os.environ.get(STORE_OF_TORCHRUN) == "True" and os.environ.setdefault(TOLD_BY, str(os.getpid())) == str(os.getpid()):
+    atexit.register(_tell_end_without_trainer, os.getpid())

@@ -14,11 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils import worker
 
 from elche.errors import InvalidJob
+from elche.output import notice
 from elche.permutation import permutation_slice
 
 COLUMNS = (torch.Tensor, np.ndarray, list)
 MAX_COLUMNS = 8
 """A tuple of at most this many arrays, each longer than that, is taken for columns, not for samples."""
+TELL_COUNT_S = 3.0
+"""Seconds after which it says that it counts."""
 COUNT_S = 60.0
 """Seconds for which a stream without a length is read to count its samples: it may have no end."""
 
@@ -148,9 +151,16 @@ def _count(stream: Any, file_name: str) -> int:
         return len(stream)
     except TypeError:
         pass
-    count, until_s = 0, time.monotonic() + COUNT_S
+    count, began_s, is_told = 0, time.monotonic(), False
     for count, _ in enumerate(stream, 1):
-        if time.monotonic() > until_s:
+        counted_s = time.monotonic() - began_s
+        if counted_s > TELL_COUNT_S and not is_told:
+            is_told = True
+            notice(
+                f"{file_name}: the samples of {type(stream).__name__}, a stream without len(), are counted, for at "
+                f"most {COUNT_S:g} s; a __len__ saves that, and an endless stream needs one"
+            )
+        if counted_s > COUNT_S:
             raise InvalidJob(
                 f"{file_name}: dataset() returned a stream, {type(stream).__name__}, without len(), which did not "
                 f"end within {COUNT_S:g} s ({count} samples): return their number in its __len__. An endless stream "

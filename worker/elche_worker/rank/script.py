@@ -14,6 +14,7 @@ from setproctitle import setproctitle
 from elche.channel import open_channel
 from elche.errors import LEFT_ALONE, ElcheError, InvalidJob
 from elche.output import notice
+from elche_worker.process.alive import show_alive
 from elche_worker.process.anonymous_files import anonymous_file
 from elche_worker.process.stacks import write_when_asked
 from elche_worker.rank.bundle import enter_folder
@@ -55,6 +56,7 @@ def main() -> None:
         notice(error)
         sys.exit(1)
     submitted.begin(launch)
+    show_alive(launch.output_dir, launch.job_id, launch.rank)
     run_script(script, launch.arguments, left_alone_code=LEFT_ALONE)
 
 

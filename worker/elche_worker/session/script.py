@@ -1,5 +1,6 @@
 """Runs a user's script with its own loop, as `python SCRIPT` would."""
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,11 @@ from elche.package import package_of
 from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.session.submitted import is_submitted
 
+SPAWNS = (
+    "the script starts a process for each rank by itself, as torch.multiprocessing.spawn does, and its launcher has "
+    "done so already: call what it spawns once in each process, as by run(int(os.environ['RANK']), "
+    "int(os.environ['WORLD_SIZE'])), without spawn(), MASTER_PORT and init_process_group()"
+)
 _is_run = False
 """True while this process runs a script, so that its end is seen here."""
 _raised: list[Callable[[bool], None]] = []
@@ -87,6 +93,14 @@ def _print_from_script(kind: type[BaseException], error: BaseException, trace: T
             "sends another one, and `--requirements FILE` names packages"
         )
     sys.__excepthook__(kind, error, trace)
+    if kind.__module__ == "torch.multiprocessing.spawn" and has_several_ranks():
+        notice(SPAWNS)  # whatever has failed in the processes that it has spawned
+
+
+def has_several_ranks() -> bool:
+    """True if elche or torchrun has started several ranks on this host."""
+    is_launched = "ELCHE_RESUME" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    return is_launched and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
 
 
 def _lacks_file(error: BaseException) -> bool:

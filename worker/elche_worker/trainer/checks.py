@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import current_process
+from multiprocessing import current_process, parent_process
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from elche.errors import Misuse
 from elche_worker.collectives.world import World
 from elche_worker.model.savable import problem_of_model
 from elche_worker.model.tensors import described, is_plain
+from elche_worker.session.script import SPAWNS, has_several_ranks
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.optimizers import problem_of_optimizers
 
@@ -24,6 +25,8 @@ def check_is_main() -> None:
             "Trainer.setup() is called again in a process that the script has started by spawn or forkserver, since "
             "such a process imports the script: put what trains under `if __name__ == '__main__':`"
         )
+    if parent_process() is not None and has_several_ranks():
+        raise Misuse(SPAWNS)
 
 
 def problem_of(model: Any, optimizers: Any) -> str:

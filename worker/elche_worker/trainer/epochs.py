@@ -11,7 +11,25 @@ from elche_worker.trainer.checkpoints import LoopCheckpoints
 from elche_worker.trainer.data import Batch, Data
 from elche_worker.trainer.iterations import Iterations
 from elche_worker.trainer.progress import ProgressTracker
+from elche_worker.trainer.saving import Position
 from elche_worker.trainer.stepping import LEAST_COMPARED, Stepper
+
+
+class EpochBatches(Iterator[Batch]):
+    """The batches of one epoch, with a length where it is known, as progress bars need it."""
+
+    def __init__(self, batches: Iterator[Batch], count: Callable[[], int]) -> None:
+        self._batches = batches
+        self._count = count
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        """This rank's batches of the epoch, without those before a resume. Raises `TypeError` under El Che: there each
+        has several of the loader's, and speeds decide how many.
+        """
+        return self._count()
 
 
 class LoopEpochs:
@@ -32,6 +50,14 @@ class LoopEpochs:
         self._check_open = check_open
         self._in_progress: object | None = None
         """Token of the iterator that gives out batches now; an older iterator that is used again finds another."""
+
+    def count(self, data: Data, epoch: int, resumed: Position | None) -> int:
+        """Number of batches that each rank gets of an epoch; see `EpochBatches.__len__`."""
+        if self._stepper.el_che is not None:
+            raise TypeError("under El Che the number of an epoch's steps follows from the ranks' speed")
+        if resumed is None or epoch > resumed.epoch:
+            return data.num_batches
+        return data.num_batches - resumed.done // data.batch_size if epoch == resumed.epoch else 0
 
     def batches(self, data: Data, epoch: int) -> Iterator[Batch]:
         """See `Trainer.epoch`."""
@@ -71,6 +97,8 @@ class LoopEpochs:
         """See `Trainer.shares`."""
         progress, stepper = self._progress, self._stepper
         steps = stepper.share_batches(batch_size)
+        if self._checkpoints.resumption.position is not None and num_steps is not None:
+            self._say_if_complete(progress.num_steps, num_steps, "steps", "shares()")
         self._checkpoints.resumption.begin()
         progress.batch_size = batch_size
         own = self._begin(gives_samples=False)
@@ -86,6 +114,14 @@ class LoopEpochs:
             stepper.clock.end_batch()
         self._in_progress = None
         stepper.compare("ends shares()")
+
+    def _say_if_complete(self, num_made: int, num_asked: int, what: str, call: str) -> None:
+        """Says so if a resumed loop has nothing left to train."""
+        if num_made >= num_asked and not self._checkpoints.rank:
+            notice(
+                f"the checkpoint has {num_made} {what} already, and {call} asks for {num_asked}: nothing is left to "
+                "train; ask for more to train on"
+            )
 
     def _say_if_again(self, epoch: int) -> None:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
@@ -120,6 +156,8 @@ class LoopEpochs:
         """See `Trainer.epochs`."""
         progress, resumption = self._progress, self._checkpoints.resumption
         progress.num_epochs = count
+        if resumption.position is not None:
+            self._say_if_complete(resumption.position.epoch, count, "epochs", "epochs()")
         for epoch in range(resumption.position.epoch if resumption.position is not None else 0, count):
             if resumption.position is None:
                 self._say_if_again(epoch)

@@ -156,8 +156,8 @@ def restore(path: str, model: nn.Module, optimizers: Optimizers, number: int | N
     """
     try:
         if number is not None and "://" not in path:
-            own = [one for one in checkpoints_in(Path(path)) if _is_of(read_manifest(one), number)]
-            path = str(own[-1]) if own else ""
+            written = [one for one in checkpoints_in(Path(path)) if _is_of(read_manifest(one), number)]
+            path = str(written[-1]) if written else ""
         loaded: Loaded | None = load(path) if path else None
         if loaded is None or (number is not None and not _is_of(loaded.manifest, number)):
             return None

@@ -42,7 +42,7 @@ from elche_worker.trainer.checks import (
 from elche_worker.trainer.clock import StepClock
 from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.data import Batch, Data, check_loader, wire
-from elche_worker.trainer.epochs import LoopEpochs
+from elche_worker.trainer.epochs import EpochBatches, LoopEpochs
 from elche_worker.trainer.fleet import RankDevices
 from elche_worker.trainer.forward import Forward, LossContext
 from elche_worker.trainer.gathering import Gathered, weighted_mean
@@ -341,12 +341,16 @@ class Trainer:
         """Samples per batch: shared by all ranks, or, under El Che, each rank's own."""
         return self._require_data().batch_size
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int) -> EpochBatches:
         """This rank's batches of an epoch, one for each `step()`. Every rank gets equally many.
 
         After `load` it omits what the checkpoint has completed: earlier epochs, and the beginning of its own. Raises
-        what the data set raises.
+        what the data set raises. It has a length, as for a progress bar, except under El Che.
         """
+        resumed = self._checkpoints.resumption.position
+        return EpochBatches(self._batches(epoch), lambda: self._epochs.count(self._require_data(), epoch, resumed))
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
         self._check_open()
         yield from self._epochs.batches(self._require_data(), epoch)
 
