@@ -7,7 +7,7 @@ from typing import Any
 
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.commands import Command
-from elche_coordinator.core.messages.events import DrainRequested, Event
+from elche_coordinator.core.messages.events import Event, QuotasSet
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import AgentRecord, Fleet, Place
@@ -15,8 +15,6 @@ from elche_coordinator.journal.coding import EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
 from elche_coordinator.journal.journals import FORMAT
 
-NOTHING = DrainRequested(agent_id=AgentId(""), is_drained=False)
-"""Replaces another job's event: it makes the core look for free slots, and changes nothing else."""
 NOBODY = (JobId("another job"), Rank(0))
 """Stands for the holder of slots that another job had when the journal was recorded."""
 
@@ -121,7 +119,9 @@ def _entry(row: dict[str, Any]) -> RecordedEntry:
 
 def _handle(core: Coordinator, job_id: str, entry: RecordedEntry) -> dict[str, Any]:
     """The core's answer to the event, as JSON values."""
-    event = NOTHING if isinstance(entry.event, Elsewhere) else entry.event
+    event = entry.event
+    if isinstance(event, Elsewhere):  # another job's: the core only looks for free slots
+        event = QuotasSet(quotas=core.quotas)
     commands: list[Command] = []
     error = ""
     try:
