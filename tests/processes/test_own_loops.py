@@ -159,14 +159,20 @@ def end_of(job: Any) -> JobResult:
     return result
 
 
+def steps_while_resting(run: Run) -> int:
+    """The steps of rank 0 until both ranks have waited five times more; they also do so now and then elsewhere."""
+    steps, rests = run.num_steps(), [run.num_rests(rank) for rank in range(2)]
+    eventually(lambda: all(run.num_rests(rank) > rests[rank] + 5 for rank in range(2)), "they wait")
+    return run.num_steps() - steps
+
+
 def test_a_loop_is_paused_and_cancelled(mark: Mark, cluster: Cluster, tmp_path: Path) -> None:
     with attached(cluster, mark, tmp_path / "loop", LOOP_RESTS="1") as (run, job):
         job.pause()
         eventually(lambda: view_of(cluster, job).state is JobState.PAUSED, "it is shown as paused")
-        eventually(lambda: all(run.num_rests(rank) for rank in range(2)), "both ranks wait")
+        eventually(lambda: steps_while_resting(run) == 0, "both ranks wait")
+        assert steps_while_resting(run) == 0
         steps = run.num_steps()
-        eventually(lambda: all(run.num_rests(rank) > 5 for rank in range(2)), "they wait on")
-        assert run.num_steps() == steps
         job.pause(is_paused=False)
         eventually(lambda: run.num_steps() > steps + 3, "it goes on")
         job.cancel()
