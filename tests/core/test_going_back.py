@@ -5,10 +5,17 @@ from core.test_lost_ranks import THREE, by_policy
 
 from elche.errors import LEFT_ALONE
 from elche_coordinator.core.messages.commands import StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, AgentLost, JobCancelled, ScaleRequested
-from elche_coordinator.core.messages.ids import AgentId
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    AgentLost,
+    JobCancelled,
+    JobSubmitted,
+    RankExited,
+    ScaleRequested,
+)
+from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.reports import EpochReport, MembershipReport, Outcome
-from elche_coordinator.core.messages.spec import Slot
+from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.simulator.simulation import JOB
 from support.stories import at_phase, in_mid_training
@@ -151,6 +158,25 @@ def test_a_rank_that_is_killed_while_the_job_starts_is_started_again_once(simula
     goes_on(simulation)
     assert simulation.job.attempt == num_deaths
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1] + [0, 1, 2] * (num_deaths - 1)
+
+
+def test_a_starting_job_whose_rank_is_killed_gives_way_to_a_job_that_waits_for_the_slot(simulate):
+    """The older job's rank gets the slot; the other ranks of the job that starts do not wait in theirs."""
+    simulation = simulate(ranks(*THREE), dataset_size=20_000, num_hosts=3)
+    in_mid_training(simulation)
+    simulation.handle(AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),) * 2))
+    spec = JobSpec(name="other", source_hash="", file_name="", num_ranks=2)
+    simulation.handle(JobSubmitted(job_id=JobId("other"), spec=spec, submitted_at=1.0))
+    other = simulation.core.jobs[JobId("other")]
+    assert other.phase is JobPhase.STARTING
+    simulation.processes[2].is_alive = False
+    simulation.handle(AgentLost(agent_id=AgentId("host-3")))
+    killed = other.ranks[1]
+    address = killed.address(other.id)
+    simulation.handle(RankExited(**address, agent_id=killed.agent_id, exit_code=-9))
+    assert other.phase is JobPhase.QUEUED
+    assert [(one.job_id, one.rank) for one in simulation.sent(StartRank)][-1] == (JOB, 2)
+    assert [(one.job_id, one.rank) for one in simulation.sent(StopRank)] == [("other", 0)]
 
 
 def test_all_die_when_the_last_model_is_saved_as_a_checkpoint_and_not_yet_written(simulate):

@@ -62,6 +62,10 @@ class Deaths:
         self._in_a_row[record.rank] += 1
         return RESTART_S[min(num_before, len(RESTART_S) - 1)]
 
+    def is_first(self, record: RankRecord) -> bool:
+        """Counts one more death of the rank; returns True if it is the first without a committed batch."""
+        return not self.restart_delay_s(record)
+
     def blame(
         self, record: RankRecord, ledger: Ledger, settings: AgreedSettings, now_s: float, *, trained: bool
     ) -> str | None:

@@ -395,7 +395,7 @@ class ManagedJob(PlacedJob):
             self._on_lost(record, now_s)
             self._schedule_restart(record, now_s)
             self.roster.tell_lost(record, notice)
-        elif death is Death.KILLED and self._starts_anew(record):
+        elif death is Death.KILLED and self._is_starting_with_others(record) and self._deaths.is_first(record):
             self.places.missing[record.rank] = now_s
             self.roster.tell_lost(record, f"{notice}; it is started again")
         elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
@@ -404,11 +404,14 @@ class ManagedJob(PlacedJob):
             self.fail(Failure(notice, rank=record.rank, traceback=log_tail))
         self.end_if_gone()
 
-    def _starts_anew(self, record: RankRecord) -> bool:
-        """True for the first death in a row of a rank while the job starts: others need not begin again for it."""
+    def _is_starting_with_others(self, record: RankRecord) -> bool:
+        """True while the job starts, so that others would have to begin again if it went back for this rank."""
         is_one_of_several = self.phase is JobPhase.STARTING and bool(staying(self.ranks))
-        may_start = is_one_of_several and not record.is_ending and self._goes_back(is_violent=True)
-        return may_start and not self._deaths.restart_delay_s(record)
+        return is_one_of_several and not record.is_ending and self._goes_back(is_violent=True)
+
+    def on_no_place(self, rank: Rank, now_s: float) -> None:
+        """Goes back to the queue: another job has taken the slot."""
+        self.go_back(rank, f"rank {rank} cannot be started again: its slot was given to another job", now_s)
 
     def _can_lose(self, record: RankRecord) -> bool:
         return self.is_open and self.run.can_lose(record)

@@ -59,6 +59,9 @@ class PlacedJob(Job):
         warms_up = self.phase is JobPhase.TRAINING
         self.places.add(rank, places, self.spec, fleet, next_incarnation, warms_up=warms_up)
 
+    def on_no_place(self, rank: Rank, now_s: float) -> None:
+        """Called when there is no slot for a rank that was killed while the job starts."""
+
     def refuse_places(self, num_places: int) -> bool:
         """Fails the job, and returns True, if it slows a rank that it will not have with `num_places` places."""
         num_ranks = max(num_places, self.spec.num_ranks)  # others may come later

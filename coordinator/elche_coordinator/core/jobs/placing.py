@@ -166,6 +166,10 @@ class Placing:
                 if places is not None:
                     self._touch(job.id)
                     job.place_again(rank, places, fleet, self._new_incarnation)
+                elif job.phase is JobPhase.STARTING:  # else its other ranks would wait in their slots
+                    self._touch(job.id)
+                    job.on_no_place(rank, self._now_s)
+                    self.note(job, self._now_s)
 
     def _place_queued(self, fleet: Fleet, shares: Shares) -> list[PlacedJob]:
         """Gives free slots to queued jobs, in order. Returns waiting jobs for which there are enough slots in all."""
