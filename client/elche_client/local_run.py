@@ -350,9 +350,8 @@ class LocalRun:
         with suppress(ElcheError, TimeoutError):
             if self._asks_for_checkpoint(jobs):
                 try:
-                    return wait_for_result(
-                        self.notifications, self._until_saved(show), _early_end, timeout_s=CHECKPOINT_TIMEOUT_S
-                    )
+                    until_saved = self._until_saved(show, is_one_job=len(jobs) == 1)
+                    return wait_for_result(self.notifications, until_saved, _early_end, timeout_s=CHECKPOINT_TIMEOUT_S)
                 except TimeoutError:
                     print_notice(f"no checkpoint was written in {CHECKPOINT_TIMEOUT_S:g} s")
                 except _Saved:
@@ -364,17 +363,21 @@ class LocalRun:
         return JobResult(state=JobState.CANCELLED, error=str(interrupted))
 
     def _asks_for_checkpoint(self, jobs: Sequence["JobHandle"]) -> bool:
-        """Requests a checkpoint. Returns False if a job does not train, and so writes none."""
-        with suppress(ElcheError):
-            for job in jobs:
+        """Requests a checkpoint of each. Returns False if none of them trains, so that none is written."""
+        num_asked = 0
+        for job in jobs:
+            with suppress(ElcheError):  # it does not train
                 job.checkpoint()
+                num_asked += 1
+        if num_asked:
             print_notice("writing a checkpoint; Ctrl-C again to leave at once")
-            return True
-        return False
+        return num_asked > 0
 
-    def _until_saved(self, show: Callable[[Shown], None]) -> Callable[[Shown], None]:
-        """`show` that raises `_Saved` once a newer checkpoint is written, or has failed."""
-        version = self.record.rounds[-1].version if self.record.rounds else 0
+    def _until_saved(self, show: Callable[[Shown], None], *, is_one_job: bool) -> Callable[[Shown], None]:
+        """`show` that raises `_Saved` once a checkpoint is written, or has failed. If it is of one job, a newer one
+        than its rounds so far; the versions of several are not comparable.
+        """
+        version = self.record.rounds[-1].version if is_one_job and self.record.rounds else 0
         num_failures = self.record.last_view.num_checkpoint_failures if self.record.last_view else 0
 
         def shown(event: Shown) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from elche import torchrun
-from elche.errors import ElcheError
+from elche.errors import ElcheError, InvalidJob
 from elche_client import script_run
 from elche_client.events import Checkpoint, JobResult, JobState, JobView
 from elche_client.notifications import Interrupted, ProcessExited
@@ -100,17 +100,26 @@ def test_trainers_that_are_not_closed_are_followed_beside_later_ones(state: JobS
     assert "loop-3" in [one.job_id for one in shown if isinstance(one, JobView)]
 
 
-def test_ctrl_c_asks_each_open_trainer_for_a_checkpoint() -> None:
-    """It asked the first alone, which no longer trained, and after a minute all was lost."""
+def test_ctrl_c_asks_each_open_trainer_for_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """It asked the first alone, which no longer trained, and after a minute all was lost. A trainer that refuses, and a
+    version that is lower than another trainer's, do not matter.
+    """
     asked: list[str] = []
     run = new_run()
-    for name in ("loop-1", "loop-2"):
-        ask = partial(asked.append, name)
-        run._jobs[name] = cast(Any, SimpleNamespace(id=name, checkpoint=ask, cancel=ask))
+    run.record.rounds.append(cast(Any, SimpleNamespace(version=9)))
+
+    def refuse() -> None:
+        asked.append("loop-1")
+        raise InvalidJob("it does not train")
+
+    for name, ask in (("loop-1", refuse), ("loop-2", partial(asked.append, "loop-2"))):
+        cancel = partial(asked.append, name)
+        run._jobs[name] = cast(Any, SimpleNamespace(id=name, checkpoint=ask, cancel=cancel))
     run.notifications.put(Checkpoint(version=1))
     run.notifications.put(JobResult(state=JobState.CANCELLED))
     run._cancel_loop(Interrupted(signal.SIGINT), cast(ProgressDisplay, SimpleNamespace(show=lambda event: None)))
     assert asked == ["loop-1", "loop-2"] * 2
+    assert "elche: writing a checkpoint" in capsys.readouterr().err
 
 
 def test_a_rank_that_dies_before_there_is_a_job_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

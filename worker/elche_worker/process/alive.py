@@ -18,9 +18,12 @@ _files: list[str] = []
 def show_alive(folder: str, job_id: str, rank: int) -> None:
     """Locks this rank's file in a folder that the others see. Where it cannot be written, they only wait."""
     _files[:] = [f"{folder}/.alive-{job_id}-{os.environ.get('MASTER_PORT', '')}-{{}}"]
+    path = Path(_files[0].format(rank))
+    draft = path.with_name(f"{path.name}.draft")
     with suppress(OSError):
-        file = Path(_files[0].format(rank)).open("w")  # noqa: SIM115  # until the process ends
+        file = draft.open("w")  # until the process ends
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.rename(path)  # locked before it is seen: without a lock it means that the rank has exited
         _held.append(file)
 
 
@@ -36,4 +39,4 @@ def remove_own() -> None:
     """Removes this rank's file: the others can see its end in their store."""
     while _held:
         with suppress(OSError):
-            Path(_held.pop().name).unlink()
+            Path(_held.pop().name.removesuffix(".draft")).unlink()
