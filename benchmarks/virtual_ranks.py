@@ -26,7 +26,7 @@ from elche_coordinator.simulator.collective import Parameters, RoundEntry
 from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.simulator.synthetic import SyntheticRank
 from elche_worker import Progress, TrainingJob
-from elche_worker.collectives.compression import BLOCK, CODECS
+from elche_worker.collectives.codecs import BLOCK, CODECS
 from elche_worker.collectives.gains import (
     Rows,
     Spread,
@@ -296,7 +296,7 @@ class World:
 
         def sent(change: torch.Tensor, index: int) -> torch.Tensor:
             values = change + self._errors[index]
-            received = codec.decode(codec.encode(values))
+            received = codec.decode(*codec.encode(values.view(1, -1, BLOCK))).view(1, -1)
             self._errors[index] = values - received
             return received
 

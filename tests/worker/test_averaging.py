@@ -1,5 +1,6 @@
 """Rounds over real gloo groups: weighted, spread by the first, bitwise equal, and refused when they do not fit."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,13 @@ from torch import nn
 
 from elche_worker import outer as outer_optimizers
 from elche_worker.collectives.averaging import Averaging
-from elche_worker.collectives.compression import BLOCK, CODECS, Compression
+from elche_worker.collectives.codecs import BLOCK, CODECS, Encoded, Int8
+from elche_worker.collectives.compression import Compression
 from elche_worker.collectives.header import AveragingOptions, Row
 from elche_worker.collectives.operations import CollectiveFailed, Collectives, RanksDiffer, SoloCollectives
 from elche_worker.collectives.process_group import ProcessGroupCollectives
 from elche_worker.collectives.reduction import AverageResult
+from elche_worker.device import chunks
 from elche_worker.device.streams import DeviceStreams
 from elche_worker.model.layout import Layout
 
@@ -515,6 +518,51 @@ def test_what_compression_loses_is_sent_with_the_next_rounds(codec: str, most: f
     assert (total - 100 * CHANGE).abs().max() < most, "of the last round or two"
 
 
+def test_the_next_values_are_encoded_while_others_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * 4 * BLOCK)  # of two ranks: a block of each part
+    num_chunks = 5
+    is_encoded = [threading.Event() for _ in range(num_chunks)]
+    num_encoded = itertools.count()
+
+    class Counted(Int8):
+        def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = super().encode(blocks)
+            if len(blocks) == 2:  # of this rank's change, not of the sum
+                is_encoded[next(num_encoded)].set()
+            return made
+
+    class Two(SoloCollectives):
+        size = 2
+
+        def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+            sent.append(rows)
+            if len(sent) < num_chunks:
+                assert is_encoded[len(sent)].wait(timeout=20)
+            return rows[:1].repeat(2, 1)
+
+        def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+            return [row, row]
+
+    sent: list[torch.Tensor] = []
+    group = Two(attempt=1, generation=1, device=CPU)
+    change = torch.arange(2.0 * num_chunks * BLOCK)
+    expected = change[: num_chunks * BLOCK].clone()  # of which both ranks have sent the same
+    Compression(len(change), group).average(change, [0.5, 0.5], group, codec=Counted())
+    assert len(sent) == num_chunks
+    torch.testing.assert_close(change.view(2, -1), torch.stack([expected, expected]), rtol=0.01, atol=1.0)
+
+
+def encoded(codec: str, values: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes from rows of float32."""
+    rows = Encoded.empty(CODECS[codec](), *values.shape, CPU)
+    rows.write(slice(0, values.shape[1]), values)
+    return rows.raw
+
+
+def decoded_from(codec: str, raw: torch.Tensor, length: int) -> torch.Tensor:
+    return Encoded(CODECS[codec](), raw).read(slice(0, length))
+
+
 def normal_blocks(num_rows: int = 2, *, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, 3 * BLOCK, generator=torch.Generator().manual_seed(seed))
 
@@ -525,13 +573,13 @@ def normal_blocks(num_rows: int = 2, *, seed: int = 0) -> torch.Tensor:
 def test_thin_values_take_few_bits_and_lose_no_more_than_is_known(codec: str, bits: float, lost: float) -> None:
     """Of values with a normal distribution; no row depends on another."""
     values = normal_blocks()
-    raw = CODECS[codec]().encode(values)
+    raw, length = encoded(codec, values), values.shape[1]
     assert raw.dtype == torch.uint8
     assert 8 * raw.numel() == bits * values.numel()
-    decoded = CODECS[codec]().decode(raw)
+    decoded = decoded_from(codec, raw, length)
     assert ((decoded - values).norm() / values.norm()) ** 2 < lost
-    assert torch.equal(CODECS[codec]().decode(raw[1:]), decoded[1:])
-    assert torch.equal(CODECS[codec]().encode(values[1:]), raw[1:])
+    assert torch.equal(decoded_from(codec, raw[1:], length), decoded[1:])
+    assert torch.equal(encoded(codec, values[1:]), raw[1:])
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -547,7 +595,7 @@ def test_thin_values_take_few_bits_and_lose_no_more_than_is_known(codec: str, bi
 )
 def test_what_is_encoded_brings_values_nearer(codec: str, values: torch.Tensor) -> None:
     """Else errors would grow with each round."""
-    decoded = CODECS[codec]().decode(CODECS[codec]().encode(values)).double()
+    decoded = decoded_from(codec, encoded(codec, values), values.shape[1]).double()
     assert decoded.isfinite().all()
     assert (decoded - values).norm() <= values.double().norm()
 
@@ -557,7 +605,7 @@ def test_what_is_encoded_brings_values_nearer(codec: str, values: torch.Tensor) 
 def test_what_is_not_finite_is_never_encoded_as_a_number(codec: str, number: float) -> None:
     values = normal_blocks()
     values[1, BLOCK + 5] = number
-    decoded = CODECS[codec]().decode(CODECS[codec]().encode(values))
+    decoded = decoded_from(codec, encoded(codec, values), values.shape[1])
     assert not decoded[1, BLOCK + 5].isfinite()
     assert decoded[0].isfinite().all()
     assert decoded[1, :BLOCK].isfinite().all()

@@ -19,7 +19,7 @@ from elche_client.cli import cli, main
 from elche_client.options import JobOptions
 from elche_coordinator.simulator.planned import SENT_FRACTIONS
 from elche_worker import TrainingJob
-from elche_worker.collectives.compression import BLOCK, CODECS
+from elche_worker.collectives.codecs import BLOCK, CODECS
 from elche_worker.user.job import OUTER_OPTIMIZERS, STRATEGIES
 
 FIELDS: dict[str, Field[Any]] = {one.name: one for one in fields(TrainingJob)}
@@ -190,7 +190,9 @@ def test_a_flag_takes_the_words_that_its_error_names(text: str) -> None:
 
 def test_compressions_are_those_that_ranks_know_and_plans_count_what_they_send() -> None:
     assert tuple(CODECS) == COMPRESSIONS
-    sizes = {name: codec().encode(torch.zeros(1, BLOCK)).numel() for name, codec in CODECS.items()}
+    sizes = {name: sum(codec().sizes) for name, codec in CODECS.items()}
+    for codec in CODECS.values():
+        assert tuple(part.shape[2] for part in codec().encode(torch.zeros(1, 1, BLOCK))) == codec().sizes
     assert {None: 1.0} | {name: size / (4 * BLOCK) for name, size in sizes.items()} == SENT_FRACTIONS
 
 

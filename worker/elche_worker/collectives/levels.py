@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from statistics import median
 
-import torch
-
-from elche_worker.collectives.compression import BLOCK, Codec, Float32, Int2, Int4, Int8
+from elche_worker.collectives.codecs import Codec, Float32, Int2, Int4, Int8
 from elche_worker.collectives.header import Row
 
 LEVELS: dict[str, type[Codec]] = {"none": Float32, "int8": Int8, "int4": Int4, "int2": Int2}
@@ -43,7 +41,7 @@ def codec_of(level: int) -> Codec:
     return list(LEVELS.values())[level - 1]()
 
 
-NUM_BYTES = [codec_of(level).encode(torch.zeros(1, BLOCK)).numel() for level in range(1, LAST + 1)]
+NUM_BYTES = [sum(codec_of(level).sizes) for level in range(1, LAST + 1)]
 """Bytes of an encoded block, by level."""
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from elche_worker.collectives.compression import CODECS, Codec, Compression
+from elche_worker.collectives.codecs import CODECS, Codec
+from elche_worker.collectives.compression import Compression
 from elche_worker.collectives.gains import (
     SQUARES,
     Rows,
