@@ -283,14 +283,14 @@ class LocalRun:
         except TimeoutError:
             raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
-            address, page = notification.line.removeprefix(LISTENING).split()[0], self._tell_page(log)
+            address, page = notification.line.removeprefix(LISTENING).split()[0], self._print_page(log)
             coordinator.restart_with(["--listen", address, "--http", page, *rest])
             return address
         if isinstance(notification, ProcessExited):
             raise _early_end(notification)
         raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
 
-    def _tell_page(self, log: Path) -> str:
+    def _print_page(self, log: Path) -> str:
         """Prints and returns the address of the page, which the coordinator has logged before it printed its own
         address.
 

@@ -142,7 +142,7 @@ class Artifacts:
         """For jobs' own stores, and for others: a store that hangs holds its kind's threads, and no others."""
         self.num_failures = 0
         for job_id in self._kept:
-            self._tell(job_id)
+            self._update_text(job_id)
 
     @property
     def num_waiting(self) -> int:
@@ -221,7 +221,7 @@ class Artifacts:
             wait.retry_s = min(2 * wait.retry_s, MAX_RETRY_S)
             self._waiting[job_id] = self._waiting.pop(job_id)  # behind those that wait for their turn
         if self._has_ended(job_id):  # it is not forgotten
-            self._tell(job_id)
+            self._update_text(job_id)
         self._wake.set()
 
     def _lacking(self, job_id: str) -> list[tuple[JobView, _Part]]:
@@ -293,7 +293,7 @@ class Artifacts:
         text = json.dumps(record, indent=1)
         return text if len(text) <= MAX_RECORD_CHARS else json.dumps({**record, "view": None}, indent=1)
 
-    def _tell(self, job_id: str) -> None:
+    def _update_text(self, job_id: str) -> None:
         """Updates the text for people that says where the job's artifacts are, or why they are not stored yet."""
         kept, wait = self._kept.get(job_id, {}), self._waiting.get(job_id)
         lacks = [f"{name} was not on its host" for one in kept.values() for name in one["missing"]]

@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import Event, QuotasSet
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import AgentRecord, Fleet, Place
-from elche_coordinator.journal.coding import EVENTS, decode, encode
+from elche_coordinator.journal.coding import EVENTS, FORMER_EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
 from elche_coordinator.journal.journals import FORMAT
 
@@ -111,7 +111,7 @@ def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[RecordedEntry]]:
 
 
 def _entry(row: dict[str, Any]) -> RecordedEntry:
-    event = decode({**EVENTS, "Elsewhere": Elsewhere}, row["event"])
+    event = decode({**EVENTS, **FORMER_EVENTS, "Elsewhere": Elsewhere}, row["event"])
     found = decode({"Found": Found}, {"Found": row["found"]}) if "found" in row else None
     said: dict[str, Any] = {name: row[name] for name in ("commands", "refusals", "error") if name in row}
     return RecordedEntry(float(row["at"]), event, said, found)

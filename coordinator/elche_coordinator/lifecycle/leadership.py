@@ -23,7 +23,7 @@ POLL_S = 0.1
 """Seconds between the standbys' attempts to lead."""
 RETRY_S = 0.5
 """Seconds between two attempts while the store does not answer."""
-SAY_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 """Seconds between two lines in the log of a coordinator that waits."""
 
 
@@ -66,7 +66,7 @@ class Leadership:
                     raise BadStore(f"the database {self._store.name} cannot be used: {error.reason}") from None
                 what, pause_s = f"{self._store.name} does not answer ({error.reason}); trying again", RETRY_S
                 self.problem = "the database does not answer"
-            if what != said or time.monotonic() - said_s > SAY_EVERY_S:
+            if what != said or time.monotonic() - said_s > LOG_EVERY_S:
                 said, said_s = what, time.monotonic()
                 log.info(what)
             stopped.wait(pause_s)

@@ -344,7 +344,7 @@ class Reduction:
         moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         of_mean = rows.squares_alike(trained, memory.last) * moved
         part = gain_part(self._options.merge, said.most_gain, overlaps=self._options.overlaps)
-        memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], part)
+        memory.spread.add_round(said.squares[at].clone(), of_mean, said.by_all[at], part)
         if said.most_gain > 1.0:
             gains = memory.spread.gains(said.most_gain)
             rows.go_further(trained, memory.last, gains, said.bounds[at])
