@@ -78,16 +78,12 @@ class Finding:
 
 def of_this_machine(work_dir: Path) -> Iterator[Finding]:
     """Checks this machine as ranks would use it; `work_dir` is their output folder."""
-    yield _python()
+    yield Finding("Python", State.OK, f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
     yield from _packages()
     yield from _devices()
     yield from _shared_memory()
     yield _disk(work_dir)
     yield _open_files()
-
-
-def _python() -> Finding:
-    return Finding("Python", State.OK, f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
 
 
 def _packages() -> Iterator[Finding]:

@@ -173,9 +173,6 @@ class Artifacts:
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._wake.wait()
 
-    def _has_ended(self, job_id: str) -> bool:
-        return self._catalogue.result(job_id) is not None
-
     def _store_of(self, job_id: str) -> str:
         """The job's artifact store, or else that of the coordinator; empty: there is none."""
         spec = self._catalogue.spec(job_id)
@@ -220,7 +217,7 @@ class Artifacts:
             wait.due_s = asyncio.get_running_loop().time() + wait.retry_s
             wait.retry_s = min(2 * wait.retry_s, MAX_RETRY_S)
             self._waiting[job_id] = self._waiting.pop(job_id)  # behind those that wait for their turn
-        if self._has_ended(job_id):  # it is not forgotten
+        if self._catalogue.result(job_id) is not None:  # it is not forgotten
             self._update_text(job_id)
         self._wake.set()
 

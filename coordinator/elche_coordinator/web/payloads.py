@@ -5,7 +5,7 @@ import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from elche_coordinator.web.recorder import (
     MAX_NAMES,
     RANK_FIGURES,
     STALLED,
-    JobEvent,
     JobRecording,
     Table,
 )
@@ -341,7 +340,7 @@ def charted(view: JobView) -> tuple[int, ...]:
 
 def events(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
     """The events after the one with number `after`."""
-    return [_event(one) for one in recording.events if one.number > after]
+    return [asdict(one) for one in recording.events if one.number > after]
 
 
 def _shown_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -411,10 +410,6 @@ def _spread(view: JobView) -> dict[str, Any] | None:
         "ratio": _finite(fastest.samples_per_s / slowest.samples_per_s),
         "divergence": _finite(max((one.divergence for one in view.ranks if one.divergence is not None), default=None)),
     }
-
-
-def _event(one: JobEvent) -> dict[str, Any]:
-    return {"number": one.number, "at": one.at, "kind": one.kind, "text": one.text}
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:

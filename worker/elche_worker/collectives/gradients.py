@@ -201,7 +201,7 @@ class Gradients:
         """Builds buckets for the parameters that are trained now. Checks that all ranks train the same ones."""
         self.close()
         trained = {name: one for name, one in self._named.items() if one.requires_grad}
-        self._world.agree(_problem(trained))
+        self._world.agree("" if trained else "the model has no parameter to train: all are frozen")
         if len(set(self._world.gather_texts(hashlib.sha256("\n".join(trained).encode()).hexdigest()[:32]))) > 1:
             raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
         self._trained = list(trained)
@@ -274,11 +274,6 @@ class Gradients:
                 torch.mul(gradient, self._fraction, out=view)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self._num_sent += 1
-
-
-def _problem(trained: dict[str, nn.Parameter]) -> str:
-    """Returns why these parameters cannot be averaged; "" when they can."""
-    return "" if trained else "the model has no parameter to train: all are frozen"
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
