@@ -276,8 +276,7 @@ class Driver:
         agent_id = getattr(message, "agent_id", None)
         if agent_id is not None:
             return self.streams.agents.get(agent_id)
-        is_of_rank = isinstance(message, RankEvent | RankCommand)
-        return self.streams.of_rank(address_of(message)) if is_of_rank else None
+        return self.streams.of_rank(address_of(message)) if isinstance(message, RankEvent | RankCommand) else None
 
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""

@@ -6,7 +6,7 @@ import pytest
 
 from elche.header import header_digest
 from elche.v1 import rank_pb2
-from support.reported import Rank
+from support.told import Rank
 
 Start = Callable[..., Rank]
 

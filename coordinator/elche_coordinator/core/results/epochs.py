@@ -122,7 +122,10 @@ class Epochs:
         """Restores the values of `to_json()` and `unhandled_reports()`, which are sent to a rank of this training."""
         self._tallies = {int(epoch): EpochTally.from_json(tally) for epoch, tally in state.items()}
         for fields in reports if self._has_callback else ():
-            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-            report = EpochReport(**plain)
+            report = EpochReport(**{name: _plain(value) for name, value in fields.items()})
             whole_number(report.epoch, "epoch")
             self._due[report.epoch] = replace(report, attempt=self._attempt)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
