@@ -129,9 +129,9 @@ def _is_ignored(name: str, specs: dict[str, list[GitIgnoreSpec]]) -> bool:
     while True:
         prefix = name[:at]
         for spec in reversed(specs.get(prefix, [])):
-            said = spec.check_file(name[at:]).include
-            if said is not None:
-                return said
+            is_included = spec.check_file(name[at:]).include
+            if is_included is not None:
+                return is_included
         if not at:
             return _ALWAYS.match_file(name)
         at = name[: at - 1].rfind("/") + 1

@@ -135,22 +135,22 @@ class Agent:
         # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
         if not self._is_confined:
             submit_stopped_work(self._coordinator, self._tls, self._folders, self._stopped)
-        retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
+        retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
         while not self._stopped.is_set():
             reason = self._serve()
             if self._stopped.is_set():
                 break
             if self._is_welcome:  # the stream was open until now, even if nothing was said on it
-                retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
+                retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
             away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
             if num_ranks and away_s > self._keep_s:
                 log.warning("the coordinator has been away for %.0f s: %d ranks are ended", away_s, num_ranks)
                 self._give_up_ranks()
-            if time.monotonic() - said_s >= LOG_EVERY_S:
+            if time.monotonic() - logged_s >= LOG_EVERY_S:
                 what = "is away" if self._store else "does not answer yet"
                 goes_on = f"; {num_ranks} ranks go on" if num_ranks else ""
                 log.warning("coordinator=%s %s (%s)%s; trying again", self._coordinator, what, reason, goes_on)
-                said_s = time.monotonic()
+                logged_s = time.monotonic()
             self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
@@ -398,7 +398,7 @@ class Agent:
         """Yields (offset, bytes) of the end of a log and of what is appended to it, until its rank has ended; after
         `ALIVE_EVERY_S` without output, empty bytes.
         """
-        said_s = time.monotonic()
+        sent_s = time.monotonic()
         with self._processes.files.read(path) as file:
             file.seek(max(0, _size(file) - order.max_bytes))
             while True:
@@ -407,12 +407,12 @@ class Agent:
                 if file.tell() > _size(file):
                     file.seek(0)  # the log was longer than allowed, and was truncated to its end
                 while data := file.read(CHUNK_BYTES):
-                    said_s = time.monotonic()
+                    sent_s = time.monotonic()
                     yield file.tell() - len(data), data
                 if is_last:
                     return
-                if time.monotonic() - said_s > ALIVE_EVERY_S:
-                    said_s = time.monotonic()
+                if time.monotonic() - sent_s > ALIVE_EVERY_S:
+                    sent_s = time.monotonic()
                     yield file.tell(), b""
                 self._stopped.wait(FOLLOW_EVERY_S)
 

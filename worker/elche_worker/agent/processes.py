@@ -196,9 +196,9 @@ class Processes:
         with self._changed:
             running = self._running.get(key)
         if running is not None:
-            said = f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n"
+            text = f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n"
             with suppress(OSError), self.files.append(running.logs[0]) as file:
-                file.write(said.encode(errors="replace"))
+                file.write(text.encode(errors="replace"))
 
     def _leader_pid(self, key: Key) -> int | None:
         with self._changed:

@@ -119,7 +119,7 @@ def _left_in(folder: Path) -> list[StoppedRank]:
 
 def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) -> bool:
     """Waits until a coordinator answers, even with an error; returns False when `is_over` is set first."""
-    said_s = -LOG_EVERY_S
+    logged_s = -LOG_EVERY_S
     ask = channel.unary_unary(HEALTH, request_serializer=bytes, response_deserializer=bytes)
     while not is_over.is_set():
         try:
@@ -128,8 +128,8 @@ def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) 
         except grpc.RpcError as error:
             if error.code() not in NOBODY:
                 return True
-            if time.monotonic() - said_s >= LOG_EVERY_S:
-                said_s = time.monotonic()
+            if time.monotonic() - logged_s >= LOG_EVERY_S:
+                logged_s = time.monotonic()
                 reason = explained(error.details() or error.code().name)
                 log.warning("coordinator=%s does not answer yet (%s); trying again", coordinator, reason)
         is_over.wait(MAX_RETRY_S)

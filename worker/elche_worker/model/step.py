@@ -364,8 +364,8 @@ class TrainStep:
             if is_out_of_memory(error):
                 can = "" if self._backs_off or self._job.manual_optimization else ', give batch_size="auto"'
                 parts = f" in {self.num_parts} parts" if self.num_parts > 1 else ""
-                said = f"at a batch of {size} samples{parts}; {self._memory()}"
-                error.add_note(f"{said}: lower batch_size{can}, or make the model smaller")
+                where = f"at a batch of {size} samples{parts}; {self._memory()}"
+                error.add_note(f"{where}: lower batch_size{can}, or make the model smaller")
             raise
 
     def _memory(self) -> str:

@@ -184,8 +184,8 @@ class Replica:
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
-        if said := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
-            print(f"elche: {said}", flush=True)
+        if text := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
+            print(f"elche: {text}", flush=True)
 
     @property
     def local_step(self) -> int:

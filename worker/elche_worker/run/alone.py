@@ -81,8 +81,8 @@ class _Training:
         dataset, dataset_size = build_dataset(job, FILE)
         self._eval_dataset = build_eval_dataset(job, FILE)
         self._job, self._built = job, build_model(job, target, FILE)
-        if said := what_is_still(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
-            notice(said)
+        if text := what_is_still(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
+            notice(text)
         batch_size = rank_batch_size(job, chosen, dataset_size)
         self._extent = Extent(
             dataset_size=dataset_size,
@@ -102,8 +102,8 @@ class _Training:
         self._step = TrainStep(job, self._built, target, FILE, backs_off=self._backs_off, make_room=room)
         self._eval_batch_size = batch_size // self._step.num_parts or 1
         self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
-        if said := self._rates.epochs_notice(self._extent):
-            notice(said)
+        if text := self._rates.epochs_notice(self._extent):
+            notice(text)
         self._mean = MeanOfModel(self._built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
         self._callbacks = Callbacks()
         self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)

@@ -150,7 +150,7 @@ class Session:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        retry_s, said, said_s = RETRY_S, "", 0.0
+        retry_s, logged, logged_s = RETRY_S, "", 0.0
         while not self._closing.is_set():
             what, began_s = "is away", time.monotonic()
             try:
@@ -171,8 +171,8 @@ class Session:
             if self._closing.is_set():
                 break
             self._on_away()
-            if (what != said or time.monotonic() - said_s >= LOG_EVERY_S) and not self._is_leaving:
-                said, said_s = what, time.monotonic()
+            if (what != logged or time.monotonic() - logged_s >= LOG_EVERY_S) and not self._is_leaving:
+                logged, logged_s = what, time.monotonic()
                 notice(f"the coordinator {what} ({reason}); this rank goes on, and tries again")
             # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
