@@ -43,7 +43,6 @@ class Bundle:
     archive: Path
     size_bytes: int
     """Size of the archive in bytes."""
-    num_files: int
     left_out: tuple[str, ...]
     """Excluded links that lead out of the folder, as "NAME -> TARGET"."""
 
@@ -66,7 +65,7 @@ def packed(folder: Path) -> Iterator[Bundle]:
         except OSError as error:
             raise InvalidJob(f"the folder {folder} cannot be packed in {temporary}: {error.strerror}") from error
         size_bytes = archive.stat().st_size
-        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, num_files=len(names), left_out=tuple(left_out))
+        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, left_out=tuple(left_out))
 
 
 def _pack(folder: Path, names: Sequence[str], archive: Path) -> None:

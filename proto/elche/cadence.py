@@ -114,11 +114,6 @@ class ElChe:
         """Smoothed time per batch of each rank in ms, 0 where not measured; a copy, in rank order."""
         return [rank.ms_per_batch for rank in self._ranks]
 
-    def batches(self, rank: int) -> int:
-        """Batches of one rank until the next averaging. Raises ValueError for a rank outside the world."""
-        self._check_rank("rank", rank)
-        return self._ranks[rank].num_batches
-
     def report_timing(self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float) -> None:
         """Learns from one finished round: first the speeds, then the anchor, then the counts.
 

@@ -373,14 +373,6 @@ def test_lists_are_copies() -> None:
     assert (che.batch_counts, che.ms_per_batch) == ([10, 20], [20, 10])
 
 
-def test_batches_of_one_rank() -> None:
-    che = calibrated([20.0, 10.0])
-    assert [che.batches(0), che.batches(1)] == [10, 20]
-    for outside in (-1, 2):
-        with pytest.raises(ValueError, match=f"rank is {outside}"):
-            che.batches(outside)
-
-
 # Persistence
 
 
@@ -460,10 +452,10 @@ def test_ranks_that_stay_keep_what_they_learned_and_newcomers_begin_in_the_middl
     che = calibrated([40.0, 10.0, 20.0])
     fewer = che.with_ranks([[2], [0]])
     assert fewer.ms_per_batch == [20.0, 40.0]
-    assert fewer.batch_counts == [che.batches(2), che.batches(0)]
+    assert fewer.batch_counts == [che.batch_counts[2], che.batch_counts[0]]
     more = che.with_ranks([[0], [1], [2], [1, 2], []])
     assert more.ms_per_batch == [40.0, 10.0, 20.0, 15.0, 20.0], "of their kind, or of all"
-    assert more.batches(3) == round_half_away(che.anchor * 40 / 15)
+    assert more.batch_counts[3] == round_half_away(che.anchor * 40 / 15)
     more.report_timing([400.0] * 5, [10, 40, 20, 20, 20], 0.0)
     assert che.ms_per_batch == [40.0, 10.0, 20.0], "it is another cadence"
     with pytest.raises(ValueError, match="world_size is 1"):
