@@ -144,7 +144,9 @@ def test_a_stall_is_replayed():
     one.handle(StacksReported(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
     one.handle(JobCancelled(job_id=JOB))
     one.run()
-    assert replayed(one.core)
+    former = [line.replace('"StacksReported"', '"StacksTold"') for line in one.core.lines(JOB)]
+    assert former != list(one.core.lines(JOB))
+    assert replay(former) == replayed(one.core), "with the event's former name, too"
 
 
 def test_a_loop_of_the_users_own_is_replayed():
