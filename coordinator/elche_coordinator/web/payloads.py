@@ -314,7 +314,10 @@ def rows(table: Table, cursor: Cursor, more: "Mapping[str, array[float]] | None"
         "at": [round(at, 2) for at in table.at[start:]],
         "step": list(table.step[start:]),
         "epoch": [round(epoch, 5) for epoch in table.epoch[start:]],
-        "figures": {name: _values(column[start:]) for name, column in figures.items()},
+        "figures": {
+            name: [float(f"{value:.5g}") if isfinite(value) else None for value in column[start:]]
+            for name, column in figures.items()
+        },
     }
 
 
@@ -414,10 +417,6 @@ def _spread(view: JobView) -> dict[str, Any] | None:
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {_cut(name, MAX_NAME): _finite(value) for name, value in list(metrics.items())[:MAX_NAMES]}
-
-
-def _values(values: Any) -> list[float | None]:
-    return [float(f"{value:.5g}") if isfinite(value) else None for value in values]
 
 
 def _finite(value: float | None) -> float | None:

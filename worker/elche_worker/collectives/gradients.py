@@ -151,7 +151,8 @@ class Gradients:
         last = self._buckets[-1]
         for bucket in self._buckets[self._num_sent :]:
             if bucket is last:
-                last.notes.copy_(self._on_host(notes), non_blocking=True)
+                pinned = torch.tensor(notes, pin_memory=last.flat.is_cuda)  # so that the copy is asynchronous
+                last.notes.copy_(pinned, non_blocking=True)
             with lost_peers_named():
                 self._send(bucket)
         with lost_peers_named():
@@ -176,10 +177,6 @@ class Gradients:
         if self._has_counted:
             self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
             self._is_known = True
-
-    def _on_host(self, numbers: list[float]) -> torch.Tensor:
-        """The numbers as a tensor, in pinned memory if the device is a GPU, so that the copy is asynchronous."""
-        return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
 
     def _change_trained(self) -> None:
         """Rebuilds the buckets after layers were frozen or unfrozen. What was already sent of the old ones is
