@@ -322,7 +322,7 @@ class World:
         self._spread.learn()
         by_all = moved_by_all([one / weight for one, weight in zip(squares, weights, strict=True) if weight])
         of_mean = rows.squares(mean, self.last) * (brought > 0)
-        self._spread.hear(brought, of_mean, by_all, self.way.part_of_gain(self.merge, most_gain(weights)))
+        self._spread.add_round(brought, of_mean, by_all, self.way.part_of_gain(self.merge, most_gain(weights)))
         said = [
             bounds.say("float32", list(rows.parts(one)), one.device)
             for bounds, one in zip(self._bounds, steps, strict=True)
@@ -362,9 +362,9 @@ class World:
 class TrainingRank(SyntheticRank):
     """A rank of the simulator that trains a model beside the books of its samples."""
 
-    def __init__(self, *arguments: Any, world: World, tell: Callable[[Event], None], **options: Any) -> None:
+    def __init__(self, *arguments: Any, world: World, send: Callable[[Event], None], **options: Any) -> None:
         self._world = world
-        super().__init__(*arguments, tell=self._with_divergence(tell), **options)
+        super().__init__(*arguments, send=self._with_divergence(send), **options)
         self._model = world.new_model()
         self._parts = ModelParts(self._model, world.job.buffers)
         self._built = Built(self._model, world.job.optimizer(self._model))
@@ -379,8 +379,8 @@ class TrainingRank(SyntheticRank):
         self._watch, self._dice = StepWatch(), Random(world.seed)
         self._was_out = False
 
-    def _with_divergence(self, tell: Callable[[Event], None]) -> Callable[[Event], None]:
-        return lambda event: tell(
+    def _with_divergence(self, send: Callable[[Event], None]) -> Callable[[Event], None]:
+        return lambda event: send(
             replace(event, divergence=self._divergence) if isinstance(event, ResultReceived) else event
         )
 

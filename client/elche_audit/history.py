@@ -167,16 +167,16 @@ def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
 
 def _choose(attempt: Attempt, version: int, candidates: list[AuditedRound], evidence: Evidence) -> None:
     """Decides which of the rounds with this version are committed, and books their parts."""
-    said = [one for one in candidates if evidence.shows(one)]
-    if not said and len(candidates) == 1 and version in evidence.used:
-        said = candidates
-    if not said:
-        said = [one for one in candidates if (one.generation, contents(_parts(one, attempt))) in evidence.recorded]
-    if said:
-        attempt.rounds[version] = said[0]
-        attempt.rivals += said[1:]
-        said[0].parts = _parts(said[0], attempt)
-        attempt.booked |= {name: entry.step for name, entry in said[0].entries.items()}
+    committed = [one for one in candidates if evidence.shows(one)]
+    if not committed and len(candidates) == 1 and version in evidence.used:
+        committed = candidates
+    if not committed:
+        committed = [one for one in candidates if (one.generation, contents(_parts(one, attempt))) in evidence.recorded]
+    if committed:
+        attempt.rounds[version] = committed[0]
+        attempt.rivals += committed[1:]
+        committed[0].parts = _parts(committed[0], attempt)
+        attempt.booked |= {name: entry.step for name, entry in committed[0].entries.items()}
 
 
 def contents(parts: Sequence[Part]) -> tuple[tuple[tuple[int, int, int], ...], ...]:

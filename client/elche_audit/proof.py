@@ -257,7 +257,7 @@ class _Judge:
         rest = iter(made)  # a watcher that is away hears nothing of some rounds; it may invent none
         for number, entry in enumerate(recorded, 1):
             if not any(_is_same(entry, one) for one in rest):
-                self._refute([f"no rank made {_told(entry)}, number {number} of {len(recorded)} in {CADENCE}"])
+                self._refute([f"no rank made {_text(entry)}, number {number} of {len(recorded)} in {CADENCE}"])
                 return
         self._verdict.notes.append(f"{CADENCE} has {len(recorded)} rounds, and the ranks' files have {len(made)}")
 
@@ -386,10 +386,10 @@ def _is_same(entry: ReportedRound, one: AuditedRound) -> bool:
 
 def _differs(entry: ReportedRound, one: AuditedRound) -> str:
     made = ReportedRound(one.generation, contents(one.parts))
-    return f"version {one.version} has two contents: {CADENCE} says {_told(entry)}, and the ranks made {_told(made)}"
+    return f"version {one.version} has two contents: {CADENCE} says {_text(entry)}, and the ranks made {_text(made)}"
 
 
-def _told(entry: ReportedRound) -> str:
+def _text(entry: ReportedRound) -> str:
     parts = "; ".join(
         ", ".join(f"epoch {epoch} [{start}, {end})" for epoch, start, end in part) for part in entry.parts
     )

@@ -348,7 +348,7 @@ class _Reader:
         self._step += 1
         self._cut += batch.size
         if batch.step != self._step:
-            self._say(f"batch {batch.step} follows batch {self._step - 1}")
+            self._add_problem(f"batch {batch.step} follows batch {self._step - 1}")
             self._step = batch.step
         self._file.batches.append(batch)
         self._file.records.append(batch)
@@ -361,9 +361,11 @@ class _Reader:
         }
         for what, (told, trained) in expected.items():
             if told != trained:
-                self._say(f"it brought {told} {what} to round {entry.round}, and has trained {trained}")
+                self._add_problem(f"it brought {told} {what} to round {entry.round}, and has trained {trained}")
         if entry.version != self._version:
-            self._say(f"it entered round {entry.round} with version {entry.version}, and has received {self._version}")
+            self._add_problem(
+                f"it entered round {entry.round} with version {entry.version}, and has received {self._version}"
+            )
         self._file.rounds.append(entry)
         self._file.records.append(entry)
         self._open = entry
@@ -371,7 +373,7 @@ class _Reader:
     def _take_result(self, result: Received) -> None:
         entry = self._open
         if entry is None or (entry.generation, entry.round) != (result.generation, result.round):
-            self._say(f"it received a result of round {result.round}, which it had not entered")
+            self._add_problem(f"it received a result of round {result.round}, which it had not entered")
             return
         self._open, self._in_result, self._version = None, entry.cut, result.version
         self._file.results[result.generation, result.round] = result
@@ -381,13 +383,15 @@ class _Reader:
     def _take_commit(self, commit: Committed) -> None:
         has = self._received.get(commit.round, commit.version)
         if has != commit.version:
-            self._say(f"round {commit.round} was committed as version {commit.version}, and its result is {has}")
+            self._add_problem(
+                f"round {commit.round} was committed as version {commit.version}, and its result is {has}"
+            )
         self._file.commits.append(commit)
 
     def _take_outcome(self, number: int) -> None:
         self._file.outcome = OUTCOMES.get(number, "")
         if not self._file.outcome:
-            self._say(f"the job has outcome {number}, which is unknown")
+            self._add_problem(f"the job has outcome {number}, which is unknown")
 
-    def _say(self, text: str) -> None:
+    def _add_problem(self, text: str) -> None:
         self._file.problems.append(f"{self._file.who}: {text}")

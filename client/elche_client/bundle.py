@@ -43,7 +43,6 @@ class Bundle:
     archive: Path
     size_bytes: int
     """Size of the archive in bytes."""
-    num_files: int
     left_out: tuple[str, ...]
     """Excluded links that lead out of the folder, as "NAME -> TARGET"."""
 
@@ -66,7 +65,7 @@ def packed(folder: Path) -> Iterator[Bundle]:
         except OSError as error:
             raise InvalidJob(f"the folder {folder} cannot be packed in {temporary}: {error.strerror}") from error
         size_bytes = archive.stat().st_size
-        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, num_files=len(names), left_out=tuple(left_out))
+        yield Bundle(name=name, archive=archive, size_bytes=size_bytes, left_out=tuple(left_out))
 
 
 def _pack(folder: Path, names: Sequence[str], archive: Path) -> None:
@@ -129,9 +128,9 @@ def _is_ignored(name: str, specs: dict[str, list[GitIgnoreSpec]]) -> bool:
     while True:
         prefix = name[:at]
         for spec in reversed(specs.get(prefix, [])):
-            said = spec.check_file(name[at:]).include
-            if said is not None:
-                return said
+            is_included = spec.check_file(name[at:]).include
+            if is_included is not None:
+                return is_included
         if not at:
             return _ALWAYS.match_file(name)
         at = name[: at - 1].rfind("/") + 1

@@ -127,6 +127,6 @@ def read_report(line: str, code: int, path: Path) -> CheckReport:
         error, traceback = str(report["error"]), str(report.get("traceback", ""))
     except (ValueError, KeyError, TypeError):
         how = f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
-        said = f": {printable(line)}" if line else ""
-        raise InvalidJob(f"{path} could not be checked, the process that loaded it {how}{said}") from None
+        last = f": {printable(line)}" if line else ""
+        raise InvalidJob(f"{path} could not be checked, the process that loaded it {how}{last}") from None
     raise JobFailed(error, traceback=traceback, invalid=True)

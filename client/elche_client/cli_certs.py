@@ -64,7 +64,7 @@ def server(names: tuple[str, ...], folder: Path, expires: float | None, as_json:
     """
     from elche_client.certificates import Authority
 
-    return _told(Authority(folder).server(list(names), expires=_duration(expires)), as_json)
+    return _print(Authority(folder).server(list(names), expires=_duration(expires)), as_json)
 
 
 @certs.command()
@@ -80,7 +80,7 @@ def client(name: str, role: str, folder: Path, expires: float | None, as_json: b
     """
     from elche_client.certificates import Authority
 
-    return _told(Authority(folder).client(name, role, expires=_duration(expires)), as_json)
+    return _print(Authority(folder).client(name, role, expires=_duration(expires)), as_json)
 
 
 @certs.command(name="list")
@@ -117,7 +117,7 @@ def _duration(seconds: float | None) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _told(made: Holder, as_json: bool) -> int:
+def _print(made: Holder, as_json: bool) -> int:
     import json
 
     from elche_client.notices import print_notice

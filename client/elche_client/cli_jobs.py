@@ -391,8 +391,8 @@ def doctor(address: str, work_dir: Path, with_links: bool, as_json: bool) -> int
         found.append(one)
         if not as_json:
             click.echo(printable(f"{one.state:<7}  {one.name:<15}  {one.text}"))
-            if one.mend:
-                click.echo(printable(f"{'':<26}-> {one.mend}"))
+            if one.advice:
+                click.echo(printable(f"{'':<26}-> {one.advice}"))
     if as_json:
         click.echo(json.dumps([asdict(one) for one in found]))
     return int(any(one.state is State.FAULT for one in found))

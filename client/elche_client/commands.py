@@ -124,7 +124,7 @@ def hosts(address: str, *, as_json: bool) -> int:
     return 0
 
 
-def _say(text: str, document: dict[str, object], *, as_json: bool) -> None:
+def _print(text: str, document: dict[str, object], *, as_json: bool) -> None:
     """Prints a line for people, or the same as a JSON object."""
     click.echo(to_json(document) if as_json else text)
 
@@ -179,14 +179,14 @@ def fetch(job_id: str, file: Path, address: str, *, best: bool = False, as_json:
     except OSError as error:
         raise InvalidJob(f"{file} cannot be written: {error.strerror}") from None
     size = file.stat().st_size
-    _say(f"{file}: {size} bytes", {"job_id": job_id, "path": str(file), "size_bytes": size}, as_json=as_json)
+    _print(f"{file}: {size} bytes", {"job_id": job_id, "path": str(file), "size_bytes": size}, as_json=as_json)
     return 0
 
 
 def checkpoint(job_id: str, address: str, *, as_json: bool = False) -> int:
     with Client(address) as client:
         job_id, _ = of_job(client, job_id, client.checkpoint)
-    _say(f"job {job_id} writes a checkpoint with its next round", {"job_id": job_id}, as_json=as_json)
+    _print(f"job {job_id} writes a checkpoint with its next round", {"job_id": job_id}, as_json=as_json)
     return 0
 
 
@@ -199,7 +199,7 @@ def scale(job_id: str, num_ranks: int, address: str, *, as_json: bool = False) -
         1: "the highest leave once their work is committed",
     }[(before > num_ranks) - (before < num_ranks)]
     text = f"job {job_id} is to have {num_ranks} rank{'s' if num_ranks != 1 else ''}: {how}"
-    _say(text, {"job_id": job_id, "num_ranks": num_ranks, "num_ranks_before": before}, as_json=as_json)
+    _print(text, {"job_id": job_id, "num_ranks": num_ranks, "num_ranks_before": before}, as_json=as_json)
     return 0
 
 
@@ -209,7 +209,7 @@ def drain(host: str, address: str, *, is_drained: bool, as_json: bool = False) -
     which = "rank, which leaves once its" if num_ranks == 1 else "ranks, which leave once their"
     leave = f"; it has {num_ranks} {which} work is committed" if num_ranks else ""
     text = f"{host} gets no more ranks{leave}" if is_drained else f"{host} is offered again"
-    _say(text, {"host": host, "is_drained": is_drained, "num_ranks": num_ranks}, as_json=as_json)
+    _print(text, {"host": host, "is_drained": is_drained, "num_ranks": num_ranks}, as_json=as_json)
     return 0
 
 

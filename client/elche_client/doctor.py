@@ -72,22 +72,18 @@ class Finding:
     name: str
     state: State
     text: str
-    mend: str = ""
+    advice: str = ""
     """Remedy; empty if there is no fault."""
 
 
 def of_this_machine(work_dir: Path) -> Iterator[Finding]:
     """Checks this machine as ranks would use it; `work_dir` is their output folder."""
-    yield _python()
+    yield Finding("Python", State.OK, f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
     yield from _packages()
     yield from _devices()
     yield from _shared_memory()
     yield _disk(work_dir)
     yield _open_files()
-
-
-def _python() -> Finding:
-    return Finding("Python", State.OK, f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -146,11 +142,11 @@ def _averaging(build: Mapping[str, Any]) -> Finding:
     means += ["gloo"] if build["gloo"] else []
     cuda = f"CUDA {build['cuda']}; " if build["cuda"] else ""
     text = f"{cuda}{' and '.join(means) or 'through the coordinator alone'}{f'; {driver}' if driver else ''}"
-    mend = "install PyTorch's own build, which has both NCCL and gloo"
+    advice = "install PyTorch's own build, which has both NCCL and gloo"
     if not means:
-        return Finding("averaging", State.WARNING, text, mend)
+        return Finding("averaging", State.WARNING, text, advice)
     if num_gpus > 1 and not build["nccl"]:
-        return Finding("averaging", State.WARNING, f"{text}: {num_gpus} GPUs average slowly without NCCL", mend)
+        return Finding("averaging", State.WARNING, f"{text}: {num_gpus} GPUs average slowly without NCCL", advice)
     return Finding("averaging", State.OK, text)
 
 
@@ -243,8 +239,8 @@ def _port(host: str, port: int) -> Finding:
         text = f"{address} does not answer within {CONNECT_LIMIT_S:.0f} s"
         return Finding("port", State.FAULT, text, f"let TCP port {port} through the firewalls between here and there")
     except ConnectionRefusedError:
-        mend = "start elche-coordinator there; beyond its own machine it needs --listen 0.0.0.0:PORT"
-        return Finding("port", State.FAULT, f"{NOBODY_LISTENS} {address}", mend)
+        advice = "start elche-coordinator there; beyond its own machine it needs --listen 0.0.0.0:PORT"
+        return Finding("port", State.FAULT, f"{NOBODY_LISTENS} {address}", advice)
     except OSError as error:
         return Finding("port", State.FAULT, f"{address} cannot be reached: {error.strerror}", "check the network")
     return Finding("port", State.OK, f"{address} answers in {(time.monotonic() - began_s) * 1e3:.1f} ms")
@@ -273,8 +269,8 @@ def _certificates(host: str, port: int, folder: str) -> Iterator[Finding]:
         ):
             presented = wrapped.getpeercert() or {}
     except ssl.SSLCertVerificationError as error:
-        mend = f"make it one for the name {host} with `elche certs server`, or put its authority into {folder}"
-        yield Finding("TLS", State.FAULT, f"its certificate is refused: {error.verify_message}", mend)
+        advice = f"make it one for the name {host} with `elche certs server`, or put its authority into {folder}"
+        yield Finding("TLS", State.FAULT, f"its certificate is refused: {error.verify_message}", advice)
         return
     except (OSError, ssl.SSLError) as error:
         text = f"what listens at {host}:{port} does not speak TLS ({error})"
@@ -343,8 +339,8 @@ def of_links(address: str) -> Iterator[Finding]:
             for link in client.measure_links():
                 if link.error:
                     is_closed = CANNOT_CONNECT in link.error
-                    mend = "jobs on both average through the coordinator, unless TCP ports are opened both ways"
-                    yield Finding("link", State.WARNING, printable(link.error), mend if is_closed else "")
+                    advice = "jobs on both average through the coordinator, unless TCP ports are opened both ways"
+                    yield Finding("link", State.WARNING, printable(link.error), advice if is_closed else "")
                     continue
                 measured.append(link)
                 rates = " and back ".join(_mbit(rate) for rate in (link.to_bytes_per_s, link.from_bytes_per_s))
@@ -363,8 +359,8 @@ def _slowest(measured: list[LinkView]) -> Finding:
     took_s = 2 * ROUND_BYTES / slowest
     text = f"over {_ends(link)}, the slowest, 100 million parameters average in some {took_s:.1f} s"
     if slowest * SLOW_TIMES < median(rates):
-        mend = f"the median is {_mbit(median(rates))}: see what is wrong there, or submit with --compress int8"
-        return Finding("links", State.WARNING, text, mend)
+        advice = f"the median is {_mbit(median(rates))}: see what is wrong there, or submit with --compress int8"
+        return Finding("links", State.WARNING, text, advice)
     return Finding("links", State.OK, text)
 
 

@@ -81,13 +81,13 @@ class Reporter:
                 status, is_new, self._is_new = dict(self._status), self._is_new, False
             if is_new:
                 with suppress(OSError, ValueError):
-                    self._tell(status)
+                    self._report(status)
             with self._changed:
                 if self._is_closed and not self._is_new:
                     return
                 self._changed.wait_for(lambda: self._is_closed, self._every_s)
 
-    def _tell(self, status: Mapping[str, Any]) -> None:
+    def _report(self, status: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/json"}
         if self._token_file:  # read each time: the kubelet renews the file
             headers["Authorization"] = f"Bearer {Path(self._token_file).read_text(encoding='utf-8').strip()}"

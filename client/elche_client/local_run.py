@@ -283,14 +283,14 @@ class LocalRun:
         except TimeoutError:
             raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
-            address, page = notification.line.removeprefix(LISTENING).split()[0], self._tell_page(log)
+            address, page = notification.line.removeprefix(LISTENING).split()[0], self._print_page(log)
             coordinator.restart_with(["--listen", address, "--http", page, *rest])
             return address
         if isinstance(notification, ProcessExited):
             raise _early_end(notification)
         raise ProcessError(f"the coordinator did not print its address but {notification!r} (log: {log})")
 
-    def _tell_page(self, log: Path) -> str:
+    def _print_page(self, log: Path) -> str:
         """Prints and returns the address of the page, which the coordinator has logged before it printed its own
         address.
 
@@ -335,13 +335,10 @@ class LocalRun:
         elif isinstance(event, JobView) and event.state is JobState.QUEUED and not self.as_events:
             was_queued, self._was_queued = self._was_queued, True
             at_first = replace(event, state=JobState.STARTING, reason="")  # it waits for this run's own agent
-            progress.show(replace(event, reason=self._why_queued(event.reason)) if was_queued else at_first)
+            why = "its agent has not reached the coordinator yet" if NO_HOST in event.reason else event.reason
+            progress.show(replace(event, reason=why) if was_queued else at_first)
         else:
             progress.show(event)
-
-    def _why_queued(self, reason: str) -> str:
-        """The reason why the job waits, for a run with one host."""
-        return "its agent has not reached the coordinator yet" if NO_HOST in reason else reason
 
     def _save_and_cancel(
         self, jobs: Sequence["JobHandle"], show: Callable[[Shown], None], interrupted: Interrupted

@@ -181,8 +181,8 @@ class ChildProcesses:
 def exit_error(ended: ProcessExited) -> ProcessError:
     """The error for a process that exited too early, with the last line of its log and the log's path."""
     how = f"exited with code {ended.code}" if ended.code >= 0 else f"was killed by {signal_name(-ended.code)}"
-    said = last_words(last_lines(ended.log)) if ended.log else ""
-    words = f": {said}" if said else ""
+    last = last_words(last_lines(ended.log)) if ended.log else ""
+    words = f": {last}" if last else ""
     where = f" (log: {ended.log})" if ended.log else ""
     who = ended.process if ended.process.startswith("rank") else f"the {ended.process}"
     return ProcessError(f"{who} {how}{words}{where}")

@@ -189,7 +189,7 @@ class ReportLines:
 
     def __init__(self) -> None:
         self._num_epochs = 0
-        self._told_last = 0
+        self._last_reported = 0
         """The attempt whose last model was reported. Epochs that end in one round share its evaluation."""
 
     def describe(self, event: Event) -> str:
@@ -205,10 +205,10 @@ class ReportLines:
                 facts += [quantity(speed, "samples/s")] if speed else []
                 return self._line(event.epoch, [*facts, duration(event.duration_s)])
             case EvaluationReport():
-                if event.is_final and event.attempt == self._told_last:
+                if event.is_final and event.attempt == self._last_reported:
                     return ""
                 if event.is_final:
-                    self._told_last = event.attempt
+                    self._last_reported = event.attempt
                     return "  ".join(["the last model", *_named(event.metrics)])
                 return self._line(event.epoch, ["evaluated", *_named(event.metrics)])
             case StallReport():

@@ -142,7 +142,7 @@ class _Rounds:
         for span in timeline.spans:
             if span.name == "average":
                 self._entries.setdefault(span.detail, {})[span.rank] = span
-        self._told = {rank: _Marks(timeline, rank) for rank in timeline.ranks}
+        self._marks = {rank: _Marks(timeline, rank) for rank in timeline.ranks}
 
     def why(self, wait: Span) -> str:
         entries = self._entries.get(wait.detail, {})
@@ -156,7 +156,7 @@ class _Rounds:
         return f"round {wait.detail}: rank {last.rank} entered {late_ms:.1f} ms later"
 
     def why_idle(self, wait: Span) -> str:
-        last = self._told[wait.rank].last_until(wait.end_s + 0.05)
+        last = self._marks[wait.rank].last_until(wait.end_s + 0.05)
         if last is None or last.at_s < wait.start_s - 0.05:
             return "it had no work and no message came"
         return f"it had no work until the coordinator sent: {last.name}"

@@ -117,7 +117,7 @@ class Driver:
         """Number of the last durable event."""
         self._waiting: deque[tuple[int, Visible]] = deque()
         """Effects that wait for an event to be durable, with its number."""
-        self._untold: dict[AnyStream, None] = {}
+        self._unacknowledged: dict[AnyStream, None] = {}
         """Streams whose last durable message is not acknowledged yet."""
         self.ending: dict[JobId, int] = {}
         """Jobs whose end is not durable, with the number of the event that ended each."""
@@ -162,7 +162,7 @@ class Driver:
             if isinstance(command, Publish) and isinstance(command.report, JobResult):
                 self.ending[command.job_id] = self._tape.last
         self._waiting.extend((self._tape.last, one) for one in visible)
-        if number and (stream := self._source(event)) is not None:
+        if number and (stream := self._stream_of(event)) is not None:
             # Acknowledged once the event is durable: the sender drops an acknowledged message.
             is_followed = isinstance(event, RoundEntered | ResultReceived)  # by the result, and by the next round
             self._waiting.append((self._tape.last, Visible(stream=stream, number=number, is_followed=is_followed)))
@@ -224,7 +224,7 @@ class Driver:
             self.streams.add_agent(event.agent_id, entry.identity)
         elif isinstance(event, SessionOpened):
             self.streams.add_rank(address_of(event), is_resumable=bool(entry.identity))
-        elif entry.number and (stream := self._source(event)) is not None:
+        elif entry.number and (stream := self._stream_of(event)) is not None:
             stream.num_read = entry.number
 
     def _note_handled(self, event: Event, lost_with_agent: list[Address]) -> None:
@@ -271,12 +271,12 @@ class Driver:
         if spec is not None and self.core.result(job_id) is None:
             self.open_jobs.add(job_id, spec, self.sources.size_bytes(spec.source_hash))
 
-    def _source(self, event: Event) -> AnyStream | None:
-        """The stream on which the event arrived."""
-        agent_id = getattr(event, "agent_id", None)
+    def _stream_of(self, message: Event | Command) -> AnyStream | None:
+        """The stream on which an event arrived, or to which a command goes."""
+        agent_id = getattr(message, "agent_id", None)
         if agent_id is not None:
             return self.streams.agents.get(agent_id)
-        return self.streams.of_rank(address_of(event)) if isinstance(event, RankEvent) else None
+        return self.streams.of_rank(address_of(message)) if isinstance(message, RankEvent | RankCommand) else None
 
     def on_performed(self, action: Callable[[SessionCommand, str], None]) -> None:
         """Registers an action to be called with every command to a rank, and its explanation."""
@@ -331,7 +331,7 @@ class Driver:
             log.exception("job=%s %s cannot be performed", command.job_id, type(command).__name__)
             self._fail_later(command.job_id, f"{type(command).__name__} cannot be carried out: {error}")
             return None
-        stream = self._receiver(command)
+        stream = self._stream_of(command)
         return Visible(command=command, stream=stream, number=stream.keep(message) if stream is not None else 0)
 
     def order_message(self, order: agent_pb2.AttendResponse | StartOrder) -> agent_pb2.AttendResponse | None:
@@ -348,12 +348,6 @@ class Driver:
         message = codec.start_rank(command, self.secrets.new(address_of(command)), source)
         message.seq = order.seq
         return message
-
-    def _receiver(self, command: Command) -> AnyStream | None:
-        agent_id = getattr(command, "agent_id", None)
-        if agent_id is not None:
-            return self.streams.agents.get(agent_id)
-        return self.streams.of_rank(address_of(command)) if isinstance(command, RankCommand) else None
 
     def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
@@ -393,9 +387,9 @@ class Driver:
             case None if stream is not None:
                 stream.num_taken = visible.number
                 if visible.is_followed:
-                    self._tell_taken_later(stream)
+                    self._acknowledge_later(stream)
                 else:
-                    self._tell_taken(stream)
+                    self._acknowledge(stream)
             case StartRank() | StopRank() | AskStacks() if stream is not None:
                 self.health.messages["agent", "out"] += 1
                 stream.show(visible.number)
@@ -405,19 +399,19 @@ class Driver:
                 self.health.messages["rank", "out"] += 1
                 stream.show(visible.number)
 
-    def _tell_taken(self, stream: AnyStream) -> None:
+    def _acknowledge(self, stream: AnyStream) -> None:
         """Acknowledges the stream's durable messages."""
-        self._untold.pop(stream, None)
+        self._unacknowledged.pop(stream, None)
         stream.pass_on(codec.taken(stream.num_taken, to_agent=stream.is_of_agent))
 
-    def _tell_taken_later(self, stream: AnyStream) -> None:
-        if not self._untold:
-            self._loop.call_later(TAKEN_LATER_S, self._tell_untold)
-        self._untold[stream] = None
+    def _acknowledge_later(self, stream: AnyStream) -> None:
+        if not self._unacknowledged:
+            self._loop.call_later(TAKEN_LATER_S, self._acknowledge_all)
+        self._unacknowledged[stream] = None
 
-    def _tell_untold(self) -> None:
-        for stream in list(self._untold):
-            self._tell_taken(stream)
+    def _acknowledge_all(self) -> None:
+        for stream in list(self._unacknowledged):
+            self._acknowledge(stream)
 
     def _ping(self, command: SendPing) -> None:
         """Pings a rank. One that has not reconnected to a restarted coordinator is not pinged, since it cannot answer

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from elche.errors import ElcheError
-from elche.logs import FORMATS, say_last, set_up
+from elche.logs import FORMATS, print_reason, set_up
 from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS
 from elche.output import use_utf8
@@ -182,7 +182,7 @@ def main(
         )
         asyncio.run(serve(config))
     except ElcheError as error:
-        say_last("elche-coordinator", str(error), log_format)
+        print_reason("elche-coordinator", str(error), log_format)
         sys.exit(2)
     except KeyboardInterrupt:  # before it takes signals itself
         sys.exit(130)

@@ -78,11 +78,11 @@ def is_folder(place: str) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """An error of a store in one line, without the values of secret environment variables."""
-    said = (error.strerror if isinstance(error, OSError) and error.strerror else str(error)) or type(error).__name__
+    text = (error.strerror if isinstance(error, OSError) and error.strerror else str(error)) or type(error).__name__
     for name, value in os.environ.items():
         if len(value) >= MIN_HIDDEN_CHARS and HIDDEN.search(name):
-            said = said.replace(value, "***")
-    return " ".join(said.split())[:MAX_REASON_CHARS]
+            text = text.replace(value, "***")
+    return " ".join(text.split())[:MAX_REASON_CHARS]
 
 
 class StoreFolder:

@@ -95,11 +95,6 @@ class ElChe:
         return [rank.num_batches for rank in self._ranks]
 
     @property
-    def total_batches(self) -> int:
-        """Batches of all ranks together until the next averaging."""
-        return sum(self.batch_counts)
-
-    @property
     def anchor(self) -> int:
         """Batches that the slowest rank trains per round."""
         return self._anchor
@@ -115,24 +110,9 @@ class ElChe:
         return self._is_calibrated
 
     @property
-    def has_speed_hint(self) -> bool:
-        """True if the counts differ between ranks, by a hint or by measurement."""
-        return len(set(self.batch_counts)) > 1
-
-    @property
     def ms_per_batch(self) -> list[float]:
         """Smoothed time per batch of each rank in ms, 0 where not measured; a copy, in rank order."""
         return [rank.ms_per_batch for rank in self._ranks]
-
-    @property
-    def max_count_change(self) -> int | None:
-        """The largest change of a count at once, in batches; None = no limit."""
-        return self._max_count_change
-
-    def batches(self, rank: int) -> int:
-        """Batches of one rank until the next averaging. Raises ValueError for a rank outside the world."""
-        self._check_rank("rank", rank)
-        return self._ranks[rank].num_batches
 
     def report_timing(self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float) -> None:
         """Learns from one finished round: first the speeds, then the anchor, then the counts.
@@ -195,14 +175,6 @@ class ElChe:
         new = _Rank(num_batches=self._anchor, ms_per_batch=median(known) if known else 0.0)
         new.num_batches = new.fair_count(self._anchor, self._slow_ms)
         return new
-
-    def clamp_total(self, max_total: int) -> list[int]:
-        """Counts per rank that fit into `max_total` batches, for the end of an epoch; changes no state.
-
-        Proportional, at least 1 each: with fewer batches than ranks all are 1, and the sum exceeds
-        `max_total`. Raises ValueError when that is negative. Source: row E7.
-        """
-        return clamped_counts(self.batch_counts, max_total)
 
     def to_json(self) -> dict[str, object]:
         """All state as plain values; `from_json` restores it exactly, floats to the last bit."""
@@ -306,7 +278,11 @@ def _clamp(value: float, least: float, most: float) -> float:
 
 
 def clamped_counts(counts: Sequence[int], max_total: int) -> list[int]:
-    """Counts per rank that fit into `max_total` batches: proportional, at least 1 each; see `ElChe.clamp_total`."""
+    """Counts per rank that fit into `max_total` batches, for the end of an epoch.
+
+    Proportional, at least 1 each: with fewer batches than ranks all are 1, and the sum exceeds `max_total`. Raises
+    ValueError when that is negative. Source: row E7.
+    """
     _check_whole("max_total", max_total, least=0)
     if sum(counts) <= max_total:
         return list(counts)

@@ -86,7 +86,7 @@ class _Renewed(grpc.Channel):
         channels = [self._new(address) for address in self._addresses]
         for channel in channels:
             asked = channel.unary_unary(HEALTH, _as_it_is, _as_it_is).future(b"", timeout=CHOOSE_S)
-            asked.add_done_callback(partial(_tell, answers, channel))
+            asked.add_done_callback(partial(_put_answer, answers, channel))
         chosen = channels[0]
         for _ in channels:
             channel, is_there = answers.get()
@@ -132,7 +132,7 @@ def _as_it_is(message: bytes) -> bytes:
     return message
 
 
-def _tell(answers: "queue.SimpleQueue[tuple[grpc.Channel, bool]]", channel: grpc.Channel, call: Any) -> None:
+def _put_answer(answers: "queue.SimpleQueue[tuple[grpc.Channel, bool]]", channel: grpc.Channel, call: Any) -> None:
     """Treats any answer, even a refusal, as a sign that the coordinator is there."""
     answers.put((channel, not call.cancelled() and call.code() not in NOBODY))
 

@@ -77,7 +77,7 @@ def is_of_interest(record: logging.LogRecord) -> bool:
     return not (record.name == "grpc._cython.cygrpc" and str(record.msg).startswith("ExecuteBatchError"))
 
 
-def say_last(program: str, problem: str, log_format: str) -> None:
+def print_reason(program: str, problem: str, log_format: str) -> None:
     """Says on standard error why the program exits."""
     if log_format == "json":
         logging.getLogger(program).critical("%s", problem)

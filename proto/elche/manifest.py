@@ -88,8 +88,8 @@ def _is_file(one: tuple[str, Any]) -> bool:
 
 def checksum(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's values without the checksum, independent of its layout as text."""
-    said = {name: value for name, value in manifest.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    content = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_manifest(draft: Path, unfinished: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ def put(folder: Path, **files: str) -> None:
 
 def names(folder: Path) -> list[str]:
     with packed(folder) as one, tarfile.open(one.archive) as tar:
-        assert one.num_files == len(tar.getnames())
         return tar.getnames()
 
 
@@ -149,8 +148,7 @@ def test_a_folder_that_is_too_deep_is_said_with_what_to_do(tmp_path: Path) -> No
     put(tmp_path, **{"train.py": ""})
     (tmp_path / ("d/" * 100)).mkdir(parents=True)
     put(tmp_path / ("d/" * 100), **{"deep.py": ""})
-    with packed(tmp_path) as one:
-        assert one.num_files == 2
+    assert len(names(tmp_path)) == 2
     (tmp_path / ("d/" * 101)).mkdir()
     with pytest.raises(InvalidJob, match=r"is deeper than 100 folders; .*\.elcheignore"), packed(tmp_path):
         pass

@@ -10,7 +10,7 @@ import pytest
 from elche.errors import TooMuch, Unreachable
 from elche.v1 import agent_pb2
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import Event, JobSubmitted, RankExited, StacksTold
+from elche_coordinator.core.messages.events import Event, JobSubmitted, RankExited, StacksReported
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
@@ -84,8 +84,8 @@ def test_what_an_agent_says_of_anothers_processes_is_not_kept(tmp_path: Path, mo
         servicer, handle, texts = AgentServicer(driver, Transfers()), driver.handle, list[str]()
 
         def note(event: Event, **more: Any) -> None:
-            if isinstance(event, StacksTold | RankExited):
-                texts.append(event.text if isinstance(event, StacksTold) else event.log_tail)
+            if isinstance(event, StacksReported | RankExited):
+                texts.append(event.text if isinstance(event, StacksReported) else event.log_tail)
             handle(event, **more)
 
         owner, other = attend(driver, hello("a")), attend(driver, hello("b"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elche.logs import JsonLines, TextLines, fields, is_of_interest, say_last
+from elche.logs import JsonLines, TextLines, fields, is_of_interest, print_reason
 
 
 def record(text: str, *arguments: Any, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
@@ -67,7 +67,7 @@ def test_why_a_program_exits_is_said_in_the_same_form(log_format: str, capsys: p
     handler.setFormatter(JsonLines())
     logger.addHandler(handler)
     try:
-        say_last("elche-worker", "no device", log_format)
+        print_reason("elche-worker", "no device", log_format)
     finally:
         logger.removeHandler(handler)
     said = capsys.readouterr().err

@@ -187,7 +187,7 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         assert two.identity == one.identity
         hello = agent_pb2.AgentHello()
         hello.CopyFrom(HELLO)
-        hello.store, hello.heard, hello.num_ranks = two.identity.id, 1, 2
+        hello.store, hello.num_received, hello.num_ranks = two.identity.id, 1, 2
         again, stream, queue = attend(two, hello)
         welcome, order = said(queue)
         assert again == agent_id
@@ -195,7 +195,7 @@ def test_a_restart_in_the_middle_of_a_conversation(tmp_path: Path) -> None:
         assert (order.seq, order.command) == (2, started[1].command), "the second was not heard"
         assert not stream.is_news(1)
         assert stream.is_news(2)
-        hello.heard = 3
+        hello.num_received = 3
         with pytest.raises(Superseded):
             attend(two, hello)
         two.stop()

@@ -137,12 +137,12 @@ def test_what_is_just_within_its_bound_is_taken_and_one_more_is_refused_by_name(
 def test_what_is_listed_by_rank_has_no_more_entries_than_the_job_has_ranks() -> None:
     """30 ranks that acknowledged rounds with 5,000 rows each let the calls of others wait for 20 s."""
     within = rank_pb2.SyncAck(header=[rank_pb2.HeaderRow(weight=1)] * 30)
-    beyond = rank_pb2.HeaderTold(header=[rank_pb2.HeaderRow(weight=1)] * 31)
+    beyond = rank_pb2.HeaderReported(header=[rank_pb2.HeaderRow(weight=1)] * 31)
     links = rank_pb2.Probed(ranks=range(31))
     before = NUM_RANKS.set(30)
     try:
         assert first_problem(within) == ""
-        assert first_problem(beyond) == "HeaderTold.header has 31 entries; the job has 30 ranks"
+        assert first_problem(beyond) == "HeaderReported.header has 31 entries; the job has 30 ranks"
         assert first_problem(links) == "Probed.ranks has 31 entries; the job has 30 ranks"
     finally:
         NUM_RANKS.reset(before)

@@ -8,7 +8,7 @@ import pytest
 from elche.header import header_digest
 from elche_coordinator.core.jobs import membership
 from elche_coordinator.core.messages.commands import SendFormGroup, SessionCommand
-from elche_coordinator.core.messages.events import HeaderTold, ResultReceived
+from elche_coordinator.core.messages.events import HeaderReported, ResultReceived
 from elche_coordinator.core.messages.reports import Outcome
 from elche_coordinator.core.messages.spec import HeaderRow
 from elche_coordinator.simulator.collective import Fate
@@ -107,7 +107,7 @@ def test_who_was_to_send_the_rows_dies_in_a_round_that_others_have(simulate, sho
     simulation.run_until(lambda: simulation.generation.abandoned is None and simulation.generation.id > 1)
     is_there = [report.round for report in simulation.rounds if report.round == opened.id]
     assert len(is_there) == (Fate.RECEIVES in fates)
-    assert {one.round for one in simulation.events(HeaderTold)} >= set(is_there)
+    assert {one.round for one in simulation.events(HeaderReported)} >= set(is_there)
     succeeds(simulation)
 
 
@@ -118,8 +118,8 @@ def test_rows_that_nobody_waits_for_change_nothing(simulate, short) -> None:
     rows = (HeaderRow(weight=1, cut=1, local_step=1, compute_us=1),) * 2
     open_round = simulation.generation.rounds[0].id
     for round_id in (1, open_round):
-        simulation.handle(HeaderTold(**address, generation=generation, round=round_id, header=rows))
-        assert [one.trigger for one in simulation.core.last_refusals] == ["HeaderTold"]
+        simulation.handle(HeaderReported(**address, generation=generation, round=round_id, header=rows))
+        assert [one.trigger for one in simulation.core.last_refusals] == ["HeaderReported"]
     succeeds(simulation)
 
 

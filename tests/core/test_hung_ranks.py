@@ -271,7 +271,7 @@ def test_a_question_counts_from_when_it_has_left():
     """It may have waited for the disk."""
     watch, duties = HangWatch(), {Rank(0): Duty(), Rank(1): Duty()}
     for rank in duties:
-        watch.on_heard(rank, 0.0)
+        watch.on_message(rank, 0.0)
     assert watch.check(duties, 1.0)[0] == [0, 1]
     watch.on_asked(Rank(0), 1.0)
     watch.on_answered(Rank(0), 1.0)
@@ -302,7 +302,7 @@ def test_one_slow_answer_is_forgotten():
     def mute_s(at_s: float) -> float:
         """How long it may be silent from here on."""
         for rank in duties:
-            watch.on_heard(rank, at_s)
+            watch.on_message(rank, at_s)
         watch.check(duties, at_s + 1.0)
         for rank in duties:
             watch.on_asked(rank, at_s + 1.0)
@@ -313,7 +313,7 @@ def test_one_slow_answer_is_forgotten():
     watch.on_answered(Rank(1), 3.0)
     assert mute_s(100.0) == 9.0, "four times 2 s, from the question on"
     for at_s in range(200, 205):
-        watch.on_heard(Rank(1), at_s)
+        watch.on_message(Rank(1), at_s)
         watch.check(duties, at_s + 0.6)
         watch.on_asked(Rank(1), at_s + 0.6)
         watch.on_answered(Rank(1), at_s + 0.6)

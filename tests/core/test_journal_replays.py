@@ -25,7 +25,7 @@ from elche_coordinator.core.messages.events import (
     RankFailed,
     SessionLost,
     SessionOpened,
-    StacksTold,
+    StacksReported,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome, StallReport
@@ -141,10 +141,12 @@ def test_a_stall_is_replayed():
     one.ranks[1] = RankModel(batch_ms=12, changes=((3.0, 60_000.0),))
     one.run_until(lambda: any(isinstance(report, StallReport) for report in one.reports))
     address = one.processes[Rank(1)].address
-    one.handle(StacksTold(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
+    one.handle(StacksReported(**address, agent_id=AgentId("host"), text="frame\n" * MAX_TEXT))
     one.handle(JobCancelled(job_id=JOB))
     one.run()
-    assert replayed(one.core)
+    former = [line.replace('"StacksReported"', '"StacksTold"') for line in one.core.lines(JOB)]
+    assert former != list(one.core.lines(JOB))
+    assert replay(former) == replayed(one.core), "with the event's former name, too"
 
 
 def test_a_loop_of_the_users_own_is_replayed():
@@ -245,7 +247,7 @@ def test_a_job_that_gives_slots_to_another_is_replayed_alone(min_ranks):
     for event in exits(one.core, "other") if min_ranks == 2 else ():
         one.handle(event)
     assert one.run().outcome is Outcome.SUCCEEDED
-    assert sum("SlotsAsked" in line for line in one.core.lines()) == 1
+    assert sum("SlotsRequested" in line for line in one.core.lines()) == 1
     assert replayed(one.core) > 5
 
 

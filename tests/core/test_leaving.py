@@ -7,7 +7,7 @@ import pytest
 from core.test_lost_ranks import THREE, by_policy, succeeds
 
 from elche_coordinator.core.messages.commands import SendAbandon, SendShutdown, StartRank, StopRank
-from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, JobSubmitted, LeaveAsked
+from elche_coordinator.core.messages.events import AgentJoined, DrainRequested, JobSubmitted, LeaveRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -56,7 +56,7 @@ def test_a_rank_of_a_drained_host_commits_its_work_and_goes_elsewhere(simulate, 
 def test_a_rank_that_is_to_end_commits_its_work_and_is_started_again(simulate, policy, averaging):
     simulation = simulate(ranks(*THREE), policy=policy, averaging=averaging, dataset_size=8000, build_ms=10.0)
     in_mid_training(simulation)
-    simulation.handle(LeaveAsked(**simulation.processes[1].address))
+    simulation.handle(LeaveRequested(**simulation.processes[1].address))
     succeeds(simulation)
     assert [command.rank for command in simulation.sent(StartRank)] == [0, 1, 2, 1]
     assert simulation.sent(SendAbandon) == []
@@ -68,7 +68,7 @@ def test_the_only_rank_is_to_end(simulate):
     simulation = simulate(ranks(25.0), dataset_size=20_000)
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     before = simulation.rounds[-1].version
-    simulation.handle(LeaveAsked(**simulation.processes[0].address))
+    simulation.handle(LeaveRequested(**simulation.processes[0].address))
     simulation.run_until(lambda: simulation.job.attempt == 2 and simulation.job.phase is JobPhase.TRAINING)
     assert simulation.processes[0].parameters.version > before
     simulation.run()
@@ -198,7 +198,7 @@ def test_who_leaves_need_not_wait_for_the_next_round(simulate):
     simulation.run_until(lambda: len(simulation.rounds) > before and bool(simulation.generation.rounds))
     now_s = simulation.clock.now_s
     leaving = simulation.processes[Rank(1)]
-    simulation.handle(LeaveAsked(**leaving.address))
+    simulation.handle(LeaveRequested(**leaving.address))
     simulation.run_until(lambda: not leaving.is_alive)
     assert simulation.clock.now_s - now_s < 0.5, "a round lasts 3.5 s"
     succeeds(simulation)

@@ -10,7 +10,7 @@ from elche_coordinator.core.messages.events import (
     JobSubmitted,
     PauseRequested,
     RankExited,
-    SlotsAsked,
+    SlotsRequested,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.reports import MembershipReport, Outcome
@@ -114,7 +114,7 @@ def test_a_job_that_ends_is_asked_for_slots_in_vain(simulate):
     in_mid_training(simulation)
     simulation.handle(JobCancelled(job_id=JOB))
     reason = simulation.job.reason
-    simulation.handle(SlotsAsked(job_id=JOB, num_ranks=1, by=OTHER))
+    simulation.handle(SlotsRequested(job_id=JOB, num_ranks=1, by=OTHER))
     assert simulation.job.reason == reason
     assert "cancelled" in reason
 
@@ -180,9 +180,9 @@ def test_a_paused_job_is_asked_when_it_goes_on(simulate):
     in_mid_training(simulation)
     simulation.handle(PauseRequested(job_id=JOB, is_paused=True))
     submit_other(simulation, 1, priority=1)
-    assert simulation.events(SlotsAsked) == []
+    assert simulation.events(SlotsRequested) == []
     simulation.handle(PauseRequested(job_id=JOB, is_paused=False))
-    assert len(simulation.events(SlotsAsked)) == 1
+    assert len(simulation.events(SlotsRequested)) == 1
     simulation.run_until(lambda: simulation.core.jobs[OTHER].phase is JobPhase.STARTING)
     end_other(simulation)
     succeeds(simulation)

@@ -28,7 +28,7 @@ from elche_coordinator.core.messages.events import (
     ResultReceived,
     RoundEntered,
     RoundFailed,
-    StacksTold,
+    StacksReported,
     UserEventRecorded,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
@@ -118,9 +118,9 @@ WHILE_IT_TRAINS: list[tuple[str, MakeEvent, str, str]] = [
     ),
     (
         "stacks",
-        lambda s: StacksTold(**address(s), agent_id=AgentId("host"), text=""),
+        lambda s: StacksReported(**address(s), agent_id=AgentId("host"), text=""),
         "rank 0 is not stalled",
-        "StacksTold",
+        "StacksReported",
     ),
     (
         "the same job",

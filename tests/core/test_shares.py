@@ -8,7 +8,7 @@ import pytest
 from core.test_lost_ranks import succeeds
 from core.test_queue import OTHER, end_other, submit_this
 
-from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, QuotasSet, SlotsAsked
+from elche_coordinator.core.messages.events import AgentJoined, JobSubmitted, QuotasSet, SlotsRequested
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.machine import JobPhase
@@ -119,7 +119,7 @@ def test_who_has_more_keeps_as_much_as_the_other_gets(simulate, num_ranks, field
     simulation = simulate(ranks(25.0, 30.0, 57.5, 40.0), dataset_size=6000)
     submit_richer(simulation, num_ranks, **fields)
     simulation.run_until(lambda: simulation.job.result is not None)
-    assert simulation.events(SlotsAsked) == []
+    assert simulation.events(SlotsRequested) == []
     end_other(simulation)
 
 

@@ -9,7 +9,7 @@ from elche_coordinator.core.describe import describe_training
 from elche_coordinator.core.life.hangs import Duty
 from elche_coordinator.core.life.silence import SilenceWatch
 from elche_coordinator.core.messages.commands import AskStacks
-from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksTold
+from elche_coordinator.core.messages.events import BatchesTrained, ResultReceived, RoundEntered, StacksReported
 from elche_coordinator.core.messages.ids import AgentId, Rank
 from elche_coordinator.core.messages.reports import Outcome, StallReport
 from elche_coordinator.core.records.outbox import Outbox
@@ -50,8 +50,8 @@ def test_what_its_threads_do_is_told(simulate):
     simulation = hanging(simulate)
     simulation.run_until(lambda: stalls(simulation))
     address = simulation.processes[1].address
-    told = StacksTold(**address, agent_id=AgentId("host"), text="line 7 in train_step")
-    simulation.handle(StacksTold(**address, agent_id=AgentId("another"), text="said by another host"))
+    told = StacksReported(**address, agent_id=AgentId("host"), text="line 7 in train_step")
+    simulation.handle(StacksReported(**address, agent_id=AgentId("another"), text="said by another host"))
     simulation.handle(told)
     assert [report.stacks for report in stalls(simulation)] == ["", "line 7 in train_step"]
 
@@ -119,7 +119,7 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
     simulation = simulate(ranks(25, 25), on_rank_loss="fail")
     simulation.run_until(lambda: len(simulation.rounds) == 3)
     process = simulation.processes[1]
-    say = process._tell
+    say = process._send
 
     def stops(event):
         if isinstance(event, RoundEntered) and not process._leases:
@@ -127,7 +127,7 @@ def test_a_rank_that_stops_before_it_enters_a_round(simulate):
         else:
             say(event)
 
-    process._tell = stops
+    process._send = stops
     simulation.run_until(lambda: stalls(simulation), limit_s=60.0)
     assert 1 in [report.rank for report in stalls(simulation)]
 
@@ -146,8 +146,8 @@ def test_a_rank_whose_batches_only_its_rounds_have_told_of(simulate, tells_times
     simulation = simulate(ranks(1, 1), on_rank_loss="fail", averaging="overlapped", anchor=1)
     simulation.run_until(lambda: len(simulation.processes) == 2)
     for process in simulation.processes.values():
-        say = process._tell
-        process._tell = lambda event, say=say: None if isinstance(event, BatchesTrained) else say(shortened(event))
+        say = process._send
+        process._send = lambda event, say=say: None if isinstance(event, BatchesTrained) else say(shortened(event))
     simulation.run_until(lambda: len(simulation.rounds) == 4)
     simulation.freeze(1)
     simulation.run_until(lambda: stalls(simulation), limit_s=60.0)

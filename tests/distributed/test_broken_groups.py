@@ -53,7 +53,7 @@ def breaking(owner: Any, name: str, at: int) -> None:
 def regroup_with(trainer: Trainer, folder: Path) -> None:
     """As if the trainer had made the group, which the harness has, and had a coordinator."""
     trainer._world._is_own = True
-    trainer._world._tell_addresses(set())
+    trainer._world._exchange_addresses(set())
     trainer._together.attachment = SameMembers(trainer._world, folder)
     trainer._together.on_regrouped = trainer._rejoin
 

@@ -24,7 +24,7 @@ def train(kind: str, is_mixed: bool = False) -> tuple[int, float]:
     rank, model = dist.get_rank(), new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer.setup(model, optimizer, TrainerConfig(max_anchor=0, overlap=False))
-    trainer._stepper._is_mixed = is_mixed
+    trainer._stepper.comparison._is_mixed = is_mixed
     inputs, labels = samples(8 * (1 + rank))[-8:]
     if kind == "loads on one rank" and rank == 1:
         with torch.no_grad():

@@ -641,7 +641,7 @@ def test_a_model_that_is_not_finite_at_the_end_is_named(is_lost: bool) -> None:
         for _ in range(2):
             (model(torch.ones(2, 6)).sum() * (float("nan") if is_lost else 1.0)).backward()
             trainer.step()
-        trainer._stepper.compare("ends epochs()")
+        trainer._stepper.comparison.compare("ends epochs()")
     said = "elche: 0.weight is not finite (NaN or infinite) after 2 steps: the model is of no use"
     assert errors.getvalue().count(said) == is_lost
 

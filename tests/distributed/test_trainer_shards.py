@@ -220,7 +220,7 @@ def scatter_wrongly(kind: str) -> None:
         ("length", "the same whole batch on every rank, and they have [4, 5] samples"),
         ("rows", "tensors with a row for each sample"),
         ("part", "forward_batch(batch) is for them"),
-        ("output", "a row for each sample, not shape ()"),
+        ("output", "a row for each sample, not a tensor of shape ()"),
     ],
 )
 def test_what_cannot_be_scattered_is_told_on_every_rank(worlds: Worlds, kind: str, words: str) -> None:

@@ -29,7 +29,7 @@ from elche_client.options import JobOptions
 from elche_client.sweep import read_sweep
 from elche_coordinator.journal.replaying import CannotReplay
 from elche_coordinator.journal.replaying import read as read_journal
-from elche_coordinator.services.interceptor import HEARD, num_heard_of
+from elche_coordinator.services.interceptor import RECEIVED, num_received_of
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import DamagedStore
 from elche_coordinator.telemetry.journal_files import JournalFiles
@@ -258,10 +258,10 @@ def test_a_rank_that_has_heard_more_messages_than_python_reads_digits() -> None:
 
     class Call:
         def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-            return ((HEARD, "9" * 5000),)
+            return ((RECEIVED, "9" * 5000),)
 
     call: Any = Call()
-    assert num_heard_of(call) == 2**53
+    assert num_received_of(call) == 2**53
 
 
 def test_rounds_that_fit_no_memory_are_not_announced() -> None:
@@ -290,7 +290,7 @@ def test_a_relayed_average_of_another_length_is_given_up(num_bytes: int) -> None
 def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slot: int, setting: str, why: str) -> None:
     """It ended the agent, and with it the ranks of other jobs."""
     agent, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path), []
-    agent._tell_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
+    agent._report_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
     spec = job_pb2.JobSpec(source="job = 1", file_name="job.py", settings={"epochs": setting})
     agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", slot=slot, spec=spec)))
     assert len(said) == 1
@@ -300,7 +300,7 @@ def test_an_order_that_no_rank_can_be_started_by_is_answered(tmp_path: Path, slo
 def test_a_loops_rank_whose_device_is_not_named_cannot_be_started(tmp_path: Path) -> None:
     """It ended the agent, and with it the ranks of other jobs."""
     agent, said = Agent("127.0.0.1:1", [agent_pb2.Slot(device="cpu")], tmp_path), []
-    agent._tell_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
+    agent._report_exit = lambda key, exit: said.append(exit.log_tail)  # type: ignore[assignment, method-assign]
     spec = job_pb2.JobSpec(source="a", file_name="a.py", is_loop=True)
     agent._do(agent_pb2.AttendResponse(start_rank=agent_pb2.StartRank(job_id="job", spec=spec)))
     assert said == ["the rank cannot be started: the order names the devices of 0 ranks"]

@@ -201,7 +201,7 @@ class ToldAgent(Agent):
         for process in processes:
             json.loads(process.launch_line)
 
-    def _tell_exit(self, key: object, ended: Exit) -> None:
+    def _report_exit(self, key: object, ended: Exit) -> None:
         self.exits.append(ended)
 
     def _deliver_parts(self, what: object, parts: Iterable[agent_pb2.DeliverRequest]) -> None:

@@ -86,7 +86,7 @@ def test_nobody_is_there(doctor: Doctor, elche: Elche, tmp_path: Path) -> None:
         nobody = f"127.0.0.1:{one.getsockname()[1]}"
     found = doctor(nobody)
     assert (found["port"].state, "nothing listens" in found["port"].text) == ("fault", True)
-    assert "start elche-coordinator" in found["port"].mend
+    assert "start elche-coordinator" in found["port"].advice
     assert "access" not in found
     assert "is not known here" in doctor("no-such-host.invalid:7717")["address"].text
     assert "is not HOST:PORT" in doctor("7717")["address"].text
@@ -114,7 +114,7 @@ def test_a_firewall_that_drops_everything(doctor: Doctor) -> None:
     with silent() as address:
         found = doctor(address)
     assert "does not answer within 3 s" in found["port"].text
-    assert "firewall" in found["port"].mend
+    assert "firewall" in found["port"].advice
 
 
 def test_a_coordinator_that_lets_nobody_in_or_has_the_wrong_time(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:
@@ -126,7 +126,7 @@ def test_a_coordinator_that_lets_nobody_in_or_has_the_wrong_time(mark: Mark, tmp
         right = doctor(one.address, ELCHE_TOKEN=OWN)
         assert "90 s ahead of" in right["clock"].text
         assert (right["access"].state, right["hosts"].state) == ("ok", "warning")
-        assert right["hosts"].mend == f"elche-worker --coordinator {one.address}"
+        assert right["hosts"].advice == f"elche-worker --coordinator {one.address}"
 
 
 def test_certificates_that_do_not_fit(mark: Mark, tmp_path: Path, doctor: Doctor) -> None:

@@ -14,7 +14,7 @@ from elche_coordinator.core.messages.events import (
     DrainRequested,
     PauseRequested,
     ScaleRequested,
-    SlotsAsked,
+    SlotsRequested,
 )
 from elche_coordinator.core.messages.ids import JobId, Rank
 from elche_coordinator.core.messages.reports import Outcome
@@ -152,7 +152,7 @@ def rivals(simulation: WatchedSimulation, seed: int, *, every_s: float) -> None:
             return
         if simulation.job.phase in (JobPhase.GROUPING, JobPhase.TRAINING):
             num_ranks = random.choice([1, 1, len(simulation.ranks)])
-            simulation.handle(SlotsAsked(job_id=JOB, num_ranks=num_ranks, by=JobId("rival")))
+            simulation.handle(SlotsRequested(job_id=JOB, num_ranks=num_ranks, by=JobId("rival")))
         simulation.clock.after(random.expovariate(1 / every_s), strike)
 
     simulation.clock.after(random.expovariate(1 / every_s), strike)
@@ -233,7 +233,7 @@ class OnFullDisk(SyntheticRank):
         if outcome.version % 2:
             super()._write_checkpoint(outcome)
         else:
-            self._tell(CheckpointFailed(**self.address, version=outcome.version, reason="No space left on device"))
+            self._send(CheckpointFailed(**self.address, version=outcome.version, reason="No space left on device"))
 
 
 @dataclass(frozen=True, slots=True)

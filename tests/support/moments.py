@@ -107,7 +107,7 @@ def _paused(simulation: WatchedSimulation) -> None:
 
 def _leaving(simulation: WatchedSimulation) -> None:
     in_mid_training(simulation)
-    simulation.handle(ev.LeaveAsked(**simulation.processes[Rank(0)].address))
+    simulation.handle(ev.LeaveRequested(**simulation.processes[Rank(0)].address))
 
 
 def _gone_back(simulation: WatchedSimulation) -> None:
@@ -172,14 +172,14 @@ def given(core: Coordinator) -> dict[str, ev.Event]:
         ev.ReserveRecalled(**address, num_samples=0),
         ev.RoundEntered(**of_round),
         ev.ResultReceived(**of_round, header=header, collective_ms=5.0),
-        ev.HeaderTold(**of_round, header=header),
+        ev.HeaderReported(**of_round, header=header),
         ev.RoundFailed(**of_round, reason="it broke"),
         ev.RankReady(**address, settings=settings, device="cpu"),
         ev.GroupFormed(**address, generation=generation),
         ev.GenerationAbandoned(**address, generation=generation, reason="a collective failed"),
         ev.PingSent(**address),
         ev.PingAnswered(**address),
-        ev.LeaveAsked(**address),
+        ev.LeaveRequested(**address),
         ev.RankStopped(**address, round=round_id),
         ev.LinksProbed(**address, ranks=(Rank(1),)),
         ev.EvaluationDone(**address, epoch=0, sums={"loss": (1.0, 1)}, duration_ms=1.0),
@@ -208,7 +208,7 @@ def given(core: Coordinator) -> dict[str, ev.Event]:
         ev.SessionLost(**address),
         ev.RankStarted(**address, agent_id=host, log_path="/log"),
         ev.RankExited(**address, agent_id=host, exit_code=-9),
-        ev.StacksTold(**address, agent_id=host, text="a stack"),
+        ev.StacksReported(**address, agent_id=host, text="a stack"),
         ev.AgentJoined(agent_id=AgentId("another"), host="another", slots=(Slot(device="cpu"),)),
         ev.AgentLost(agent_id=host),
         ev.JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0),
@@ -219,7 +219,7 @@ def given(core: Coordinator) -> dict[str, ev.Event]:
         ev.PauseRequested(job_id=JOB, is_paused=True),
         ev.PauseRequested(job_id=JOB, is_paused=False),
         ev.ScaleRequested(job_id=JOB, num_ranks=1),
-        ev.SlotsAsked(job_id=JOB, num_ranks=1, by=JobId("another")),
+        ev.SlotsRequested(job_id=JOB, num_ranks=1, by=JobId("another")),
         ev.DrainRequested(agent_id=host, is_drained=True),
         ev.QuotasSet(quotas={"default": 1}),
         ev.JobsForgotten(job_ids=(JOB,)),

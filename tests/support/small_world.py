@@ -343,7 +343,7 @@ class SmallWorld:
             address,
             agent_id=HOST,
             clock=self.clocks[command.rank],  # type: ignore[arg-type]
-            tell=partial(self._tell, command.incarnation),
+            send=partial(self._tell, command.incarnation),
             collective=self.collective,
             batch_size=self.settings.batch_size,
             batch_s=self._batch_s,

@@ -194,7 +194,7 @@ def test_a_stream_without_an_end_is_asked_how_many_samples_an_epoch_has(
             return count()
 
     monkeypatch.setattr(dataset, "COUNT_S", 0.01)
-    monkeypatch.setattr(dataset, "TELL_COUNT_S", 0.0)
+    monkeypatch.setattr(dataset, "NOTICE_COUNT_S", 0.0)
     with pytest.raises(
         InvalidJob,
         match=r"train.py: dataset\(\) returned a stream, Endless, without len\(\).*return their number in its __len__",

@@ -84,8 +84,8 @@ def test_of_gains_a_part_is_taken_where_three_or_more_overlap_and_none_in_short_
     world: Make, monkeypatch: pytest.MonkeyPatch, merge: str, averaging: str, size: int, part: float
 ) -> None:
     taken: list[float] = []
-    hear = Spread.hear
-    monkeypatch.setattr(Spread, "hear", lambda spread, *given: taken.append(given[-1]) or hear(spread, *given))
+    add = Spread.add_round
+    monkeypatch.setattr(Spread, "add_round", lambda spread, *given: taken.append(given[-1]) or add(spread, *given))
     ranks = world(size, averaging=averaging, merge=merge)
     for number in range(1, 4):
         ranks.round(number)

@@ -49,11 +49,11 @@ def test_the_rows_are_said_before_the_generation_is_over(rank: Rank) -> None:
     ack = until_acknowledged(rank, 2, 2)
     rank.abandon(2)
     rank.said.wait("abandoned")
-    assert rank.said.of_rounds()[-3:] == ["sync_ack 2", "header_told 2", "abandoned 2"]
-    told = rank.said.all("header_told")[0]
-    assert (told.round, told.generation) == (2, 2)
-    assert header_digest(told.header) == ack.header_digest
-    assert told.header[0].local_step == 1
+    assert rank.said.of_rounds()[-3:] == ["sync_ack 2", "header_reported 2", "abandoned 2"]
+    reported = rank.said.all("header_reported")[0]
+    assert (reported.round, reported.generation) == (2, 2)
+    assert header_digest(reported.header) == ack.header_digest
+    assert reported.header[0].local_step == 1
 
 
 def test_the_rows_of_a_committed_round_are_not_kept(rank: Rank) -> None:
@@ -62,4 +62,4 @@ def test_the_rows_of_a_committed_round_are_not_kept(rank: Rank) -> None:
     until_acknowledged(rank, 3, 3)
     rank.abandon(2)
     rank.said.wait("abandoned")
-    assert [told.round for told in rank.said.all("header_told")] == [3]
+    assert [reported.round for reported in rank.said.all("header_reported")] == [3]

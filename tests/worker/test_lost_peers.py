@@ -84,7 +84,7 @@ def test_a_rank_that_waits_in_its_first_setup_hears_of_one_that_has_exited(
     """Where a rank returned before it, the other waited in silence, for half an hour or without end."""
     for name, value in environment_of_rank(rank, ("cpu", "cpu"), free_port(), {}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meeting, "TELL_S", -1.0)
+    monkeypatch.setattr(meeting, "NOTICE_S", -1.0)
     monkeypatch.setattr(meeting, "LIMIT_S", 0.2)
     with pytest.raises(Misuse, match=f"number 1 in this script: rank {1 - rank} has not come in"):
         meeting.Meeting().next()
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_in_its_first_setup_hears_of_one_that_has_exited(
     os.write(writes, f"{1 - rank}\n".encode())
     os.close(writes)
     monkeypatch.setattr(parent, "_inputs", [reads])
-    monkeypatch.setattr(parent, "_heard", bytearray())
+    monkeypatch.setattr(parent, "_received", bytearray())
     with pytest.raises(Misuse, match=f"rank {1 - rank} has exited without it; every rank has to set up as many"):
         meeting.Meeting().next()
     os.close(reads)

@@ -159,7 +159,7 @@ def test_a_rank_that_is_refused_says_so_though_it_has_just_said_that_the_coordin
     conversing: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an older state was restored ranks waited, and their logs said for a minute that the coordinator is away."""
-    monkeypatch.setattr(session_module, "SAY_EVERY_S", 1e9)
+    monkeypatch.setattr(session_module, "LOG_EVERY_S", 1e9)
     servicer, _, away = conversing
     servicer.breaks.set()
     assert away.wait(100)

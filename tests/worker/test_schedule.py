@@ -103,7 +103,7 @@ def test_torch_schedulers_give_what_they_give_when_they_are_stepped(build: objec
 def test_a_scheduler_that_seems_to_count_epochs_is_told_otherwise(build: Callable[..., Any], course: int) -> None:
     """`CosineAnnealingLR(optimizer, T_max=EPOCHS)` went up and down every few batches, in silence."""
     extent = Extent(dataset_size=100, batch_size=10, epochs=3)
-    said = LearningRates([SGD([nn.Parameter(torch.zeros(1))], lr=0.1)], scheduler=build).said_of_epochs(extent)
+    said = LearningRates([SGD([nn.Parameter(torch.zeros(1))], lr=0.1)], scheduler=build).epochs_notice(extent)
     assert (f"is {course} steps, and the job has 3 epochs: elche counts batches" in said) == bool(course)
     assert ("multiply by the 10 batches of one" in said) == bool(course)
     assert bool(said) == bool(course)

@@ -103,11 +103,11 @@ class Ssh:
 
     def members(self, name: str) -> list[FleetAgent]:
         members = []
-        for host, (code, said) in self._on_all(lambda _: (ENTER + TELL).format(name=name)):
-            _, _, told = said.partition("elche: ")  # skips output of the login shell
+        for host, (code, output) in self._on_all(lambda _: (ENTER + TELL).format(name=name)):
+            _, _, told = output.partition("elche: ")  # skips output of the login shell
             state, _, last = told.partition("\n")
             if code or not told:
-                members.append(FleetAgent(host.place, AgentState.GONE, host.place, f"not reached: {said.strip()}"))
+                members.append(FleetAgent(host.place, AgentState.GONE, host.place, f"not reached: {output.strip()}"))
             else:
                 members.append(FleetAgent(host.place, AgentState(state), host.place, last.strip()))
         return members
@@ -119,7 +119,7 @@ class Ssh:
         """Runs a script on each host. Raises `BadFleet`, which names the hosts on which it failed, after all have
         ended.
         """
-        failed = [f"{host.place}: {said.strip()}" for host, (code, said) in self._on_all(script) if code]
+        failed = [f"{host.place}: {output.strip()}" for host, (code, output) in self._on_all(script) if code]
         if failed:
             raise BadFleet("; ".join(failed))
 

@@ -142,7 +142,7 @@ class Artifacts:
         """For jobs' own stores, and for others: a store that hangs holds its kind's threads, and no others."""
         self.num_failures = 0
         for job_id in self._kept:
-            self._tell(job_id)
+            self._update_text(job_id)
 
     @property
     def num_waiting(self) -> int:
@@ -172,9 +172,6 @@ class Artifacts:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._wake.wait()
-
-    def _has_ended(self, job_id: str) -> bool:
-        return self._catalogue.result(job_id) is not None
 
     def _store_of(self, job_id: str) -> str:
         """The job's artifact store, or else that of the coordinator; empty: there is none."""
@@ -220,8 +217,8 @@ class Artifacts:
             wait.due_s = asyncio.get_running_loop().time() + wait.retry_s
             wait.retry_s = min(2 * wait.retry_s, MAX_RETRY_S)
             self._waiting[job_id] = self._waiting.pop(job_id)  # behind those that wait for their turn
-        if self._has_ended(job_id):  # it is not forgotten
-            self._tell(job_id)
+        if self._catalogue.result(job_id) is not None:  # it is not forgotten
+            self._update_text(job_id)
         self._wake.set()
 
     def _lacking(self, job_id: str) -> list[tuple[JobView, _Part]]:
@@ -293,7 +290,7 @@ class Artifacts:
         text = json.dumps(record, indent=1)
         return text if len(text) <= MAX_RECORD_CHARS else json.dumps({**record, "view": None}, indent=1)
 
-    def _tell(self, job_id: str) -> None:
+    def _update_text(self, job_id: str) -> None:
         """Updates the text for people that says where the job's artifacts are, or why they are not stored yet."""
         kept, wait = self._kept.get(job_id, {}), self._waiting.get(job_id)
         lacks = [f"{name} was not on its host" for one in kept.values() for name in one["missing"]]

@@ -11,7 +11,6 @@ from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.jobs.notices import death_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.placing import Placing
-from elche_coordinator.core.jobs.saving import is_being_saved, is_unsaved
 from elche_coordinator.core.life.job import Job, Timer
 from elche_coordinator.core.loops.attached import AttachedLoop
 from elche_coordinator.core.loops.loop import Loop
@@ -38,8 +37,8 @@ from elche_coordinator.core.messages.events import (
     RankStarted,
     ScaleRequested,
     SessionLost,
-    SlotsAsked,
-    StacksTold,
+    SlotsRequested,
+    StacksReported,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.reports import JobResult
@@ -89,7 +88,7 @@ class Coordinator:
         self.last_refusals: list[Refusal] = []
         """The refusals of these jobs: why parts of the last event changed nothing."""
         self._placing = Placing(self._touch_placed, self._try_again, self._new_incarnation)
-        self.asked: list[SlotsAsked] = []
+        self.asked: list[SlotsRequested] = []
         """Events for other jobs that follow from the last event, to be handled next."""
         self._may_place = False
         """True if slots, or what waits for them, have changed since jobs were last given any."""
@@ -335,14 +334,6 @@ class Coordinator:
         training = self.trainings.get(job_id)
         return training is not None and training.run.has_lost(generation, round_id)
 
-    def unsaved(self) -> list[JobId]:
-        """The trainings that would lose committed rounds now, and can write a checkpoint of them."""
-        return [job_id for job_id, training in self.trainings.items() if is_unsaved(training)]
-
-    def being_saved(self) -> list[JobId]:
-        """The trainings that write a checkpoint or their final state, or are about to."""
-        return [job_id for job_id, training in self.trainings.items() if is_being_saved(training)]
-
     # Events
 
     def _take_in(self, event: Event) -> None:
@@ -356,7 +347,7 @@ class Coordinator:
             case JobCancelled() | JobBroken() | CheckpointRequested() | PauseRequested() | ScaleRequested():
                 if (job := self._touch(event.job_id)) is not None:
                     self._take_in_request(job, event)
-            case SlotsAsked():
+            case SlotsRequested():
                 if (placed := self._touch_placed(event.job_id)) is not None:
                     placed.give_slots(event.num_ranks, event.by, self._now_s)
             case DrainRequested():
@@ -423,11 +414,11 @@ class Coordinator:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
-        if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksTold | SessionLost):
+        if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksReported | SessionLost):
             job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
         match event:
-            case RankStarted() | RankExited() | StacksTold() if event.agent_id != record.agent_id:
+            case RankStarted() | RankExited() | StacksReported() if event.agent_id != record.agent_id:
                 job.refuse(
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )

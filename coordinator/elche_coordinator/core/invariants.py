@@ -107,17 +107,13 @@ def _check_targets(job: Job, training: Training, generation: Generation, targets
 
 
 def _check_life(job: Job) -> None:
-    gone = _is_gone(job) if job.phase in (JobPhase.ENDED, JobPhase.STOPPING) else False
-    if job.phase is JobPhase.ENDED and not gone:
+    is_gone = all(record.phase is RankPhase.EXITED for record in job.ranks.values())
+    if job.phase is JobPhase.ENDED and not is_gone:
         raise Broken(f"job {job.id} has ended with a rank alive")
     if (job.result is not None) != (job.phase is JobPhase.ENDED):
         raise Broken(f"job {job.id} is {job.phase}: result?")
-    if job.phase is JobPhase.STOPPING and gone:
+    if job.phase is JobPhase.STOPPING and is_gone:
         raise Broken(f"job {job.id} stops with nobody left")
-
-
-def _is_gone(job: Job) -> bool:
-    return all(record.phase is RankPhase.EXITED for record in job.ranks.values())
 
 
 def _check_progress(job: Job, training: Training, generation: Generation) -> None:

@@ -14,9 +14,16 @@ from types import NoneType, UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 from elche_coordinator.core.messages.commands import Command
-from elche_coordinator.core.messages.events import Event
+from elche_coordinator.core.messages.events import Event, HeaderReported, LeaveRequested, SlotsRequested, StacksReported
 
 EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+FORMER_EVENTS: dict[str, type] = {
+    "HeaderTold": HeaderReported,
+    "LeaveAsked": LeaveRequested,
+    "SlotsAsked": SlotsRequested,
+    "StacksTold": StacksReported,
+}
+"""Former names of events, which older journals have."""
 COMMANDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Command)}
 
 

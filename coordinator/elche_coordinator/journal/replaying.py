@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import Event, QuotasSet
 from elche_coordinator.core.messages.ids import AgentId, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.core.records.fleet import AgentRecord, Fleet, Place
-from elche_coordinator.journal.coding import EVENTS, decode, encode
+from elche_coordinator.journal.coding import EVENTS, FORMER_EVENTS, decode, encode
 from elche_coordinator.journal.entries import Elsewhere, Found, FreeSlots, fault_text, kept_command
 from elche_coordinator.journal.journals import FORMAT
 
@@ -29,11 +29,11 @@ class Differs(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedEntry:
-    """One entry as read: the event decoded, the core's answer (`said`) as JSON values."""
+    """One entry as read: the event decoded, the core's answer (`answer`) as JSON values."""
 
     at_s: float
     event: Event | Elsewhere
-    said: dict[str, Any]
+    answer: dict[str, Any]
     found: Found | None
 
 
@@ -46,7 +46,7 @@ class RecordedFleet(Fleet):
 
     def begin(self, entry: RecordedEntry) -> int | None:
         """Begins the replay of the next entry. Returns the first incarnation that is started in it."""
-        starts = [command["StartRank"] for command in entry.said.get("commands", ()) if "StartRank" in command]
+        starts = [command["StartRank"] for command in entry.answer.get("commands", ()) if "StartRank" in command]
         self._given = {
             Rank(start["rank"]): tuple(
                 Place(agent_id=AgentId(start["agent_id"]), slot=slot)
@@ -93,9 +93,9 @@ def replay(lines: Iterable[str]) -> int:
             core.begin_incarnations_at(entry.found.incarnation)
         if (first := fleet.begin(entry)) is not None:
             core.begin_incarnations_at(first)
-        said = _handle(core, about["job"], entry)
-        if said != entry.said:
-            raise Differs(_difference(index, entry, said))
+        answer = _handle(core, about["job"], entry)
+        if answer != entry.answer:
+            raise Differs(_difference(index, entry, answer))
     return len(entries)
 
 
@@ -111,10 +111,10 @@ def read(lines: Iterable[str]) -> tuple[dict[str, Any], list[RecordedEntry]]:
 
 
 def _entry(row: dict[str, Any]) -> RecordedEntry:
-    event = decode({**EVENTS, "Elsewhere": Elsewhere}, row["event"])
+    event = decode({**EVENTS, **FORMER_EVENTS, "Elsewhere": Elsewhere}, row["event"])
     found = decode({"Found": Found}, {"Found": row["found"]}) if "found" in row else None
-    said: dict[str, Any] = {name: row[name] for name in ("commands", "refusals", "error") if name in row}
-    return RecordedEntry(float(row["at"]), event, said, found)
+    answer: dict[str, Any] = {name: row[name] for name in ("commands", "refusals", "error") if name in row}
+    return RecordedEntry(float(row["at"]), event, answer, found)
 
 
 def _handle(core: Coordinator, job_id: str, entry: RecordedEntry) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def _handle(core: Coordinator, job_id: str, entry: RecordedEntry) -> dict[str, A
         commands = core.handle(event, now_s=entry.at_s)
     except Exception as raised:
         error = fault_text(raised)
-    said = {
+    answer = {
         "commands": [encode(kept_command(command)) for command in commands if command.job_id == job_id],
         "refusals": [{"state": one.state, "trigger": one.trigger, "why": one.why} for one in core.last_refusals],
         "error": error,
     }
-    written: dict[str, Any] = json.loads(json.dumps({name: value for name, value in said.items() if value}))
+    written: dict[str, Any] = json.loads(json.dumps({name: value for name, value in answer.items() if value}))
     return written
 
 
@@ -159,8 +159,8 @@ def _add_host(core: Coordinator, host: FreeSlots, num_slots: int = 0) -> None:
             core.fleet.taken[Place(agent_id=host.agent_id, slot=slot)] = NOBODY
 
 
-def _difference(index: int, entry: RecordedEntry, said: dict[str, Any]) -> str:
+def _difference(index: int, entry: RecordedEntry, answer: dict[str, Any]) -> str:
     return (
         f"event {index}, {type(entry.event).__name__} at {entry.at_s} s:\n"
-        f"  the journal has {json.dumps(entry.said)}\n  the core says   {json.dumps(said)}"
+        f"  the journal has {json.dumps(entry.answer)}\n  the core says   {json.dumps(answer)}"
     )

@@ -23,7 +23,7 @@ POLL_S = 0.1
 """Seconds between the standbys' attempts to lead."""
 RETRY_S = 0.5
 """Seconds between two attempts while the store does not answer."""
-SAY_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 """Seconds between two lines in the log of a coordinator that waits."""
 
 
@@ -54,7 +54,7 @@ class Leadership:
         """Waits until this coordinator leads; returns False if `stopped` is set before. Retries a database that does
         not answer; raises `BadStore` if it refuses.
         """
-        said, said_s = "", 0.0
+        logged, logged_s = "", 0.0
         while not stopped.is_set():
             try:
                 self.term, leader = self._candidacy.try_to_lead(self._name, self._lease_s)
@@ -66,8 +66,8 @@ class Leadership:
                     raise BadStore(f"the database {self._store.name} cannot be used: {error.reason}") from None
                 what, pause_s = f"{self._store.name} does not answer ({error.reason}); trying again", RETRY_S
                 self.problem = "the database does not answer"
-            if what != said or time.monotonic() - said_s > SAY_EVERY_S:
-                said, said_s = what, time.monotonic()
+            if what != logged or time.monotonic() - logged_s > LOG_EVERY_S:
+                logged, logged_s = what, time.monotonic()
                 log.info(what)
             stopped.wait(pause_s)
         if not self.term:

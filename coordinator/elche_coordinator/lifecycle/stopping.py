@@ -11,7 +11,11 @@ import sys
 import threading
 from contextlib import suppress
 
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.jobs.managed_job import ManagedJob
 from elche_coordinator.core.messages.events import CheckpointRequested
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.records.machine import JobPhase
 from elche_coordinator.driver import Driver
 
 log = logging.getLogger(__name__)
@@ -56,9 +60,9 @@ async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:
     """Has training jobs write checkpoints, and waits for these and for final models, at most `grace_s`."""
     if not grace_s or stop.at_once.is_set():
         return
-    for job_id in driver.core.unsaved():
+    for job_id in unsaved(driver.core):
         driver.handle(CheckpointRequested(job_id=job_id))
-    saving = driver.core.being_saved()
+    saving = being_saved(driver.core)
     if saving:
         log.info("%d jobs make a checkpoint before this coordinator stops, for at most %g s", len(saving), grace_s)
     end_s = asyncio.get_running_loop().time() + grace_s
@@ -66,7 +70,35 @@ async def save_jobs(driver: Driver, stop: Stop, grace_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_EVERY_S):
                 await stop.at_once.wait()
-        left = driver.core.being_saved()
+        left = being_saved(driver.core)
         saving = [job_id for job_id in saving if job_id in left]
     for job_id in saving:
         log.warning("job=%s has made no checkpoint in time: see --grace", job_id)
+
+
+def unsaved(core: Coordinator) -> list[JobId]:
+    """The trainings that would lose committed rounds now, and can write a checkpoint of them."""
+    return [job_id for job_id, job in core.trainings.items() if _is_unsaved(job)]
+
+
+def _is_unsaved(job: ManagedJob) -> bool:
+    training = job.run.training
+    if job.phase is not JobPhase.TRAINING or training is None or training.replay is not None or training.is_paused:
+        return False
+    return training.version > training.checkpoints.newest_version
+
+
+def being_saved(core: Coordinator) -> list[JobId]:
+    """The trainings that write a checkpoint or their final state, or are about to."""
+    return [job_id for job_id, job in core.trainings.items() if _is_being_saved(job)]
+
+
+def _is_being_saved(job: ManagedJob) -> bool:
+    training = job.run.training
+    if job.phase is JobPhase.FINISHING:
+        return True
+    if job.phase is not JobPhase.TRAINING or training is None:
+        return False
+    checkpoints = training.checkpoints
+    # while training is paused, no round comes that could become a requested checkpoint
+    return not checkpoints.is_idle or (checkpoints.is_awaited and not training.is_paused)

@@ -10,7 +10,7 @@ import grpc
 from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
 from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche_coordinator import codec
-from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksTold
+from elche_coordinator.core.messages.events import DrainRequested, Event, RankStarted, StacksReported
 from elche_coordinator.core.messages.ids import AgentId, Incarnation, JobId, Rank
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
@@ -66,7 +66,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         try:
             async for request in requests:
                 self._driver.health.messages["agent", "in"] += 1
-                stream.on_heard(request.heard)
+                stream.on_received(request.num_received)
                 if queue.is_closed or not stream.is_news(request.seq):
                     continue  # another connection has taken its place, or it has come before
                 match request.WhichOneof("message"):
@@ -83,7 +83,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                         told = request.rank_stacks
                         address = _address(told)
                         text = told.text if self._has(agent_id, address) else ""
-                        event = StacksTold(**address, agent_id=agent_id, text=text)
+                        event = StacksReported(**address, agent_id=agent_id, text=text)
                     case "host_leaves":
                         event = DrainRequested(agent_id=agent_id, is_drained=True)
                     case "hello":

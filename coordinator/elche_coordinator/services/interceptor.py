@@ -41,7 +41,7 @@ from elche_coordinator.streams.streams import Superseded
 
 SECRET = "elche-secret"
 """Metadata key of a rank's secret."""
-HEARD = "elche-heard"
+RECEIVED = "elche-heard"
 """Metadata key of the number of the last message that a rank has received; absent: it opens no second stream."""
 STORE = "elche-store"
 """Metadata key of the id of the coordinator's store to which a rank was connected; absent: none yet."""
@@ -354,7 +354,7 @@ def rank_caller(driver: Driver, context: Context) -> RankCaller:
     return RankCaller(f"{job_id} {address['rank']}", spec.submitted_by if spec else "", num_ranks)
 
 
-def num_heard_of(context: Context) -> int | None:
+def num_received_of(context: Context) -> int | None:
     """The number of the last message that the caller has received; None if it will open no second stream."""
-    heard = str(dict(context.invocation_metadata() or ()).get(HEARD, ""))
-    return min(int(heard[:MAX_DIGITS]), 2**53) if heard.isascii() and heard.isdigit() else None
+    received = str(dict(context.invocation_metadata() or ()).get(RECEIVED, ""))
+    return min(int(received[:MAX_DIGITS]), 2**53) if received.isascii() and received.isdigit() else None

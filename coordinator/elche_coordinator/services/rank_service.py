@@ -16,7 +16,7 @@ from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.ranks import Address
 from elche_coordinator.driver import AnyStream, Driver
 from elche_coordinator.roles import CALLER
-from elche_coordinator.services.interceptor import authenticated, num_heard_of
+from elche_coordinator.services.interceptor import authenticated, num_received_of
 from elche_coordinator.services.requests import new_job_id
 from elche_coordinator.services.sessions import open_session
 from elche_coordinator.streams.send_queue import SendQueue
@@ -67,8 +67,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     async def Converse(
         self, request_iterator: AsyncIterator[rank_pb2.ConverseRequest], context: Context
     ) -> AsyncIterator[rank_pb2.ConverseResponse]:
-        address, num_heard = authenticated(self._driver, context), num_heard_of(context)
-        queue = open_session(self._driver, address, num_heard)
+        address, num_received = authenticated(self._driver, context), num_received_of(context)
+        queue = open_session(self._driver, address, num_received)
         stream = self._driver.streams.of_rank(address)
         if queue is None or stream is None:
             raise NotAllowed("this secret has been used for a session before")
@@ -93,7 +93,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         try:
             async for request in requests:
                 self._driver.health.messages["rank", "in"] += 1
-                stream.on_heard(request.heard)
+                stream.on_received(request.num_received)
                 if queue.is_closed or not stream.is_news(request.seq):
                     continue  # another connection has taken its place, or it has come before
                 if request.HasField("ready") and request.ready.timeline:

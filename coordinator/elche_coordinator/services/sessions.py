@@ -41,7 +41,7 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
             log.info("agent=%s has the work folder of %s: it is shared, or one is a copy", agent_id, ", ".join(others))
         driver.handle(codec.agent_joined(agent_id, hello), identity=hello.identity)
     stream = driver.streams.agents[agent_id]
-    queue: AgentQueue = stream.connect(0 if is_new else hello.heard)
+    queue: AgentQueue = stream.connect(0 if is_new else hello.num_received)
     welcome = agent_pb2.AgentWelcome(agent_id=agent_id, store=driver.identity.id, taken=stream.num_taken, is_new=is_new)
     queue.put(agent_pb2.AttendResponse(welcome=welcome))
     stream.resend()
@@ -49,22 +49,22 @@ def attend(driver: Driver, hello: agent_pb2.AgentHello, caller: str = "") -> tup
     return agent_id, stream, queue
 
 
-def open_session(driver: Driver, address: Address, num_heard: int | None = None) -> RankQueue | None:
+def open_session(driver: Driver, address: Address, num_received: int | None = None) -> RankQueue | None:
     """Opens a rank's stream; returns the queue of messages to it. None if this process has opened one before, and
     does not say how many messages it has heard. Raises `Superseded`, and `Unreachable` when the driver has been
     stopped.
     """
     driver.require_running()
     stream = driver.streams.of_rank(address)
-    if stream is None and num_heard:
+    if stream is None and num_received:
         raise Superseded("the coordinator's store is older than its ranks; start it on the newer one")
     if stream is None:
-        driver.handle(SessionOpened(**address), identity="" if num_heard is None else "rank")
+        driver.handle(SessionOpened(**address), identity="" if num_received is None else "rank")
         stream = driver.streams.of_rank(address)
-    elif num_heard is None or not stream.is_resumable or stream.is_over:
+    elif num_received is None or not stream.is_resumable or stream.is_over:
         return None
     assert stream is not None
-    queue: RankQueue = stream.connect(num_heard or 0)
+    queue: RankQueue = stream.connect(num_received or 0)
     welcome = rank_pb2.Welcome(store=driver.identity.id, taken=stream.num_taken, takes_stopped=True)
     queue.put(rank_pb2.ConverseResponse(welcome=welcome))
     stream.resend()

@@ -118,7 +118,7 @@ ENTRIES = {
     "ValueFigures.figures": MAX_FIGURES,
 }
 """Most entries of lists and maps, by field, if not `MAX_ENTRIES`."""
-OF_RANKS = frozenset({"HeaderTold.header", "Probed.ranks", "SyncAck.header"})
+OF_RANKS = frozenset({"HeaderReported.header", "Probed.ranks", "SyncAck.header"})
 """Lists that have at most one entry for each rank of the job."""
 NUM_RANKS: ContextVar[int] = ContextVar("NUM_RANKS", default=MAX_RANKS)
 """The number of ranks of the job whose message is checked."""

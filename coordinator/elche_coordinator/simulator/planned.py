@@ -127,7 +127,7 @@ class _Planned:
         if request.averaging == "overlapped" and not settings.traits.may_overlap:
             raise InvalidJob(f"averaging is auto or blocking with policy {request.policy}, not overlapped")
         self._overlaps = settings.overlaps
-        self._factor = self._find_factor(settings)
+        self._factor = self._find_factor()
         if request.epoch_batches is not None:
             settings = replace(settings, dataset_size=ceil(request.epoch_batches / self._factor))
         return replace(
@@ -137,7 +137,7 @@ class _Planned:
             max_anchor=max(1, settings.max_anchor // self._factor),
         )
 
-    def _find_factor(self, settings: AgreedSettings) -> int:
+    def _find_factor(self) -> int:
         """Returns the number of batches that are simulated as one: 1, unless averagings are so long that the simulation
         would take too long.
         """

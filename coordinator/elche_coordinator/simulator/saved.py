@@ -17,7 +17,7 @@ class Saved:
     training: str
 
 
-def work_of(pieces: list[Lease], batch_size: int) -> tuple[EpochWork, ...]:
+def work_of(pieces: list[Lease]) -> tuple[EpochWork, ...]:
     """The reports on these slices, epoch by epoch; the loss of a batch is its epoch."""
     epochs = sorted({piece.epoch for piece in pieces})
     sizes = {epoch: [piece.size for piece in pieces if piece.epoch == epoch] for epoch in epochs}

@@ -317,7 +317,7 @@ class Simulation:
         if command.rank not in self._cut_off:
             self._deliver(command)
 
-    def _tell(self, rank: Rank, event: events.Event) -> None:
+    def _receive(self, rank: Rank, event: events.Event) -> None:
         if isinstance(event, events.RankExited | events.RankStarted):  # its agent says that
             self._send_up(f"from {rank}", lambda: self.handle(event))
         else:
@@ -336,7 +336,7 @@ class Simulation:
             address,
             agent_id=command.agent_id,
             clock=self.clock,
-            tell=lambda event: self._tell(command.rank, event),
+            send=lambda event: self._receive(command.rank, event),
             collective=self.collective,
             batch_size=model.batch_size or self.settings.batch_size,
             batch_s=self._new_batch_s(model),
@@ -349,7 +349,7 @@ class Simulation:
             is_alone=lambda: self._asleep is not None or command.rank in self._cut_off,
             is_deadly=self.is_deadly,
         )
-        self._tell(command.rank, events.RankStarted(**address, agent_id=command.agent_id, log_path=""))
+        self._receive(command.rank, events.RankStarted(**address, agent_id=command.agent_id, log_path=""))
         ready = events.RankReady(
             **address,
             settings=self.settings,
@@ -359,9 +359,9 @@ class Simulation:
             links_address="simulated:1",
         )
         if self.start_ms:
-            self.clock.after(self.start_ms / 1000, lambda: self._tell(command.rank, ready))
+            self.clock.after(self.start_ms / 1000, lambda: self._receive(command.rank, ready))
         else:
-            self._tell(command.rank, ready)
+            self._receive(command.rank, ready)
 
     def _saved_at(self, path: str) -> Saved | None:
         """The checkpoint at a path, or the newest in the folder."""

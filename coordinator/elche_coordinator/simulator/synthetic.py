@@ -27,7 +27,7 @@ PROBE_S = 3.0
 
 
 class SyntheticRank:
-    """One rank process. `tell` sends an event to the coordinator; `batch_s` is its time per batch, by the clock."""
+    """One rank process. `send` sends an event to the coordinator; `batch_s` is its time per batch, by the clock."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SyntheticRank:
         *,
         agent_id: AgentId,
         clock: VirtualClock,
-        tell: Callable[[events.Event], None],
+        send: Callable[[events.Event], None],
         collective: Collective,
         batch_size: int,
         batch_s: Callable[[float], float],
@@ -62,7 +62,7 @@ class SyntheticRank:
         """Models that it has written beside checkpoints, by file name."""
         self.agent_id = agent_id
         self.clock = ProcessClock(clock)
-        self._tell = tell
+        self._send = send
         self._collective = collective
         self._batch_size = batch_size
         self._batch_s = batch_s
@@ -85,7 +85,7 @@ class SyntheticRank:
         self._generations: dict[RoundId, GenerationId] = {}
         """Of each announced round."""
         self._sends_digest: dict[GenerationId, bool] = {}
-        self._untold: dict[RoundId, events.HeaderTold] = {}
+        self._unreported: dict[RoundId, events.HeaderReported] = {}
         """Headers of which the digest was sent, and whose rounds are not said to be committed."""
         self._leases: deque[Lease] = deque()
         self._reserve: deque[Lease] = deque()
@@ -131,7 +131,7 @@ class SyntheticRank:
             return
         match command:
             case commands.SendPing():
-                self._tell(events.PingAnswered(**self.address))
+                self._send(events.PingAnswered(**self.address))
             case commands.SendProbe():
                 self._try_links([peer.rank for peer in command.peers])
             case commands.SendSyncNow():
@@ -147,7 +147,7 @@ class SyntheticRank:
             case commands.SendRecall():
                 self._give_grants_back()
             case commands.SendOutcome():
-                self._untold = {one: told for one, told in self._untold.items() if one > command.round}
+                self._unreported = {one: reported for one, reported in self._unreported.items() if one > command.round}
                 if command.checkpoint is not None:
                     self._write_checkpoint(command)
                 if command.evaluate is not None or command.save_final:
@@ -158,10 +158,10 @@ class SyntheticRank:
                 self._collective.join(command.generation, self, command.world_size, is_relayed=command.backend == "cpu")
             case commands.SendAbandon():
                 self._abandon(command.generation)
-                self._tell_headers(command.generation)
-                self._tell(events.GenerationAbandoned(**self.address, generation=command.generation))
+                self._report_headers(command.generation)
+                self._send(events.GenerationAbandoned(**self.address, generation=command.generation))
             case commands.SendEpochMetrics():
-                self._tell(events.EpochMetricsTaken(**self.address, epoch=command.report.epoch))
+                self._send(events.EpochMetricsTaken(**self.address, epoch=command.report.epoch))
             case commands.SendKeepBest():
                 self._keep_best(command)
             case commands.SendMakeMetrics():
@@ -204,28 +204,28 @@ class SyntheticRank:
         self._away, self._alone_step = None, -inf
         self._rounds = {one: step for one, step in self._rounds.items() if one <= self._last_announced}
         self._reserve.clear()
-        self._tell(events.ReserveRecalled(**self.address, num_samples=self._permitted))
+        self._send(events.ReserveRecalled(**self.address, num_samples=self._permitted))
 
     def on_formed(self, generation: GenerationId) -> None:
         """The process group of a generation stands."""
         if self.is_alive and generation == self._forming:
-            self._tell(events.GroupFormed(**self.address, generation=generation))
+            self._send(events.GroupFormed(**self.address, generation=generation))
 
     def on_apart(self, generation: GenerationId) -> None:
         """The process group of a generation cannot be built."""
         if self.is_alive and generation == self._forming:
-            self._tell(
+            self._send(
                 events.GenerationAbandoned(**self.address, generation=generation, reason="the ranks could not meet")
             )
 
     def _try_links(self, ranks: list[Rank]) -> None:
         reached = self._collective.reached(self.address["rank"], ranks)
         event = events.LinksProbed(**self.address, ranks=reached)
-        self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, partial(self._tell_if_alive, event))
+        self.clock.after(0.0 if len(reached) == len(ranks) else PROBE_S, partial(self._send_if_alive, event))
 
-    def _tell_if_alive(self, event: events.Event) -> None:
+    def _send_if_alive(self, event: events.Event) -> None:
         if self.is_alive:
-            self._tell(event)
+            self._send(event)
 
     def _abandon(self, generation: GenerationId) -> None:
         """Nothing of the generation runs any more afterwards; a result that is there is taken first."""
@@ -249,20 +249,22 @@ class SyntheticRank:
         if self.is_alive and self.is_in(entry):
             self.give_up(round_id, entry)
             self._abandon(entry.generation)
-            self._tell_headers(entry.generation)
+            self._report_headers(entry.generation)
             reason = "a collective failed"
-            self._tell(events.GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
+            self._send(events.GenerationAbandoned(**self.address, generation=entry.generation, reason=reason))
 
-    def _tell_headers(self, generation: GenerationId) -> None:
-        for told in self._untold.values():
-            if told.generation <= generation:
-                self._tell(told)
-        self._untold = {one: told for one, told in self._untold.items() if told.generation > generation}
+    def _report_headers(self, generation: GenerationId) -> None:
+        for reported in self._unreported.values():
+            if reported.generation <= generation:
+                self._send(reported)
+        self._unreported = {
+            one: reported for one, reported in self._unreported.items() if reported.generation > generation
+        }
 
     def exit(self, code: int, **more: Any) -> None:
         """The process ends, or, of a replica group, all of them; `more` is what its agent says of that."""
         self.is_alive, self.was_killed = False, code < 0
-        self._tell(events.RankExited(**self.address, agent_id=self.agent_id, exit_code=code, **more))
+        self._send(events.RankExited(**self.address, agent_id=self.agent_id, exit_code=code, **more))
 
     def receive_result(
         self, round_id: RoundId, header: tuple[HeaderRow, ...], result: Parameters, entry: RoundEntry
@@ -291,10 +293,10 @@ class SyntheticRank:
             self._kept[round_id] = result
         sends_digest = self._sends_digest.get(entry.generation, False)
         if sends_digest:
-            self._untold[round_id] = events.HeaderTold(
+            self._unreported[round_id] = events.HeaderReported(
                 **self.address, generation=entry.generation, round=round_id, header=header
             )
-        self._tell(
+        self._send(
             events.ResultReceived(
                 **self.address,
                 generation=entry.generation,
@@ -305,7 +307,7 @@ class SyntheticRank:
                 stalled_ms=self._take_stall_s(entry) * 1000,
                 digest=result.version,
                 newer_batches=self.local_step - entry.row.local_step,
-                work=work_of(entry.pieces, self._batch_size),
+                work=work_of(entry.pieces),
             )
         )
         self._end_round()
@@ -317,7 +319,7 @@ class SyntheticRank:
         self._pieces = entry.pieces + self._pieces
         self._weight += entry.row.weight
         self._compute_s += entry.compute_s
-        self._tell(events.RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
+        self._send(events.RoundFailed(**self.address, generation=entry.generation, round=round_id, reason="it broke"))
         self._end_round()
 
     def _take_stall_s(self, entry: RoundEntry) -> float:
@@ -392,7 +394,7 @@ class SyntheticRank:
         order = outcome.checkpoint
         assert order is not None
         if outcome.round not in self._kept and outcome.round != self._last_entered:
-            self._tell(events.CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
+            self._send(events.CheckpointFailed(**self.address, version=outcome.version, reason="late", is_late=True))
             return
         parameters = self._kept.pop(outcome.round, self.parameters)
         self.clock.after(self._checkpoint_s, partial(self._finish_checkpoint, outcome, order, parameters))
@@ -406,7 +408,7 @@ class SyntheticRank:
         self._saved[outcome.version] = Saved(order.name, parameters, order.training)
         for version in [version for version, one in self._saved.items() if one.name not in (*order.keep, order.name)]:
             del self._saved[version]
-        self._tell(
+        self._send(
             events.CheckpointSaved(
                 **self.address,
                 version=outcome.version,
@@ -448,7 +450,7 @@ class SyntheticRank:
     def _report(self) -> None:
         self._reported_s = self.clock.now_s
         batch_ms, self._unreported_ms = tuple(self._unreported_ms), []
-        self._tell(
+        self._send(
             events.BatchesTrained(
                 **self.address, local_step=self.local_step, num_processed=self._processed, batch_ms=batch_ms
             )
@@ -462,7 +464,7 @@ class SyntheticRank:
         del self._rounds[round_id]
         generation = self._generations.pop(round_id)
         self._report()
-        self._tell(events.RoundEntered(**self.address, generation=generation, round=round_id))
+        self._send(events.RoundEntered(**self.address, generation=generation, round=round_id))
         row = HeaderRow(
             weight=self._weight,
             cut=self._processed,
@@ -493,7 +495,7 @@ class SyntheticRank:
             self.evaluated_s += self._evaluation_s
             given = self._evaluate(part.epoch) if self._evaluate else {"version": float(self.parameters.version)}
             count = part.size or 1
-            self._tell(
+            self._send(
                 events.EvaluationDone(
                     **self.address,
                     epoch=part.epoch,
@@ -504,7 +506,7 @@ class SyntheticRank:
             )
         if outcome.save_final:
             self.files["model"] = self.parameters
-            self._tell(events.FinalStateSaved(**self.address, path="model.safetensors"))
+            self._send(events.FinalStateSaved(**self.address, path="model.safetensors"))
         self._go_on()
 
     def _make_metrics(self, command: commands.SendMakeMetrics) -> None:
@@ -516,15 +518,15 @@ class SyntheticRank:
             f"sum of {name}": (float(int.from_bytes(one.data[:8], "little", signed=True)), 1)
             for name, one in command.tensors.items()
         }
-        self._tell(events.EvaluationDone(**self.address, epoch=command.epoch, sums=made, duration_ms=1.0, is_made=True))
+        self._send(events.EvaluationDone(**self.address, epoch=command.epoch, sums=made, duration_ms=1.0, is_made=True))
         self._go_on()
 
     def _keep_best(self, command: commands.SendKeepBest) -> None:
         best = {f"{FOLDER}/{one.name}": one.parameters for one in self._saved.values()} | {"": self.files["model"]}
         if command.checkpoint not in best:
-            self._tell(events.BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
+            self._send(events.BestKept(**self.address, error=f"{command.checkpoint} cannot be read"))
             return
         self.files["best"] = best[command.checkpoint]
         if command.checkpoint and command.restores:
             self.files["last"], self.files["model"] = self.files["model"], self.files["best"]
-        self._tell(events.BestKept(**self.address))
+        self._send(events.BestKept(**self.address))

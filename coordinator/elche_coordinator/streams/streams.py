@@ -79,19 +79,19 @@ class Stream(Generic[Message]):
         """True if it had a connection to this process and has none now."""
         return self.num_connections > 0 and not self.is_connected
 
-    def connect(self, num_heard: int) -> SendQueue[Message]:
-        """Opens a new connection, replacing the previous one, of a receiver that has received the first `num_heard`
+    def connect(self, num_received: int) -> SendQueue[Message]:
+        """Opens a new connection, replacing the previous one, of a receiver that has received the first `num_received`
         messages; returns the queue of messages to send. Raises `Superseded`.
         """
-        if num_heard > self._num_kept:
+        if num_received > self._num_kept:
             raise Superseded(
-                f"message {num_heard} was received, but only {self._num_kept} were sent: the coordinator's store is "
+                f"message {num_received} was received, but only {self._num_kept} were sent: the coordinator's store is "
                 "older than what it coordinates; start it on the newer one"
             )
         self.disconnect(self._queue)
         self.num_connections += 1
         self._queue = SendQueue(max(MAX_WAITING, 2 * len(self._kept)))  # `resend` adds all kept messages at once
-        self.on_heard(num_heard)
+        self.on_received(num_received)
         return self._queue
 
     def resend(self) -> None:
@@ -124,7 +124,7 @@ class Stream(Generic[Message]):
                 self.pass_on(message)
         self._num_visible = max(self._num_visible, number)
         if not self.is_resumable:
-            self.on_heard(number)
+            self.on_received(number)
         elif len(self._kept) > MAX_KEPT:
             self.give_up()
 
@@ -137,7 +137,7 @@ class Stream(Generic[Message]):
         if self._queue is not None:
             self._queue.put(message)
 
-    def on_heard(self, number: int) -> None:
+    def on_received(self, number: int) -> None:
         """Drops messages up to the number, which were received."""
         while self._kept and self._kept[0].seq <= number:
             self._kept.popleft()

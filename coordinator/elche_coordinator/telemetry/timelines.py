@@ -82,7 +82,7 @@ class Timelines:
         """Begins the job's timeline, if it has not begun, since one of its ranks will send spans."""
         self._begin(job_id)
         self._add(job_id, {"event": "ready", "at": time.time(), "text": f"rank {rank} has loaded the file"})
-        self._tell_clock(job_id, time.time())
+        self._send_clock(job_id, time.time())
 
     def take_spans(self, job_id: str, rank: int, spans: rank_pb2.Spans) -> None:
         """Adds a rank's spans, and the offset of its clock if the rank has received the coordinator's.
@@ -137,13 +137,13 @@ class Timelines:
                 if time.time() - clock_s >= CLOCK_EVERY_S:
                     clock_s = time.time()
                     for job_id in self._open:
-                        self._tell_clock(job_id, clock_s)
+                        self._send_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
             async with self._writing:  # waits for a write that was running when this was cancelled
                 self._write(self._take())
 
-    def _tell_clock(self, job_id: str, now_s: float) -> None:
+    def _send_clock(self, job_id: str, now_s: float) -> None:
         """Sends the coordinator's clock to every rank of a job."""
         message = rank_pb2.ConverseResponse(clock=rank_pb2.Clock(sent_s=now_s))
         for stream in self._driver.streams.ranks.get(JobId(job_id), {}).values():

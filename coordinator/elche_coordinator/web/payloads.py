@@ -5,7 +5,7 @@ import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from elche_coordinator.web.recorder import (
     MAX_NAMES,
     RANK_FIGURES,
     STALLED,
-    JobEvent,
     JobRecording,
     Table,
 )
@@ -315,7 +314,10 @@ def rows(table: Table, cursor: Cursor, more: "Mapping[str, array[float]] | None"
         "at": [round(at, 2) for at in table.at[start:]],
         "step": list(table.step[start:]),
         "epoch": [round(epoch, 5) for epoch in table.epoch[start:]],
-        "figures": {name: _values(column[start:]) for name, column in figures.items()},
+        "figures": {
+            name: [float(f"{value:.5g}") if isfinite(value) else None for value in column[start:]]
+            for name, column in figures.items()
+        },
     }
 
 
@@ -341,7 +343,7 @@ def charted(view: JobView) -> tuple[int, ...]:
 
 def events(recording: JobRecording, after: int = 0) -> list[dict[str, Any]]:
     """The events after the one with number `after`."""
-    return [_event(one) for one in recording.events if one.number > after]
+    return [asdict(one) for one in recording.events if one.number > after]
 
 
 def _shown_checkpoints(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -413,16 +415,8 @@ def _spread(view: JobView) -> dict[str, Any] | None:
     }
 
 
-def _event(one: JobEvent) -> dict[str, Any]:
-    return {"number": one.number, "at": one.at, "kind": one.kind, "text": one.text}
-
-
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {_cut(name, MAX_NAME): _finite(value) for name, value in list(metrics.items())[:MAX_NAMES]}
-
-
-def _values(values: Any) -> list[float | None]:
-    return [float(f"{value:.5g}") if isfinite(value) else None for value in values]
 
 
 def _finite(value: float | None) -> float | None:

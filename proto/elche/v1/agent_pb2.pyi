@@ -336,7 +336,7 @@ class AgentHello(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
-    HEARD_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
@@ -352,8 +352,8 @@ class AgentHello(_message.Message):
     """Identifies this agent, whatever its host is called; empty: it does not come back after its stream has ended."""
     store: _builtins.str
     """The coordinator's store that it attended before; empty: none."""
-    heard: _builtins.int
-    """The number of the last order that it has heard."""
+    num_received: _builtins.int
+    """The number of the last order that it has received."""
     num_ranks: _builtins.int
     """How many ranks run on it."""
     measures_links: _builtins.bool
@@ -389,7 +389,7 @@ class AgentHello(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         identity: _builtins.str = ...,
         store: _builtins.str = ...,
-        heard: _builtins.int = ...,
+        num_received: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
@@ -402,7 +402,7 @@ class AgentHello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "heard", b"heard", "host", b"host", "identity", b"identity", "injects_faults", b"injects_faults", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "slots", b"slots", "starts_loops", b"starts_loops", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "gone", b"gone", "host", b"host", "identity", b"identity", "injects_faults", b"injects_faults", "jobs", b"jobs", "labels", b"labels", "measures_links", b"measures_links", "num_ranks", b"num_ranks", "num_received", b"num_received", "slots", b"slots", "starts_loops", b"starts_loops", "store", b"store", "stores_artifacts", b"stores_artifacts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -591,11 +591,11 @@ class AttendRequest(_message.Message):
     RANK_STACKS_FIELD_NUMBER: _builtins.int
     HOST_LEAVES_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
-    HEARD_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The message's number, from 1: it is kept until the coordinator has it durably, and sent again on another stream; 0: not."""
-    heard: _builtins.int
-    """The number of the last order that the agent has heard."""
+    num_received: _builtins.int
+    """The number of the last order that the agent has received."""
     @_builtins.property
     def hello(self) -> Global___AgentHello:
         """First message."""
@@ -625,11 +625,11 @@ class AttendRequest(_message.Message):
         rank_stacks: Global___RankStacks | None = ...,
         host_leaves: Global___HostLeaves | None = ...,
         seq: _builtins.int = ...,
-        heard: _builtins.int = ...,
+        num_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heard", b"heard", "hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "host_leaves", b"host_leaves", "message", b"message", "num_received", b"num_received", "rank_exited", b"rank_exited", "rank_stacks", b"rank_stacks", "rank_started", b"rank_started", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "rank_started", "rank_exited", "rank_stacks", "host_leaves"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -848,7 +848,7 @@ class AttendResponse(_message.Message):
     INJECT_FAULT_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """The order's number, from 1: it is kept until the agent has heard it, and sent again on another stream; 0: not."""
+    """The order's number, from 1: it is kept until the agent has received it, and sent again on another stream; 0: not."""
     @_builtins.property
     def welcome(self) -> Global___AgentWelcome:
         """First message."""

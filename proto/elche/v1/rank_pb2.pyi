@@ -1166,7 +1166,7 @@ class SyncAck(_message.Message):
 Global___SyncAck: _TypeAlias = SyncAck  # noqa: Y015
 
 @_typing.final
-class HeaderTold(_message.Message):
+class HeaderReported(_message.Message):
     """From a rank, before `Abandoned`: the rows of a header whose digest alone it had sent, of each round that the
     coordinator has not said to be committed (protocol P5.5). The member that was to send the rows may be lost.
     """
@@ -1197,7 +1197,7 @@ class HeaderTold(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HeaderTold: _TypeAlias = HeaderTold  # noqa: Y015
+Global___HeaderReported: _TypeAlias = HeaderReported  # noqa: Y015
 
 @_typing.final
 class RoundFailed(_message.Message):
@@ -1616,14 +1616,14 @@ class ConverseRequest(_message.Message):
     RECALLED_FIELD_NUMBER: _builtins.int
     PROBED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
-    HEADER_TOLD_FIELD_NUMBER: _builtins.int
+    HEADER_REPORTED_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
-    HEARD_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """The message's number, from 1: it is kept until the coordinator has it durably, and sent again on another stream; 0: not."""
-    heard: _builtins.int
-    """The number of the last command that the rank has heard."""
+    num_received: _builtins.int
+    """The number of the last command that the rank has received."""
     @_builtins.property
     def ready(self) -> Global___Ready:
         """First message."""
@@ -1721,7 +1721,7 @@ class ConverseRequest(_message.Message):
         """The rank is to go."""
 
     @_builtins.property
-    def header_told(self) -> Global___HeaderTold:
+    def header_reported(self) -> Global___HeaderReported:
         """A header whose digest was sent."""
 
     @_builtins.property
@@ -1755,16 +1755,16 @@ class ConverseRequest(_message.Message):
         recalled: Global___Recalled | None = ...,
         probed: Global___Probed | None = ...,
         leaving: Global___Leaving | None = ...,
-        header_told: Global___HeaderTold | None = ...,
+        header_reported: Global___HeaderReported | None = ...,
         stopped: Global___Stopped | None = ...,
         seq: _builtins.int = ...,
-        heard: _builtins.int = ...,
+        num_received: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_reported", b"header_reported", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_told", b"header_told", "heard", b"heard", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "batches_trained", b"batches_trained", "best_kept", b"best_kept", "checkpoint_failed", b"checkpoint_failed", "checkpoint_saved", b"checkpoint_saved", "epoch_metrics_taken", b"epoch_metrics_taken", "evaluated", b"evaluated", "event_recorded", b"event_recorded", "failed", b"failed", "final_state_saved", b"final_state_saved", "group_ready", b"group_ready", "header_reported", b"header_reported", "leaving", b"leaving", "loop_began", b"loop_began", "loop_epoch_ended", b"loop_epoch_ended", "loop_left", b"loop_left", "loop_progress", b"loop_progress", "message", b"message", "num_received", b"num_received", "pong", b"pong", "probed", b"probed", "ready", b"ready", "recalled", b"recalled", "round_entered", b"round_entered", "round_failed", b"round_failed", "seq", b"seq", "spans", b"spans", "stopped", b"stopped", "sync_ack", b"sync_ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "loop_began", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_told", "stopped"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ready", "group_ready", "batches_trained", "round_entered", "sync_ack", "evaluated", "final_state_saved", "failed", "round_failed", "checkpoint_saved", "checkpoint_failed", "epoch_metrics_taken", "spans", "loop_progress", "loop_epoch_ended", "loop_left", "loop_began", "event_recorded", "best_kept", "abandoned", "pong", "recalled", "probed", "leaving", "header_reported", "stopped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -2600,7 +2600,7 @@ class ConverseResponse(_message.Message):
     MAKE_METRICS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """The command's number, from 1: it is kept until the rank has heard it, and sent again on another stream; 0: not."""
+    """The command's number, from 1: it is kept until the rank has received it, and sent again on another stream; 0: not."""
     @_builtins.property
     def form_group(self) -> Global___FormGroup:
         """Form a process group."""

@@ -60,7 +60,7 @@ class RankServiceServicer:
 
     def Converse(self, request_iterator, context):
         """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
-        also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+        also how many numbered commands it has received, and the coordinator's store (protocol P15).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class RankServiceStub:
     """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients."""
     Converse: _grpc.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]
     """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
-    also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+    also how many numbered commands it has received, and the coordinator's store (protocol P15).
     """
 
 @_typing.type_check_only
@@ -49,7 +49,7 @@ class RankServiceAsyncStub(RankServiceStub):
     """Makes a job of a script with its own loop that runs already. Its first process calls this, with the token of clients."""
     Converse: _aio.StreamStreamMultiCallable[_rank_pb2.ConverseRequest, _rank_pb2.ConverseResponse]  # type: ignore[assignment]
     """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
-    also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+    also how many numbered commands it has received, and the coordinator's store (protocol P15).
     """
 
 class RankServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +70,7 @@ class RankServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rank_pb2.ConverseResponse], _abc.AsyncIterator[_rank_pb2.ConverseResponse]]:
         """A rank's session. The rank presents its secret in the call's metadata; when it has lost the stream and opens another,
-        also how many numbered commands it has heard, and the coordinator's store (protocol P15).
+        also how many numbered commands it has received, and the coordinator's store (protocol P15).
         """
 
 def add_RankServiceServicer_to_server(servicer: RankServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

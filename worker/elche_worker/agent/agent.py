@@ -27,17 +27,17 @@ from elche.v1 import agent_pb2, agent_pb2_grpc
 from elche.v1.job_pb2 import Fault
 from elche_worker.agent.artifacts import ArtifactWriter
 from elche_worker.agent.confinement import Confinement
-from elche_worker.agent.hand_in import hand_in
 from elche_worker.agent.identity import AgentIdentity
 from elche_worker.agent.job_folders import JobFolders
 from elche_worker.agent.link_speed import LinkFault, listen, measure
 from elche_worker.agent.processes import Exit, Key, Processes, RankStart, SpawnerProcess, rank_exited
+from elche_worker.agent.stopped_work import submit_stopped_work
 from elche_worker.process.interfaces import listening_address
 from elche_worker.process.leaving import ALONE_AFTER_S
 from elche_worker.process.log_times import TimesReader
 from elche_worker.process.rank_files import RankFiles
 from elche_worker.session.launch import BEST, MODEL, Launch
-from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, soon
+from elche_worker.session.outbound import LOG_EVERY_S, MAX_RETRY_S, RETRY_S, Outbound, soon
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Agent:
         self._call: Any = None
         self._folders = JobFolders(work_dir)
         self._deliveries = threading.Semaphore(MAX_DELIVERIES)
-        self._processes = Processes(self._tell_exit, len(slots), confinement, spawner)
+        self._processes = Processes(self._report_exit, len(slots), confinement, spawner)
         self._is_confined = confinement is not None
         self._artifacts = ArtifactWriter(self._folders, self._processes, is_confined=confinement is not None)
         self._loop_ports: dict[str, int] = {}
@@ -134,23 +134,23 @@ class Agent:
         self._processes.warm_up()
         # Confined ranks are not trusted: a record that one has written could name any folder of this host as its draft.
         if not self._is_confined:
-            hand_in(self._coordinator, self._tls, self._folders, self._stopped)
-        retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
+            submit_stopped_work(self._coordinator, self._tls, self._folders, self._stopped)
+        retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
         while not self._stopped.is_set():
             reason = self._serve()
             if self._stopped.is_set():
                 break
             if self._is_welcome:  # the stream was open until now, even if nothing was said on it
-                retry_s, seen_s, said_s = RETRY_S, time.monotonic(), -SAY_EVERY_S
+                retry_s, seen_s, logged_s = RETRY_S, time.monotonic(), -LOG_EVERY_S
             away_s, num_ranks = time.monotonic() - seen_s, self._processes.num_running
             if num_ranks and away_s > self._keep_s:
                 log.warning("the coordinator has been away for %.0f s: %d ranks are ended", away_s, num_ranks)
                 self._give_up_ranks()
-            if time.monotonic() - said_s >= SAY_EVERY_S:
+            if time.monotonic() - logged_s >= LOG_EVERY_S:
                 what = "is away" if self._store else "does not answer yet"
                 goes_on = f"; {num_ranks} ranks go on" if num_ranks else ""
                 log.warning("coordinator=%s %s (%s)%s; trying again", self._coordinator, what, reason, goes_on)
-                said_s = time.monotonic()
+                logged_s = time.monotonic()
             self._stopped.wait(soon(retry_s))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
         self._processes.close()  # this process must not end before `stop` has ended them
@@ -230,7 +230,7 @@ class Agent:
             identity=self._identity.name,
             gone=self._identity.gone[-MAX_GONE:],
             store=self._store,
-            heard=self._outbound.num_heard,
+            num_received=self._outbound.num_received,
             num_ranks=self._processes.num_running,
             measures_links=True,
             stores_artifacts=True,
@@ -252,7 +252,7 @@ class Agent:
                 elif self._outbound.is_news(response.seq):
                     yield response
                     # Only now: an order that was not carried out must be sent again on the next stream.
-                    self._outbound.num_heard = response.seq or self._outbound.num_heard
+                    self._outbound.num_received = response.seq or self._outbound.num_received
         finally:
             self._outbound.close()
             outgoing.put(None)
@@ -261,7 +261,7 @@ class Agent:
         self, outgoing: "queue.SimpleQueue[agent_pb2.AttendRequest | None]"
     ) -> Iterator[agent_pb2.AttendRequest]:
         while (message := outgoing.get()) is not None:
-            message.heard = self._outbound.num_heard
+            message.num_received = self._outbound.num_received
             yield message
 
     def _take_welcome(self, welcome: agent_pb2.AgentWelcome) -> None:
@@ -288,7 +288,7 @@ class Agent:
             case "store_artifacts":
                 self._begin_delivery(self._store_artifacts, response.store_artifacts)
             case "send_stacks":
-                threading.Thread(target=self._tell_stacks, args=(response.send_stacks,), daemon=True).start()
+                threading.Thread(target=self._send_stacks, args=(response.send_stacks,), daemon=True).start()
             case "open_link":
                 threading.Thread(target=self._open_link, args=(response.open_link,), daemon=True).start()
             case "try_link":
@@ -307,7 +307,7 @@ class Agent:
             case unreachable:
                 assert_never(unreachable)
 
-    def _tell_stacks(self, order: agent_pb2.SendStacks) -> None:
+    def _send_stacks(self, order: agent_pb2.SendStacks) -> None:
         """Sends the stacks of a rank's threads."""
         text = self._processes.stacks((order.job_id, order.rank, order.incarnation))
         stacks = agent_pb2.RankStacks(job_id=order.job_id, rank=order.rank, incarnation=order.incarnation, text=text)
@@ -398,7 +398,7 @@ class Agent:
         """Yields (offset, bytes) of the end of a log and of what is appended to it, until its rank has ended; after
         `ALIVE_EVERY_S` without output, empty bytes.
         """
-        said_s = time.monotonic()
+        sent_s = time.monotonic()
         with self._processes.files.read(path) as file:
             file.seek(max(0, _size(file) - order.max_bytes))
             while True:
@@ -407,12 +407,12 @@ class Agent:
                 if file.tell() > _size(file):
                     file.seek(0)  # the log was longer than allowed, and was truncated to its end
                 while data := file.read(CHUNK_BYTES):
-                    said_s = time.monotonic()
+                    sent_s = time.monotonic()
                     yield file.tell() - len(data), data
                 if is_last:
                     return
-                if time.monotonic() - said_s > ALIVE_EVERY_S:
-                    said_s = time.monotonic()
+                if time.monotonic() - sent_s > ALIVE_EVERY_S:
+                    sent_s = time.monotonic()
                     yield file.tell(), b""
                 self._stopped.wait(FOLLOW_EVERY_S)
 
@@ -446,7 +446,7 @@ class Agent:
             self._processes.start(key, processes)
         # `ValueError`: the folder's name has a null character; `RecursionError`: a setting is nested too deep
         except (OSError, ValueError, RecursionError, ElcheError) as error:
-            self._tell_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
+            self._report_exit(key, Exit(code=1, log_tail=f"the rank cannot be started: {error}"))
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
         started = agent_pb2.RankStarted(
@@ -527,7 +527,7 @@ class Agent:
         except (OSError, UnicodeDecodeError):
             return None
 
-    def _tell_exit(self, key: Key, ended: Exit) -> None:
+    def _report_exit(self, key: Key, ended: Exit) -> None:
         log.info("job=%s rank=%d incarnation=%d exited member=%d code=%d", *key, ended.member, ended.code)
         if self._stopped.is_set():
             return  # this agent has ended the rank because it ends itself

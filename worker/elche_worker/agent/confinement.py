@@ -72,8 +72,8 @@ class Confinement:
         except subprocess.TimeoutExpired:
             raise CannotConfine(f"--confine: {PROGRAM} does not end within {TRY_S:.0f} s") from None
         if done.returncode:
-            said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise CannotConfine(f"--confine: a container cannot be made here, user namespaces may be off: {said[0]}")
+            lines = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise CannotConfine(f"--confine: a container cannot be made here, user namespaces may be off: {lines[0]}")
 
 
 def _own_folders() -> list[Path]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from elche.errors import ElcheError, InvalidJob
-from elche.logs import FORMATS, say_last, set_up
+from elche.logs import FORMATS, print_reason, set_up
 from elche.logs import VARIABLE as LOG_VARIABLE
 from elche.network import DEFAULT_ADDRESS, split_addresses
 from elche.output import use_utf8
@@ -196,7 +196,7 @@ def main(
             watch(notices, agent.leave, address=os.environ.get("ELCHE_METADATA", ""))
         serve(agent, exit_with_stdin=exit_with_stdin)
     except ElcheError as error:
-        say_last("elche-worker", str(error), log_format)
+        print_reason("elche-worker", str(error), log_format)
         sys.exit(2)
     except KeyboardInterrupt:  # before it takes signals itself
         sys.exit(130)

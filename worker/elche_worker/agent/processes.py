@@ -196,9 +196,9 @@ class Processes:
         with self._changed:
             running = self._running.get(key)
         if running is not None:
-            said = f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n"
+            text = f"elche: the rank is ended because it hangs; its threads:\n{self.stacks(key)}\n"
             with suppress(OSError), self.files.append(running.logs[0]) as file:
-                file.write(said.encode(errors="replace"))
+                file.write(text.encode(errors="replace"))
 
     def _leader_pid(self, key: Key) -> int | None:
         with self._changed:
@@ -264,7 +264,7 @@ class Processes:
         """Reads the spawner's reports of processes that have begun or ended, on a thread. When the spawner ends, the
         kernel kills its ranks, which are reported as killed.
         """
-        for report in spawner.hear():
+        for report in spawner.read_reports():
             if "pid" in report:
                 spawner.note(report["number"], report["pid"])
             else:
@@ -363,7 +363,7 @@ class SpawnerProcess:
             )
         self._reports = self._socket.makefile("rb")
 
-    def hear(self) -> Iterator[dict[str, Any]]:
+    def read_reports(self) -> Iterator[dict[str, Any]]:
         """The spawner's reports, until it ends."""
         with suppress(ConnectionResetError):
             for line in self._reports:
@@ -378,7 +378,7 @@ class SpawnerProcess:
             order = json.dumps({"number": CHECK, "check": True}).encode()
             with suppress(OSError):
                 socket.send_fds(self._socket, [order + b"\n"], [asked.fileno(), answers.fileno()])
-            for report in self.hear():
+            for report in self.read_reports():
                 if "code" in report:
                     answers.seek(0)
                     return report["code"], answers.read().decode().strip() or report["error"]
@@ -405,7 +405,7 @@ class SpawnerProcess:
         request = {"number": number, "log_path": str(start.log_path), "group_size": start.group_size}
         if THREADS not in os.environ:
             request["num_threads"] = threads_per_rank(self.num_slots)
-        with suppress(OSError):  # the spawner has died with its ranks, which `hear` reports
+        with suppress(OSError):  # the spawner has died with its ranks, which `read_reports` reports
             socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], [launch])
 
     def signal(self, number: int, value: int) -> None:
@@ -413,7 +413,7 @@ class SpawnerProcess:
         self._ask(number=number, signal=int(value))
 
     def _ask(self, **request: Any) -> None:
-        with suppress(OSError):  # the spawner has died with its ranks, which `hear` reports
+        with suppress(OSError):  # the spawner has died with its ranks, which `read_reports` reports
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def kill(self) -> None:

@@ -132,7 +132,7 @@ class Calls:
         with suppress(RuntimeError):
             self._publish()
 
-    def tell_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
+    def publish_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
         """Publishes this rank's `text` at the end of its loop of this number. Returns those that it is to be compared
         with, by rank: the first rank's, and on the first rank all others'. Of ranks whose loop has not ended in
         `limit_s` there is none: they compare theirs with this one.

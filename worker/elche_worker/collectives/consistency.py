@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from elche.errors import Misuse
 from elche_worker.collectives.world import World, lost_peers_named
-from elche_worker.model.tensors import is_divided, is_plain
+from elche_worker.model.tensors import is_divided, is_plain, raw_bytes
 
 MAX_DIFFERENCE = 0.01
 """Largest difference between ranks of the sums in `_figures`. It allows for devices that round differently."""
@@ -70,7 +70,7 @@ def check_alike_at_end(model: nn.Module, text: str, world: World) -> None:
     waits for no others. So it may raise on the last one alone.
     """
     if text:
-        _check_figures(model, {rank: one for rank, one in world.tell_end(text).items() if one})
+        _check_figures(model, {rank: one for rank, one in world.publish_end(text).items() if one})
 
 
 def comparable(model: nn.Module, rates: Sequence[float]) -> str:
@@ -155,13 +155,13 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
     for tensor in sorted(tensors, key=lambda one: -one.element_size()):  # so that each part is aligned
         by_device.setdefault(tensor.device, []).append(tensor)
     for alike in by_device.values():
-        flat = torch.cat([_bytes(tensor) for tensor in alike])
+        flat = torch.cat([raw_bytes(tensor) for tensor in alike])
         with lost_peers_named():
             dist.broadcast(flat, group=world.group, group_src=0)
         if world.rank:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
                 # What does not change is not written: a graph may need it, and autograd takes any write for a change.
-                if part.is_cuda or not torch.equal(part, _bytes(tensor)):
+                if part.is_cuda or not torch.equal(part, raw_bytes(tensor)):
                     # A tensor that was made in inference mode can be written there only.
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():
                         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
@@ -190,7 +190,3 @@ def buffers_beside(
 
     visit(model, True)
     return list(found.values())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -77,7 +77,7 @@ class Spread:
         for known in (self.of_steps, self.of_mean):
             known.masked_fill_(~is_finite, 0.0)
 
-    def hear(self, of_steps: torch.Tensor, of_mean: torch.Tensor, by_all: torch.Tensor, part: float) -> None:
+    def add_round(self, of_steps: torch.Tensor, of_mean: torch.Tensor, by_all: torch.Tensor, part: float) -> None:
         """Takes in the norms of a round, from which the next one learns. `by_all`: True for rows that all ranks have
         moved; of what their gains have above 1 `part` is learned.
         """

@@ -151,7 +151,8 @@ class Gradients:
         last = self._buckets[-1]
         for bucket in self._buckets[self._num_sent :]:
             if bucket is last:
-                last.notes.copy_(self._on_host(notes), non_blocking=True)
+                pinned = torch.tensor(notes, pin_memory=last.flat.is_cuda)  # so that the copy is asynchronous
+                last.notes.copy_(pinned, non_blocking=True)
             with lost_peers_named():
                 self._send(bucket)
         with lost_peers_named():
@@ -177,10 +178,6 @@ class Gradients:
             self._most_fired = [max(pair) for pair in zip(self._most_fired, self._num_fired, strict=True)]
             self._is_known = True
 
-    def _on_host(self, numbers: list[float]) -> torch.Tensor:
-        """The numbers as a tensor, in pinned memory if the device is a GPU, so that the copy is asynchronous."""
-        return torch.tensor(numbers, pin_memory=self._buckets[-1].flat.is_cuda)
-
     def _change_trained(self) -> None:
         """Rebuilds the buckets after layers were frozen or unfrozen. What was already sent of the old ones is
         discarded.
@@ -201,7 +198,7 @@ class Gradients:
         """Builds buckets for the parameters that are trained now. Checks that all ranks train the same ones."""
         self.close()
         trained = {name: one for name, one in self._named.items() if one.requires_grad}
-        self._world.agree(_problem(trained))
+        self._world.agree("" if trained else "the model has no parameter to train: all are frozen")
         if len(set(self._world.gather_texts(hashlib.sha256("\n".join(trained).encode()).hexdigest()[:32]))) > 1:
             raise Misuse("ranks train different parameters: freeze and unfreeze the same ones on all of them")
         self._trained = list(trained)
@@ -274,11 +271,6 @@ class Gradients:
                 torch.mul(gradient, self._fraction, out=view)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self._num_sent += 1
-
-
-def _problem(trained: dict[str, nn.Parameter]) -> str:
-    """Returns why these parameters cannot be averaged; "" when they can."""
-    return "" if trained else "the model has no parameter to train: all are frozen"
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:

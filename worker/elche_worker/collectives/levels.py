@@ -31,9 +31,9 @@ of that length do (docs/convergence.md); no loss was seen with 4 bits.
 """
 
 
-def level_of(said: int) -> int:
+def level_of(wanted: int) -> int:
     """The level nearest to the number that another rank has sent."""
-    return min(max(said, 1), LAST)
+    return min(max(wanted, 1), LAST)
 
 
 def codec_of(level: int) -> Codec:

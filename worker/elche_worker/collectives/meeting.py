@@ -24,7 +24,7 @@ ANSWER_S = 2.0
 """Seconds in which the process that has the store must answer."""
 POLL_S = 0.05
 """Seconds between looks for the other ranks."""
-TELL_S = 10.0
+NOTICE_S = 10.0
 """Seconds after which a rank that waits for others says so."""
 LIMIT_S = default_pg_timeout.total_seconds()
 """Seconds in which all ranks have to come to the script's first trainer."""
@@ -106,15 +106,15 @@ class Meeting:
         """Waits for the other ranks, and says so after a while. Raises `Misuse` if one has ended, or has not come to
         the script's first trainer in torch's time limit.
         """
-        began_s, is_told = time.monotonic(), False
+        began_s, has_printed = time.monotonic(), False
         while not are_there():
             lacking = find_lacking()
             for number in lacking:
                 self._check_ended(number)
             waited_s = time.monotonic() - began_s
             names = ", ".join(map(str, lacking[:8]))
-            if waited_s > TELL_S and lacking and not is_told:
-                is_told = True
+            if waited_s > NOTICE_S and lacking and not has_printed:
+                has_printed = True
                 notice(f"rank {self.number} waits in Trainer.setup for rank {names}")
             if waited_s > LIMIT_S and self._num_groups <= 1:
                 raise Misuse(f"{self._which}: rank {names} has not come in {LIMIT_S:.0f} s; {AS_MANY}")
@@ -140,7 +140,7 @@ class Meeting:
                 remove_own()
 
 
-def _tell_end_without_trainer(pid: int) -> None:
+def _publish_end_without_trainer(pid: int) -> None:
     """Tells the others that this process has ended before its first trainer, for which they would wait."""
     if os.getpid() == pid and not Meeting._known:
         with suppress(RuntimeError, OSError):
@@ -149,4 +149,4 @@ def _tell_end_without_trainer(pid: int) -> None:
 
 
 if os.environ.get(STORE_OF_TORCHRUN) == "True" and os.environ.setdefault(TOLD_BY, str(os.getpid())) == str(os.getpid()):
-    atexit.register(_tell_end_without_trainer, os.getpid())
+    atexit.register(_publish_end_without_trainer, os.getpid())

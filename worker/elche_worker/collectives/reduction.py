@@ -53,7 +53,7 @@ class AverageResult:
     is_source: bool = False
     """True if `broadcast_bytes` are this rank's."""
     level: int = 0
-    """With `compress="auto"`, the level of compression that the source has said."""
+    """With `compress="auto"`, the level of compression that the source has set."""
 
     @property
     def version(self) -> int:
@@ -110,7 +110,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SpreadOfRound:
     """The ranks' figures on a round's steps, summed over the ranks, for merges other than "mean"."""
 
     most_gain: float
@@ -201,7 +201,7 @@ class Reduction:
             row = replace(row, frozen=sent.frozen_digest)
             if self._choice is not None and not row.level:  # a replay has the level of the recorded round
                 row = replace(row, level=self._choice.level)
-            rows, handed, said, is_first, raw = self._collect(group, row, sent, state)
+            rows, handed, spread, is_first, raw = self._collect(group, row, sent, state)
         except Exception:
             self._agree(False)  # `_agree` is collective: the others of the replica group wait in it
             raise
@@ -209,7 +209,7 @@ class Reduction:
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
         # From here on nothing can fail: kept state changes only once every process has the whole result.
         self._memories.update(handed.memories)
-        self._step(said, is_first=is_first, num_samples=sum(one.weight for one in rows))
+        self._step(spread, is_first=is_first, num_samples=sum(one.weight for one in rows))
         ended_s = time.perf_counter()
         is_source = group.position == self._options.source(rows)
         is_exact = is_first or _has_newcomers(rows)
@@ -231,7 +231,7 @@ class Reduction:
 
     def _collect(
         self, group: Collectives, row: Row, sent: Sent, state: bytes
-    ) -> tuple[list[Row], Handed, Said | None, bool, torch.Tensor]:
+    ) -> tuple[list[Row], Handed, SpreadOfRound | None, bool, torch.Tensor]:
         """Runs a round's collectives. Returns the header's rows, what newcomers receive, the report on the steps, True
         if no rank brought samples, and the source's bytes.
         """
@@ -244,7 +244,7 @@ class Reduction:
         weights = self._options.weights(rows)
         is_first = not any(weights)
         handed = Handed({}, b"")
-        said: Said | None = None
+        spread: SpreadOfRound | None = None
         raw = sent.buffers
         if is_first:
             weights[source] = 1  # without samples anywhere, as in the first round, the result is the source's model
@@ -252,7 +252,7 @@ class Reduction:
             values = where(group, self._layout.device)
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
-                said = self._hear_spread(values, weights)
+                spread = self._exchange_spread(values, weights)
             has_newcomers = _has_newcomers(rows)
             # Compression sends differences from the last result, which newcomers do not have.
             self._average(values, weights, None if is_first or has_newcomers else self._codec(rows[source].level))
@@ -265,14 +265,14 @@ class Reduction:
                 is_new = row.version != rows[source].version
                 handed = Handed(self._handed_memories(values, source), given if is_new else b"")
         group.finish()
-        return rows, handed, said, is_first, raw
+        return rows, handed, spread, is_first, raw
 
-    def _codec(self, said: int) -> Codec | None:
-        """The codec of a round whose source has said this level; None: nothing is compressed."""
+    def _codec(self, wanted: int) -> Codec | None:
+        """The codec of a round whose source has set this level; None: nothing is compressed."""
         compress = self._options.compress
         if compress is None:
             return None
-        return CODECS[compress]() if self._choice is None else codec_of(level_of(said))
+        return CODECS[compress]() if self._choice is None else codec_of(level_of(wanted))
 
     def _learn_level(self, rows: Sequence[Row], averaging_s: float, *, is_exact: bool, is_source: bool) -> int:
         """Learns from a round which level the next one should have, and returns the round's own; 0 if none is chosen.
@@ -321,7 +321,7 @@ class Reduction:
         self._compression.average(flat, fractions, group, codec=codec)
         flat.add_(last)
 
-    def _hear_spread(self, group: ValueCollectives, weights: list[int]) -> Said:
+    def _exchange_spread(self, group: ValueCollectives, weights: list[int]) -> SpreadOfRound:
         """Sums over the ranks, of each row, the squared norms of the steps, by the ranks' weights; and the bounds."""
         squares, bounds = [], []
         for kind, flat in self._layout.flat_buffers.items():
@@ -336,24 +336,24 @@ class Reduction:
         sizes = [len(one) for one in squares]
         found = [bounds_of(one) for one in torch.split(seen, [len(one) for one in bounds])]
         self.bounds = dict(zip(self._layout.flat_buffers, found, strict=True))
-        return Said(most_gain(weights), torch.split(mean, sizes), torch.split(by_all, sizes), found)
+        return SpreadOfRound(most_gain(weights), torch.split(mean, sizes), torch.split(by_all, sizes), found)
 
-    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, said: Said) -> None:
+    def _go_further(self, kind: Kind, trained: torch.Tensor, memory: OuterState, spread: SpreadOfRound) -> None:
         """Multiplies the ranks' mean step, which is in `trained`, by each row's gain."""
         rows, at = self._rows(kind), list(self._layout.flat_buffers).index(kind)
         memory.spread.learn()
-        moved = said.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
+        moved = spread.squares[at] > 0  # where no rank moved, the mean differs from the last result by rounding only
         of_mean = rows.squares_alike(trained, memory.last) * moved
-        part = gain_part(self._options.merge, said.most_gain, overlaps=self._options.overlaps)
-        memory.spread.hear(said.squares[at].clone(), of_mean, said.by_all[at], part)
-        if said.most_gain > 1.0:
-            gains = memory.spread.gains(said.most_gain)
-            rows.go_further(trained, memory.last, gains, said.bounds[at])
+        part = gain_part(self._options.merge, spread.most_gain, overlaps=self._options.overlaps)
+        memory.spread.add_round(spread.squares[at].clone(), of_mean, spread.by_all[at], part)
+        if spread.most_gain > 1.0:
+            gains = memory.spread.gains(spread.most_gain)
+            rows.go_further(trained, memory.last, gains, spread.bounds[at])
 
     def _rows(self, kind: Kind) -> Rows:
         return Rows([entry.shape for entry in self._layout.trained(kind)])
 
-    def _step(self, said: Said | None, *, is_first: bool, num_samples: int) -> None:
+    def _step(self, spread: SpreadOfRound | None, *, is_first: bool, num_samples: int) -> None:
         """Makes the outer step, commits the compression errors and moves the average of the weights. A round without
         any work makes no outer step.
         """
@@ -368,8 +368,8 @@ class Reduction:
             trained = flat[: self._layout.num_trained(kind)]
             memory = self._memory(kind, trained)
             if not is_first:
-                if said is not None:
-                    self._go_further(kind, trained, memory, said)
+                if spread is not None:
+                    self._go_further(kind, trained, memory, spread)
                 if self.has_outer_step:
                     memory.num_steps += 1
                     outer.step(memory.last, trained, memory.moments, int(memory.num_steps))

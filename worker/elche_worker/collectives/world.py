@@ -131,7 +131,7 @@ class World:
         before = listening()
         dist.init_process_group(backend, store=store, rank=members.index(meeting.number), world_size=len(members))
         world = cls(dist.group.WORLD, own_device, meeting)
-        world._tell_addresses(before)
+        world._exchange_addresses(before)
         return world
 
     def another_group(self) -> Any:
@@ -139,7 +139,7 @@ class World:
         assert self.group is not None
         before = listening()
         group = self._new_group(str(dist.get_backend_config(self.group)))
-        self._tell_addresses(before)
+        self._exchange_addresses(before)
         return group
 
     def _new_group(self, backend: str) -> Any:
@@ -173,7 +173,7 @@ class World:
 
     def give_up(self, generation: int) -> None:
         """Gives up this group: shuts its connections, so that collectives that wait fail. From any thread; gloo itself
-        has no way to abort a collective. A later generation may be given up before it forms: see `_tell_addresses`.
+        has no way to abort a collective. A later generation may be given up before it forms: see `_exchange_addresses`.
         """
         self._given_up = max(self._given_up, generation)
         if self.is_given_up:
@@ -196,7 +196,7 @@ class World:
             dist.init_process_group("gloo", store=own_keys, rank=position, world_size=size, timeout=BUILD_TIMEOUT)
             self.group = self._host_group = dist.group.WORLD
             _set_timeout(self.group)
-        self._tell_addresses(before)
+        self._exchange_addresses(before)
         self._keep(tuple(int(number) for (number,) in self.gather_numbers([self.number])))
 
     def _keep(self, members: tuple[int, ...]) -> None:
@@ -206,7 +206,7 @@ class World:
             self._meeting.members = tuple(self._met[number] for number in members)
         self._follow_calls()
 
-    def _tell_addresses(self, before: set[Address]) -> None:
+    def _exchange_addresses(self, before: set[Address]) -> None:
         """Exchanges the addresses on which gloo listens and did not `before`, by which `give_up` finds connections.
         Raises `PeerLost` if the group was given up meanwhile.
         """
@@ -229,7 +229,7 @@ class World:
             dist.destroy_process_group()
         self._is_own = False
 
-    def tell_end(self, text: str) -> dict[int, str]:
+    def publish_end(self, text: str) -> dict[int, str]:
         """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
         Waits for no other rank, but where the store ends with this process for a while: others cannot ask then. With
         "" there is nothing to compare.
@@ -237,7 +237,7 @@ class World:
         if self.size == 1:
             return {self.rank: text}
         has_store = self.number == 0 and not self.generation and os.environ.get(STORE_OF_TORCHRUN) != "True"
-        return self.calls.tell_end(self._loop, text, limit_s=END_S if has_store and text else 0.0)
+        return self.calls.publish_end(self._loop, text, limit_s=END_S if has_store and text else 0.0)
 
     def agree(self, problem: str) -> None:
         """Raises `Misuse` on every rank if any rank has a problem; "" means none."""

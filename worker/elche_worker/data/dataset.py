@@ -20,7 +20,7 @@ from elche.permutation import permutation_slice
 COLUMNS = (torch.Tensor, np.ndarray, list)
 MAX_COLUMNS = 8
 """A tuple of at most this many arrays, each longer than that, is taken for columns, not for samples."""
-TELL_COUNT_S = 3.0
+NOTICE_COUNT_S = 3.0
 """Seconds after which it says that it counts."""
 COUNT_S = 60.0
 """Seconds for which a stream without a length is read to count its samples: it may have no end."""
@@ -151,11 +151,11 @@ def _count(stream: Any, file_name: str) -> int:
         return len(stream)
     except TypeError:
         pass
-    count, began_s, is_told = 0, time.monotonic(), False
+    count, began_s, has_printed = 0, time.monotonic(), False
     for count, _ in enumerate(stream, 1):
         counted_s = time.monotonic() - began_s
-        if counted_s > TELL_COUNT_S and not is_told:
-            is_told = True
+        if counted_s > NOTICE_COUNT_S and not has_printed:
+            has_printed = True
             notice(
                 f"{file_name}: the samples of {type(stream).__name__}, a stream without len(), are counted, for at "
                 f"most {COUNT_S:g} s; a __len__ saves that, and an endless stream needs one"

@@ -212,17 +212,8 @@ class LeaseLoader:
         placed = dataset if num_workers or collate_fn else self.transfer.place(dataset)
         fetch = Fetch(placed, collate_fn, file_name, seed, num_parts)
         self._fetch_here = fetch
-        self._loader: DataLoader[Any] = DataLoader(
-            fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
-            batch_sampler=_Sampler(self._next_indices),
-            collate_fn=fetch.collate,
-            num_workers=num_workers,
-            prefetch_factor=DEPTH if num_workers else None,
-            worker_init_fn=_begin_worker(os.getpid()),
-            multiprocessing_context="fork" if num_workers else None,  # spawned workers could not import the user's file
-            pin_memory=pins_memory and placed is dataset,  # a data set on the device cannot be pinned
-            generator=torch.Generator().manual_seed(0),
-        )
+        pins_memory = pins_memory and placed is dataset  # a data set on the device cannot be pinned
+        self._loader = _new_loader(fetch, self._next_indices, num_workers, pins_memory=pins_memory)
         has_begun = threading.Event()
         threading.Thread(target=self._run, args=(has_begun,), name="loader", daemon=True).start()
         has_begun.wait()
@@ -427,15 +418,20 @@ def _lacks_parts(data: Any, wanted: BatchRequest) -> bool:
     return data is None or num_samples < len(wanted.indices)
 
 
-class _Sampler:
-    """Yields the next batch's indices, without end."""
-
-    def __init__(self, next_indices: Callable[[], list[int]]) -> None:
-        self._next_indices = next_indices
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield self._next_indices()
+def _new_loader(
+    fetch: Fetch, next_indices: Callable[[], list[int]], num_workers: int, *, pins_memory: bool
+) -> "DataLoader[Any]":
+    return DataLoader(
+        fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+        batch_sampler=iter(next_indices, None),
+        collate_fn=fetch.collate,
+        num_workers=num_workers,
+        prefetch_factor=DEPTH if num_workers else None,
+        worker_init_fn=_begin_worker(os.getpid()),
+        multiprocessing_context="fork" if num_workers else None,  # spawned workers could not import the user's file
+        pin_memory=pins_memory,
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 def _begin_worker(parent_pid: int) -> Callable[[int], None]:

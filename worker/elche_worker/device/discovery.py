@@ -100,7 +100,7 @@ def usable_devices(names: Sequence[str], *, trial: str = TRIAL, limit_s: float =
 def _usable(names: Sequence[str], tried: Mapping[str, Device | Unusable]) -> list[Device]:
     for found in tried.values():
         if isinstance(found, Unusable):
-            _say_left_out(found)
+            _warn_of_unusable(found)
     return [found for name in names if isinstance(found := tried[name], Device)]
 
 
@@ -186,7 +186,7 @@ def own_device(wanted: str, index: int = 0, *, may_move: bool = True, limit_s: f
         except Unusable as error:
             if error.hangs or not may_move:
                 raise
-            _say_left_out(error)
+            _warn_of_unusable(error)
     return Device(device="cpu")
 
 
@@ -213,7 +213,7 @@ def _hanging(name: str, limit_s: float) -> Unusable:
     return Unusable(name, f"it does not answer within {limit_s:g} s", hangs=True)
 
 
-def _say_left_out(found: Unusable) -> None:
+def _warn_of_unusable(found: Unusable) -> None:
     notice(f"{found.label} cannot be used and is left out: {found.problem}")
 
 

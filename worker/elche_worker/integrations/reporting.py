@@ -43,7 +43,7 @@ class Reporting:
         self._progress.num_epochs = num_epochs
 
     @property
-    def is_heard(self) -> bool:
+    def is_attached(self) -> bool:
         """True if there is a coordinator."""
         return self._progress.attachment.is_attached
 
@@ -54,7 +54,7 @@ class Reporting:
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Adds values to the means of the epoch; "loss" is the batches' loss."""
-        if self.is_heard:
+        if self.is_attached:
             for name, value in _reported(values).items():
                 record_scalar(name, value)
 

@@ -176,7 +176,7 @@ class ElcheCallback(TrainerCallback):
         """Only rank 0 logs and saves. With a coordinator, an epoch with fewer steps than `logging_steps` is
         logged too.
         """
-        if self._reporting is not None and self._reporting.is_heard and not self._has_loss:
+        if self._reporting is not None and self._reporting.is_attached and not self._has_loss:
             control.should_log = True
         self._be_quiet(control)
 

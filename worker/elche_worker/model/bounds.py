@@ -8,7 +8,7 @@ import torch
 Bounds = list[list[float]]
 """The least and the greatest value that each tensor may have; infinite without a bound."""
 UNBOUNDED = [-inf, inf]
-SAID = torch.float64
+BOUND_DTYPE = torch.float64
 """Type in which ranks say bounds: it has every value of a parameter."""
 
 
@@ -44,17 +44,17 @@ class BoundsWatch:
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []
         before, self._before[dtype] = self._before.get(dtype, [[nan, nan]] * len(now)), now
-        said = [
+        reports = [
             (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)
             for tensor, *pair in zip(tensors, now, before, strict=True)
             for end, known in zip(*pair, strict=True)
         ]
-        return torch.tensor(said, dtype=SAID).view(-1).to(device)
+        return torch.tensor(reports, dtype=BOUND_DTYPE).view(-1).to(device)
 
 
-def bounds_of(said: torch.Tensor) -> Bounds:
+def bounds_of(reports: torch.Tensor) -> Bounds:
     """The bounds of each tensor, from the sum of all `BoundsWatch.say`; infinite where none has any."""
-    num_ranks, ends = said.view(len(said) // 4, 2, 2).unbind(-1)
-    unbounded = torch.tensor([-inf, inf], dtype=said.dtype).to(said.device)
+    num_ranks, ends = reports.view(len(reports) // 4, 2, 2).unbind(-1)
+    unbounded = torch.tensor([-inf, inf], dtype=reports.dtype).to(reports.device)
     found: Bounds = torch.where(num_ranks > 0, ends / num_ranks, unbounded).tolist()
     return found

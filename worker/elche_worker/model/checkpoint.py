@@ -271,7 +271,8 @@ def _write_files(
         "files": files,
     }
     if pieces:
-        manifest["pieces"] = {name: [_dtype_name(one.local), list(one.shape)] for name, one in pieces.items()}
+        dtypes = {name: str(one.local.dtype).removeprefix("torch.") for name, one in pieces.items()}
+        manifest["pieces"] = {name: [dtypes[name], list(one.shape)] for name, one in pieces.items()}
     for name in (SOURCE, STATE):
         sync(draft / name)
     return manifest
@@ -387,10 +388,6 @@ def _read_pieces(folder: Path, described: Mapping[str, Any], new: NewTensor | No
         warnings.simplefilter("ignore")  # torch warns of its own deprecated functions
         read(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return tensors
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_file(folder: Path, name: str, file: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from elche.errors import InvalidJob
 from elche_worker.device.chunks import alike
 from elche_worker.model.bounds import UNBOUNDED, Bounds, keep_within
 from elche_worker.model.storage import without_copies
-from elche_worker.model.tensors import is_divided, is_plain, local_of
+from elche_worker.model.tensors import is_divided, is_plain, local_of, raw_bytes
 
 Kind = Literal["float32", "float64", "broadcast"]
 CPU = torch.device("cpu")
@@ -278,7 +278,7 @@ class Layout:
     @torch.no_grad()
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         """Copies, by name, of the bytes of broadcast tensors that training changes."""
-        return {entry.name: _raw(entry.tensor).clone() for entry in self._buffers}
+        return {entry.name: raw_bytes(entry.tensor).clone() for entry in self._buffers}
 
     def frozen_digest(self) -> int:
         """63-bit digest of the frozen parameters, computed where they are; 0 without any."""
@@ -373,12 +373,12 @@ class Layout:
         those in `copies`, its copies.
         """
         kept = copies or {}
-        return self._joined(kept[one.name] if one.name in kept else _raw(one.tensor) for one in self._buffers)
+        return self._joined(kept[one.name] if one.name in kept else raw_bytes(one.tensor) for one in self._buffers)
 
     @torch.no_grad()
     def frozen_bytes(self) -> torch.Tensor:
         """The bytes of the frozen parameters, in order, on the device of the flat buffers."""
-        return self._joined(_raw(one.tensor) for one in self._frozen)
+        return self._joined(raw_bytes(one.tensor) for one in self._frozen)
 
     def _joined(self, raws: Iterable[torch.Tensor]) -> torch.Tensor:
         parts = [raw.to(self._device) for raw in raws]
@@ -419,7 +419,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """63-bit digest of the tensors' bytes, in order, computed where they are; 0 without any."""
     digest = 0
     for tensor in tensors:
-        digest = (digest * 1_000_003 + _fast_digest(_raw(tensor))) % 2**64
+        digest = (digest * 1_000_003 + _fast_digest(raw_bytes(tensor))) % 2**64
     return (digest ^ digest >> 63) % 2**63  # a change of a word's highest bit changes only this highest bit
 
 
@@ -535,10 +535,6 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _norm(parts: list[torch.Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_finite(flat: torch.Tensor) -> bool:

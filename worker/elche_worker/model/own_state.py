@@ -31,7 +31,7 @@ class OwnState:
     def state(self) -> dict[str, Any]:
         """The objects' state by name: their own tensors, not copies. Raises `InvalidJob` or `UserCodeRaised`."""
         try:
-            return {name: _state_of(one) for name, one in self.objects.items()}
+            return {name: one.state_dict() if _has_state(one) else dict(one) for name, one in self.objects.items()}
         except BaseException as error:
             raise refused(error, self._file_name) from None
 
@@ -121,10 +121,6 @@ def unpacked(raw: bytes) -> Any:
 
 def _has_state(one: Any) -> bool:
     return all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
-
-
-def _state_of(one: Any) -> Any:
-    return one.state_dict() if _has_state(one) else dict(one)
 
 
 def _load(one: Any, state: Any) -> None:

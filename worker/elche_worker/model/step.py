@@ -243,7 +243,7 @@ class TrainStep:
         Does not synchronise with the device, except in fp16, where a step depends on whether its gradients are finite,
         and where memory runs out.
         """
-        with self._telling_figures(size):
+        with self._explaining_figures(size):
             if self._job.manual_optimization:
                 self._order_change()
                 returned = self._job.train_step(self._called, data, self._given_optimizers)
@@ -264,7 +264,7 @@ class TrainStep:
         """
         if self._job.manual_optimization:
             return
-        with unchanged(self._model), self._telling_figures(size):
+        with unchanged(self._model), self._explaining_figures(size):
             self._accumulate_or_back_off(data, size, weight, max_parts)
             take_scalars()
             if self._sharded is not None:
@@ -356,7 +356,7 @@ class TrainStep:
         )
 
     @contextmanager
-    def _telling_figures(self, size: int) -> Iterator[None]:
+    def _explaining_figures(self, size: int) -> Iterator[None]:
         """Adds memory figures and advice to an out-of-memory error."""
         try:
             yield
@@ -364,8 +364,8 @@ class TrainStep:
             if is_out_of_memory(error):
                 can = "" if self._backs_off or self._job.manual_optimization else ', give batch_size="auto"'
                 parts = f" in {self.num_parts} parts" if self.num_parts > 1 else ""
-                said = f"at a batch of {size} samples{parts}; {self._memory()}"
-                error.add_note(f"{said}: lower batch_size{can}, or make the model smaller")
+                where = f"at a batch of {size} samples{parts}; {self._memory()}"
+                error.add_note(f"{where}: lower batch_size{can}, or make the model smaller")
             raise
 
     def _memory(self) -> str:

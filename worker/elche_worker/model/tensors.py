@@ -127,6 +127,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, flat; a view if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def can_hold(value: Any) -> bool:
     """True for a plain tensor of a dtype that the safetensors format has."""
     return is_plain(value) and value.dtype in DTYPES

@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 _inputs: list[int] = []
 """This process's first standard input, as a file descriptor, once `keep_input` has kept it."""
-_heard = bytearray()
+_received = bytearray()
 """What the parent has written to it: the number of each rank that has exited, a line each."""
 
 
@@ -34,8 +34,8 @@ def exited_ranks() -> set[int]:
     """Ranks of this script that have exited, of which the parent has told."""
     with suppress(OSError):
         while _inputs and (data := os.read(_inputs[0], 4096)):
-            _heard.extend(data)
-    return {int(line) for line in _heard.split(b"\n")[:-1]}
+            _received.extend(data)
+    return {int(line) for line in _received.split(b"\n")[:-1]}
 
 
 def adopt_orphans() -> None:

@@ -67,20 +67,20 @@ def _download(launch: Launch, channel: grpc.Channel, file: IO[bytes]) -> None:
     nothing has come for `GIVE_UP_S`, and `InvalidJob` when it is too large.
     """
     stub = bundle_pb2_grpc.BundleServiceStub(channel)
-    heard_s = time.monotonic()
+    answered_s = time.monotonic()
     while True:
         try:
             with calling(launch.coordinator):
                 request = bundle_pb2.FetchBundleRequest(offset=file.tell())
                 for part in stub.FetchBundle(request, metadata=(("elche-secret", launch.secret),)):
                     file.write(part.data)
-                    heard_s = time.monotonic()
+                    answered_s = time.monotonic()
                     if file.tell() > MAX_ARCHIVE_BYTES:
                         raise InvalidJob(f"the folder of the job has more than {MAX_ARCHIVE_BYTES >> 20} MiB")
             file.flush()
             return
         except Unreachable:
-            if time.monotonic() - heard_s > GIVE_UP_S:
+            if time.monotonic() - answered_s > GIVE_UP_S:
                 raise
             time.sleep(RETRY_S)
 

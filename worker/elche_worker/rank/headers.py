@@ -13,7 +13,7 @@ class Headers:
     def __init__(self) -> None:
         self._send_digests: set[int] = set()
         """Generations in which this rank sends digests."""
-        self._untold: dict[int, tuple[int, Sequence[Row]]] = {}
+        self._unreported: dict[int, tuple[int, Sequence[Row]]] = {}
         """Generation and rows by round."""
 
     def learn(self, command: rank_pb2.FormGroup) -> None:
@@ -25,26 +25,26 @@ class Headers:
         """Puts the round's header, or its digest, into the message."""
         if ack.generation in self._send_digests:
             ack.header_digest = header_digest(rows)
-            self._untold[ack.round] = (ack.generation, rows)
+            self._unreported[ack.round] = (ack.generation, rows)
         else:
             ack.header.extend(map(_message, rows))
 
     def forget(self, round_id: int) -> None:
         """Drops the rows of rounds up to this one, which are committed."""
-        self._untold = {one: kept for one, kept in self._untold.items() if one > round_id}
+        self._unreported = {one: kept for one, kept in self._unreported.items() if one > round_id}
 
-    def untold(self, generation: int) -> list[rank_pb2.HeaderTold]:
+    def take_unreported(self, generation: int) -> list[rank_pb2.HeaderReported]:
         """Removes and returns the unsent rows of the generation's uncommitted rounds. They are sent before `Abandoned`,
         since the coordinator may need them to commit, and the member that sends rows may be lost.
         """
-        told = [
-            rank_pb2.HeaderTold(round=round_id, generation=of, header=map(_message, rows))
-            for round_id, (of, rows) in self._untold.items()
+        reported = [
+            rank_pb2.HeaderReported(round=round_id, generation=of, header=map(_message, rows))
+            for round_id, (of, rows) in self._unreported.items()
             if of == generation
         ]
-        self._untold = {one: kept for one, kept in self._untold.items() if kept[0] != generation}
+        self._unreported = {one: kept for one, kept in self._unreported.items() if kept[0] != generation}
         self._send_digests.discard(generation)
-        return told
+        return reported
 
 
 def _message(row: Row) -> rank_pb2.HeaderRow:

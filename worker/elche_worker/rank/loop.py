@@ -135,9 +135,9 @@ class RankLoop:
         """The job's progress, as far as this rank knows it."""
         return self._replica.progress
 
-    def said_of_rates(self, extent: Extent) -> str:
+    def rates_notice(self, extent: Extent) -> str:
         """A warning on the job's scheduler; "" if there is none."""
-        return self._replica.rates.said_of_epochs(extent)
+        return self._replica.rates.epochs_notice(extent)
 
     def rehearse(self, *, warms_up: bool) -> None:
         """Before the rank is ready, evaluates a batch, and with `warms_up` trains one; neither leaves a trace."""
@@ -223,7 +223,7 @@ class RankLoop:
         if self._stops_alone:
             self._stop_alone()
         for build in self._replica.generations.ended:
-            self._tell_built(build)
+            self._report_built(build)
 
     def _take_lease(self, message: rank_pb2.StartEpoch) -> None:
         lease = LeasedPart(
@@ -291,17 +291,17 @@ class RankLoop:
         """Calls the job's callback here and its loggers on their thread, and acknowledges the metrics afterwards."""
         self._replica.callbacks.call(self._job.metrics_fn, metrics)
 
-        def say_so() -> None:
+        def acknowledge() -> None:
             taken = rank_pb2.EpochMetricsTaken(epoch=metrics.epoch, callback_errors=self._num_callback_errors)
             self._session.send(rank_pb2.ConverseRequest(epoch_metrics_taken=taken))
 
-        self._loggers.log(metrics, say_so, is_last=metrics.epoch == self._job.epochs - 1)
+        self._loggers.log(metrics, acknowledge, is_last=metrics.epoch == self._job.epochs - 1)
 
     @property
     def _num_callback_errors(self) -> int:
         return self._replica.callbacks.num_errors + self._loggers.num_errors
 
-    def say_last_words(self) -> None:
+    def finish(self) -> None:
         """Ends loggers and timeline and sends their remaining data, before the rank leaves."""
         self._replica.leave()
         self._loggers.end(LOGGERS_GRACE_S)
@@ -329,13 +329,13 @@ class RankLoop:
         self._group.send(act)
         self._replica.join_generation(act)
 
-    def _tell_built(self, build: GroupBuild) -> None:
+    def _report_built(self, build: GroupBuild) -> None:
         """Reports that a generation's group stands, or why it does not."""
         generation = build.act.generation
         self._group.send(FinishBuild(generation))
         problem = self._replica.finish_build(generation)
         if problem:
-            self._say_abandoned(generation, problem)
+            self._report_abandoned(generation, problem)
             return
         self._note(timeline.GROUP, build.started_s, generation)
         self._session.send(rank_pb2.ConverseRequest(group_ready=rank_pb2.GroupReady(generation=generation)))
@@ -353,12 +353,12 @@ class RankLoop:
         if self._averaging.is_running and group is not None and group.generation == generation:
             self._apply_result()
         self._replica.generations.forget(generation)
-        self._say_abandoned(generation, "")
+        self._report_abandoned(generation, "")
 
-    def _say_abandoned(self, generation: int, reason: str) -> None:
+    def _report_abandoned(self, generation: int, reason: str) -> None:
         self._rounds.abandon(generation)
-        for told in self._headers.untold(generation):
-            self._session.send(rank_pb2.ConverseRequest(header_told=told))
+        for reported in self._headers.take_unreported(generation):
+            self._session.send(rank_pb2.ConverseRequest(header_reported=reported))
         abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
 
@@ -543,7 +543,7 @@ class RankLoop:
         )
         self._session.send(rank_pb2.ConverseRequest(round_failed=failed))
         if isinstance(error, CollectiveFailed) and not is_asked:
-            self._say_abandoned(generation, reason)
+            self._report_abandoned(generation, reason)
 
     # Chores
 
@@ -565,7 +565,7 @@ class RankLoop:
         )
         self._group.send(act)
         self._replica.use_result(
-            act, outcome.checkpoint, lambda done: self._tell_evaluation(part.epoch, done, started_s)
+            act, outcome.checkpoint, lambda done: self._report_evaluation(part.epoch, done, started_s)
         )
         if act.saves_final:
             saved = rank_pb2.FinalStateSaved(path=str(self._launch.model_path))
@@ -585,9 +585,9 @@ class RankLoop:
         started_s = time.perf_counter()
         made = make_metrics(self._job, tensors_of(order.tensors), order.names, self._launch.file_name)
         done = Evaluated({name: (value, 1) for name, value in made.items()})
-        self._tell_evaluation(order.epoch, done, started_s, is_made=True)
+        self._report_evaluation(order.epoch, done, started_s, is_made=True)
 
-    def _tell_evaluation(self, epoch: int, done: Evaluated, started_s: float, *, is_made: bool = False) -> None:
+    def _report_evaluation(self, epoch: int, done: Evaluated, started_s: float, *, is_made: bool = False) -> None:
         duration_ms = (time.perf_counter() - started_s) * 1000
         self._note(timeline.EVALUATE, started_s, epoch)
         evaluated = evaluated_message(epoch, done, duration_ms, is_made=is_made)

@@ -78,7 +78,7 @@ from elche_worker.user.loading import (
     describe_raised,
     leave_if_forked,
     load_job,
-    said,
+    message_of,
     with_settings,
 )
 from elche_worker.user.strategy import Strategy
@@ -130,7 +130,7 @@ def main(launch: Launch) -> None:
         on_away=control.note_news,
     )
     take_back = leave_on_sigterm(lambda: _ask_to_leave(control, session))
-    send_events_to(session.tell_event)
+    send_events_to(session.report_event)
     try:
         _train(launch, control, session, channel, links.address, take_back)
     except Leave as leave:
@@ -269,17 +269,17 @@ def _prepare(
     timeline = SpanRecorder(session.send, lambda: control.clock) if job.timeline else None
     parts, accumulators = build(launch, job, group, wake=control.notify, timeline=timeline, streams=streams)
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
-    session.last_words = loop.say_last_words
+    session.last_words = loop.finish
     loop.rehearse(warms_up=launch.warms_up)
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
     built = parts.built
     said_of_modes = what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode)
     said_of_reads = READ_BETWEEN if parts.looked.is_bound and not job.num_workers else None
-    said_of_rates = loop.said_of_rates(parts.extent)
+    rates_notice = loop.rates_notice(parts.extent)
     said_of_state = what_is_kept_aside(job), what_is_stepped_aside(job, built.all_optimizers)
     said_of_merge = why_mean(job, built)
-    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, said_of_rates):
+    for said_of_it in (said_of_merge, said_of_modes, *said_of_state, said_of_reads, rates_notice):
         if launch.rank == 0 and said_of_it:
             notice(said_of_it)
     ready = _ready(
@@ -486,7 +486,7 @@ def _failure(error: BaseException, launch: Launch, batch: int | None) -> rank_pb
     member = f" (process {launch.member} of {launch.group_size})" if launch.group_size > 1 else ""
     where = f", on rank {launch.rank}{member}" + (f" at batch {batch}" if batch is not None else "")
     if isinstance(error, InvalidJob):
-        return rank_pb2.RankFailed(error=sendable(said(error)), batch=batch, invalid=True)
+        return rank_pb2.RankFailed(error=sendable(message_of(error)), batch=batch, invalid=True)
     if isinstance(error, ElcheError) and not isinstance(error, UserCodeRaised):
         return rank_pb2.RankFailed(error=sendable(f"{error}{where}"), batch=batch)
     raised = error if isinstance(error, UserCodeRaised) else describe_raised(error, launch.file_name)
@@ -543,16 +543,16 @@ def _ask_to_leave(control: Control, session: Session) -> None:
 
 def _leave_behind(launch: Launch, session: Session, stopped: StoppedAlone) -> None:
     """Records the rank's unsent messages, and where its draft is, for the next agent with this work folder."""
-    unsaid = session.unsaid
+    pending = session.pending
     record = StoppedRank(
         job_id=launch.job_id,
         rank=launch.rank,
         incarnation=launch.incarnation,
         secret=launch.secret,
         store=session.store,
-        num_sent=unsaid.num_sent,
-        num_heard=unsaid.num_heard,
-        messages=in_base64(unsaid.messages),
+        num_sent=pending.num_sent,
+        num_heard=pending.num_received,
+        messages=in_base64(pending.messages),
         round=stopped.round,
         draft=stopped.draft,
     )

@@ -30,7 +30,7 @@ MAX_FOLDERS = 16
 """Most folders of packages that are kept, besides those in use."""
 INSTALL_S = 1800.0
 """Limit for an installation, in seconds."""
-TOLD_LINES = 12
+SHOWN_LINES = 12
 """Lines of uv's error that are shown."""
 WOULD = re.compile(r"^ \+ (?P<what>\S+==\S+|\S+ @ .+|\S+)$", re.MULTILINE)
 """A line of uv's dry run: what it would install, as NAME==VERSION or NAME @ ADDRESS."""
@@ -124,8 +124,8 @@ def _uv(*arguments: str) -> str:
     except subprocess.TimeoutExpired:
         raise InvalidJob(f"the packages that the job requires are not installed within {INSTALL_S:.0f} s") from None
     if done.returncode:
-        said = "\n".join(done.stderr.strip().splitlines()[:TOLD_LINES])
-        raise InvalidJob(f"the packages that the job requires cannot be installed beside what this host has:\n{said}")
+        lines = "\n".join(done.stderr.strip().splitlines()[:SHOWN_LINES])
+        raise InvalidJob(f"the packages that the job requires cannot be installed beside what this host has:\n{lines}")
     return done.stderr + done.stdout
 
 

@@ -32,11 +32,6 @@ class Pieces:
         self._mesh = mesh
         self._world = World(group, torch.device("cpu"))
 
-    @property
-    def is_leader(self) -> bool:
-        """True if this process also writes everything that is not sharded."""
-        return self._world.rank == 0
-
     def agree(self, folder: str) -> str:
         """Returns the leader's folder on every process; empty if nothing is written."""
         return self._world.gather_texts(folder)[0]

@@ -43,7 +43,7 @@ from elche_worker.rank.checkpoint_writer import CheckpointWriter
 from elche_worker.rank.connect import connect
 from elche_worker.rank.digest_times import DigestTimes
 from elche_worker.rank.generations import Generations
-from elche_worker.rank.handing import Handing
+from elche_worker.rank.join_state import JoinState
 from elche_worker.rank.parts import AppliedResult, EnteredRound, Parts, ResultExtent
 from elche_worker.rank.replica_group import MEMBER_SEED
 from elche_worker.rank.round_checkpoints import RoundCheckpoints
@@ -109,17 +109,7 @@ class Replica:
         self.timer = new_timer(self.device, keeps_intervals=parts.timeline is not None)
         self.meter = Meter(reads_losses=self.device.type == "cpu")
         self._norm = ParameterNorm(parts.layout, self.device)
-        outer: Any = job.outer_optimizer
-        options = AveragingOptions(
-            weighting=job.weighting,
-            merge=merge_of(job, parts.built, parts.extent),
-            nonfinite=job.nonfinite,
-            outliers=job.outliers,
-            compress=job.compress,
-            outer=outer,
-            decay=decay_of(job.ema, parts.extent.batch_size),
-            overlaps=job.overlaps,
-        )
+        options = _averaging_options(job, parts)
         self.averaging = Averaging(
             parts.layout,
             options,
@@ -141,7 +131,7 @@ class Replica:
             order_change=self.averaging.order_change,
         )
         self.rates = LearningRates(self.optimizers, schedule=job.schedule, scheduler=job.scheduler)
-        self._handing = Handing(self.rates, Switches(self.model), self.own_state)
+        self._join_state = JoinState(self.rates, Switches(self.model), self.own_state)
         self._digests = DigestTimes(is_always=launch.verify_rounds)
         self.entered = EnteredRound(0, 0, 0, RoundWork())
         self._was_discarded = False
@@ -162,28 +152,20 @@ class Replica:
         """The last epoch for which `epoch_fn` was called in this process."""
         self.callbacks = Callbacks()
         self.view = View(launch.rank, self, self.rates, self.callbacks)
-        seed = job.seed + MEMBER_SEED * launch.member
         be_this_rank(self.view)
         self._left_out = LeftOut(self.model, parts.layout, keeps=job.save_frozen)
-        reduction, left_out = self.averaging.reduction, self._left_out
-        self.checkpoints = RoundCheckpoints(
-            CheckpointCapture(
-                launch.rank,
-                parts.built,
-                parts.layout,
-                self.step,
-                reduction,
-                self.rates,
-                seed,
-                streams,
-                left_out,
-                parts.own_state,
-            ),
-            CheckpointWriter(*_place(launch, job, parts.layout), send, parts.timeline, parts.pieces),
-        )
+        writer = CheckpointWriter(*_place(launch, job, parts.layout), send, parts.timeline, parts.pieces)
+        self.checkpoints = RoundCheckpoints(self._new_capture(), writer)
         if parts.loaded is not None:
             self._resume(parts.loaded)
         self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
+
+    def _new_capture(self) -> CheckpointCapture:
+        parts, reduction = self._parts, self.averaging.reduction
+        seed = self._job.seed + MEMBER_SEED * self.launch.member
+        step, rates, streams, left_out = self.step, self.rates, self._streams, self._left_out
+        of = self.launch.rank, parts.built, parts.layout
+        return CheckpointCapture(*of, step, reduction, rates, seed, streams, left_out, parts.own_state)
 
     def _new_audit(self) -> AuditLog:
         """The file of what this rank trains, besides its other files."""
@@ -202,8 +184,8 @@ class Replica:
         self._result = ResultExtent(0, 0, training["samples"])
         is_leader = self.replica_group.is_leader
         self.checkpoints.capture.restore(loaded, self.version, is_leader=is_leader)
-        if said := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
-            print(f"elche: {said}", flush=True)
+        if text := what_resumes(self._job.ema, has_mean=bool(loaded.mean)):
+            print(f"elche: {text}", flush=True)
 
     @property
     def local_step(self) -> int:
@@ -392,7 +374,7 @@ class Replica:
             row,
             keeps_snapshot=self._job.overlaps,
             keeps_result=act.may_be_checkpoint or act.keeps_result or is_new_group or ends_leases,
-            state=self._handing.give(),
+            state=self._join_state.give(),
         )
         self._has_result = False
         self.entered = EnteredRound(
@@ -404,7 +386,7 @@ class Replica:
         """Uses a generation's group; returns True if it was not in use before."""
         act = self.generations.use(generation)
         if act is not None:
-            self._handing.begin_generation()
+            self._join_state.begin_generation()
             self.rates.scale = 1 + self._job.lr_scale_ratio * (act.world_size - 1)
             self.checkpoints.writer.num_ranks = act.world_size
             self.audit.joined(act)
@@ -441,7 +423,7 @@ class Replica:
                 self.audit.lost(generation=group.generation, round_id=self.entered.round, has_header=has_header)
             raise
         self.version = averaged.version
-        self._handing.take(averaged.state)
+        self._join_state.take(averaged.state)
         self._result = ResultExtent(self.entered.local_step, self.entered.cut, averaged.samples)
         self._has_result = True
         # a single time may be due to a bad batch
@@ -608,7 +590,7 @@ def _save_patiently(weights: Mapping[str, torch.Tensor], path: Path, frozen: str
     """Writes the final model. A full disk, or what else keeps it from being written, has `SAVE_S` to pass, since
     nobody can get a training back that ends without its model. Raises `JobFailed` then.
     """
-    began_s, has_told = time.monotonic(), False
+    began_s, has_warned = time.monotonic(), False
     while True:
         try:
             save_weights(weights, path, frozen)
@@ -617,8 +599,8 @@ def _save_patiently(weights: Mapping[str, torch.Tensor], path: Path, frozen: str
             problem = f"the final model cannot be written to {path}: {error.strerror or error}"
             if time.monotonic() - began_s > SAVE_S:
                 raise JobFailed(problem) from error
-            if not has_told:
-                has_told = True
+            if not has_warned:
+                has_warned = True
                 print(f"elche: {problem}; this is tried again for {SAVE_S / 60:g} minutes", flush=True)
                 record_event(f"tried again for {SAVE_S / 60:g} minutes: {problem}")
         time.sleep(AGAIN_S)
@@ -635,6 +617,20 @@ def _lost_peers_converted() -> Iterator[None]:
         if fault_of(error) is Cause.PEER:
             raise CollectiveFailed(f"a collective of the job's own has failed: {error}") from error
         raise
+
+
+def _averaging_options(job: JobDefinition, parts: Parts) -> AveragingOptions:
+    outer: Any = job.outer_optimizer
+    return AveragingOptions(
+        weighting=job.weighting,
+        merge=merge_of(job, parts.built, parts.extent),
+        nonfinite=job.nonfinite,
+        outliers=job.outliers,
+        compress=job.compress,
+        outer=outer,
+        decay=decay_of(job.ema, parts.extent.batch_size),
+        overlaps=job.overlaps,
+    )
 
 
 def _place(launch: Launch, job: JobDefinition, layout: Layout) -> tuple[CheckpointTarget, About]:

@@ -136,7 +136,7 @@ class Spawner:
             pid = os.fork()
         except OSError as error:
             os.close(launch)
-            self._tell(number=number, code=1, error=f"no process can be started: {error}")
+            self._send(number=number, code=1, error=f"no process can be started: {error}")
             return
         if pid == 0 and answers is not None:
             self._check(launch, answers, parent)
@@ -147,7 +147,7 @@ class Spawner:
         self._running[pid] = number
         if "log_path" in request:
             self._logs[pid] = request["log_path"]
-        self._tell(number=number, pid=pid)
+        self._send(number=number, pid=pid)
 
     def _reap(self) -> None:
         """Reports processes that have ended, after killing those that user code has left behind. If the agent heard of
@@ -160,7 +160,7 @@ class Spawner:
                 ended[pid] = self._running.pop(pid)
                 self._logs.pop(pid, None)
                 self._end_strays(pid)
-                self._tell(number=ended[pid], code=os.waitstatus_to_exitcode(status), error="")
+                self._send(number=ended[pid], code=os.waitstatus_to_exitcode(status), error="")
         if not ended:
             self._end_strays()
 
@@ -191,7 +191,7 @@ class Spawner:
         self._running.clear()
         self._end_strays()
 
-    def _tell(self, **news: Any) -> None:
+    def _send(self, **news: Any) -> None:
         with suppress(OSError):  # the agent has ended, which is noticed next
             self._agent.sendall(json.dumps(news).encode() + b"\n")
 

@@ -61,8 +61,6 @@ class Recording:
     rounds: Mapping[RoundKey, RecordedAveraging]
     last: RecordedAveraging
     """The round whose result is the replay's."""
-    is_whole: bool
-    """True if that is the attempt's last one."""
 
     def resume(self, file: RankFile) -> str:
         """The checkpoint from which the process began; empty if it began without one. Raises `InvalidJob`."""
@@ -112,7 +110,6 @@ def read_recording(folder: Path, *, until_round: int | None = None, attempt: int
         generations=generations,
         rounds=rounds,
         last=last,
-        is_whole=last is newest and chosen == attempts[-1],
     )
 
 

@@ -64,100 +64,127 @@ def train_alone(
     kind_of(target).select(target)
     streams = new_streams(target)
     with streams.compute():
-        return _train(job, chosen, streams, on_epoch)
+        training = _Training(job, chosen, streams)
+        try:
+            training.rehearse()
+            training.run(on_epoch)
+        finally:
+            training.end()
+        return training.result()
 
 
-def _train(
-    job: JobDefinition, chosen: Device, streams: DeviceStreams, on_epoch: Callable[[int, dict[str, float]], None] | None
-) -> TrainedState:
-    target = torch.device(chosen.device)
-    dataset, dataset_size = build_dataset(job, FILE)
-    eval_dataset = build_eval_dataset(job, FILE)
-    built = build_model(job, target, FILE)
-    if said := what_is_still(built.model, came_in_eval_mode=built.came_in_eval_mode):
-        notice(said)
-    batch_size = rank_batch_size(job, chosen, dataset_size)
-    extent = Extent(
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        epochs=job.epochs,
-        drop_last=job.drop_last,
-        max_steps=job.max_steps,
-    )
-    wake = threading.Event()
-    loader = _new_loader(job, dataset, batch_size, target, streams, wake)
-    accumulators = pin_accumulators(built.model)
-    own_state = build_own_state(job, built.model, FILE)
-    seed_all(job.seed)  # as rank 0 of a job does
-    backs_off = is_auto(job, chosen)
-    step = TrainStep(job, built, target, FILE, backs_off=backs_off, make_room=loader.make_room)
-    rates = LearningRates(built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
-    if said := rates.said_of_epochs(extent):
-        notice(said)
-    sizes = dataset.sizes if isinstance(dataset, Shards) else (extent.dataset_size,)
-    lease_ids = count(1)
-    watch, callbacks = _Watch(job), Callbacks()
-    mean = MeanOfModel(built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
-    rank = _OnlyRank(built, rates, callbacks, chosen.device, own_state)
-    be_this_rank(rank)
-    loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
-    best: TrainedState | None = None
-    try:
-        num_trained = 0
-        with own_state.on_trial():
-            if eval_dataset is not None:
-                rehearse(
-                    job,
-                    built.model,
-                    eval_dataset,
-                    FILE,
-                    batch_size=batch_size // step.num_parts or 1,
-                    backs_off=backs_off,
-                    optimizers=built.all_optimizers,
-                )
-        for epoch in range(extent.num_epochs):
-            rank.epoch, sums, started_s = epoch, EpochSums(), time.perf_counter()
-            callbacks.call(job.epoch_fn, rank, epoch, on_every_rank=True)
-            loader.plan()
-            for offset, size in _parts_of(epoch, extent, sizes, job.seed):
-                loader.add(LeasedPart(id=next(lease_ids), epoch=epoch, offset=offset, size=size))
-            for batch in _batches(loader, wake, extent.epoch_size(epoch)):
-                if not rates.is_constant:
-                    rates.set(Progress(samples=num_trained, total_samples=extent.total_samples, batch_size=batch_size))
-                num_trained += batch.size
-                data = loader.transfer.receive(batch.data, batch.event)
-                if data is None:
-                    sums.add(EpochSums(0, batch.size, num_skipped=1))
-                    continue
-                loss, scalars = step.run(data, batch.size)
-                mean.move(batch.size)
-                rank.local_step += 1
-                if rank.local_step == MEASURED_BATCHES:
-                    loader.plan()
-                sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
+class _Training:
+    """A job's model, and what trains it."""
+
+    def __init__(self, job: JobDefinition, chosen: Device, streams: DeviceStreams) -> None:
+        target = torch.device(chosen.device)
+        dataset, dataset_size = build_dataset(job, FILE)
+        self._eval_dataset = build_eval_dataset(job, FILE)
+        self._job, self._built = job, build_model(job, target, FILE)
+        if text := what_is_still(self._built.model, came_in_eval_mode=self._built.came_in_eval_mode):
+            notice(text)
+        batch_size = rank_batch_size(job, chosen, dataset_size)
+        self._extent = Extent(
+            dataset_size=dataset_size,
+            batch_size=batch_size,
+            epochs=job.epochs,
+            drop_last=job.drop_last,
+            max_steps=job.max_steps,
+        )
+        self._shard_sizes = dataset.sizes if isinstance(dataset, Shards) else (dataset_size,)
+        self._lease_ids = count(1)
+        self._wake = threading.Event()
+        self._loader = _new_loader(job, dataset, batch_size, target, streams, self._wake)
+        self._accumulators = pin_accumulators(self._built.model)
+        self._own_state = build_own_state(job, self._built.model, FILE)
+        seed_all(job.seed)  # as rank 0 of a job does
+        self._backs_off, room = is_auto(job, chosen), self._loader.make_room
+        self._step = TrainStep(job, self._built, target, FILE, backs_off=self._backs_off, make_room=room)
+        self._eval_batch_size = batch_size // self._step.num_parts or 1
+        self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
+        if text := self._rates.epochs_notice(self._extent):
+            notice(text)
+        self._mean = MeanOfModel(self._built.model, decay_of(job.ema, batch_size), buffers=job.buffers)
+        self._callbacks = Callbacks()
+        self._rank = _OnlyRank(self._built, self._rates, self._callbacks, chosen.device, self._own_state)
+        be_this_rank(self._rank)
+        self._loggers = Loggers(job.loggers, f"alone-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._watch = _Watch(job)
+        self._best: TrainedState | None = None
+        self._num_trained = 0
+
+    def rehearse(self) -> None:
+        """Evaluates a batch and drops the outcome, so that a job that cannot be evaluated fails before it trains."""
+        if self._eval_dataset is None:
+            return
+        with self._own_state.on_trial():
+            rehearse(
+                self._job,
+                self._built.model,
+                self._eval_dataset,
+                FILE,
+                batch_size=self._eval_batch_size,
+                backs_off=self._backs_off,
+                optimizers=self._built.all_optimizers,
+            )
+
+    def run(self, on_epoch: Callable[[int, dict[str, float]], None] | None) -> None:
+        """Trains and evaluates epochs, until the last one or until the job's patience is over."""
+        for epoch in range(self._extent.num_epochs):
+            started_s = time.perf_counter()
+            sums = self._train(epoch)
             duration_s = time.perf_counter() - started_s
-            _tell_skipped(epoch, sums)
-            _check_finite(job, built.model, epoch)
-            with mean.in_model():
-                metrics = _evaluated(job, built, eval_dataset, batch_size // step.num_parts or 1)
+            _report_skipped(epoch, sums)
+            _check_finite(self._job, self._built.model, epoch)
+            with self._mean.in_model():
+                metrics = _evaluated(self._job, self._built, self._eval_dataset, self._eval_batch_size)
             epoch_metrics = _epoch_metrics(epoch, sums, metrics, duration_s)
-            callbacks.call(job.metrics_fn, epoch_metrics)
-            loggers.log(epoch_metrics)
+            self._callbacks.call(self._job.metrics_fn, epoch_metrics)
+            self._loggers.log(epoch_metrics)
             if on_epoch:
                 on_epoch(epoch, metrics)
-            watch.judge(metrics, epoch + 1)
-            if watch.is_best and job.restore == "best":
-                with mean.in_model(), evaluated_weights(built.all_optimizers):
-                    best = TrainedState.of(built.model)
-            if watch.is_over:
+            self._watch.judge(metrics, epoch + 1)
+            if self._watch.is_best and self._job.restore == "best":
+                self._best = self._state()
+            if self._watch.is_over:
                 break
-    finally:
-        loader.stop()
-        loggers.end()
-        del accumulators
-    watch.end()
-    with mean.in_model(), evaluated_weights(built.all_optimizers):
-        return best or TrainedState.of(built.model)
+
+    def end(self) -> None:
+        """Stops the loader and the loggers."""
+        self._loader.stop()
+        self._loggers.end()
+
+    def result(self) -> TrainedState:
+        """The trained state, of the best or the last epoch. Raises `JobFailed`; see `_Watch.end`."""
+        self._watch.end()
+        return self._best or self._state()
+
+    def _train(self, epoch: int) -> EpochSums:
+        self._rank.epoch, sums = epoch, EpochSums()
+        self._callbacks.call(self._job.epoch_fn, self._rank, epoch, on_every_rank=True)
+        self._loader.plan()
+        for offset, size in _parts_of(epoch, self._extent, self._shard_sizes, self._job.seed):
+            self._loader.add(LeasedPart(id=next(self._lease_ids), epoch=epoch, offset=offset, size=size))
+        for batch in _batches(self._loader, self._wake, self._extent.epoch_size(epoch)):
+            if not self._rates.is_constant:
+                of, size = self._extent.total_samples, self._extent.batch_size
+                self._rates.set(Progress(samples=self._num_trained, total_samples=of, batch_size=size))
+            self._num_trained += batch.size
+            data = self._loader.transfer.receive(batch.data, batch.event)
+            if data is None:
+                sums.add(EpochSums(0, batch.size, num_skipped=1))
+                continue
+            loss, scalars = self._step.run(data, batch.size)
+            self._mean.move(batch.size)
+            self._rank.local_step += 1
+            if self._rank.local_step == MEASURED_BATCHES:
+                self._loader.plan()
+            sums.add(EpochSums(1, batch.size, loss.detach(), scalars))
+        return sums
+
+    def _state(self) -> TrainedState:
+        with self._mean.in_model(), evaluated_weights(self._built.all_optimizers):
+            return TrainedState.of(self._built.model)
 
 
 def _new_loader(
@@ -206,7 +233,7 @@ class _OnlyRank(RateSetters):
         return rate_of(self._built.all_optimizers[0].param_groups[0])
 
 
-def _tell_skipped(epoch: int, sums: EpochSums) -> None:
+def _report_skipped(epoch: int, sums: EpochSums) -> None:
     """Prints how many batches were skipped. Raises `InvalidJob` if none was trained in the first epoch."""
     if not sums.num_skipped:
         return

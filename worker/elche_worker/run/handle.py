@@ -216,20 +216,20 @@ def _file_of_cell(source: str) -> Path:
     """Writes a notebook's cell, up to the definition of `job`, to a file. Raises `InvalidJob` if ranks cannot
     run it.
     """
-    mend = (
+    advice = (
         "in a notebook the cell that defines `job` has all that the job needs, with its imports, since every rank runs "
         "it on its own; or begin it with %%writefile train.py, and then: from train import job"
     )
     try:
         body = ast.parse(source).body
     except SyntaxError as error:
-        raise InvalidJob(f"the cell that defines train_step cannot be run by the ranks ({error}): {mend}") from None
+        raise InvalidJob(f"the cell that defines train_step cannot be run by the ranks ({error}): {advice}") from None
     ends = [one.end_lineno for one in body if _names(one) == ["job"]]
     if not ends:
-        raise InvalidJob(f"the cell that defines train_step defines no `job`: {mend}")
+        raise InvalidJob(f"the cell that defines train_step defines no `job`: {advice}")
     text = "".join(source.splitlines(keepends=True)[: ends[-1]])
     if missing := _missing(text):
-        raise InvalidJob(f"the cell that defines `job` uses {missing[0]}, which another one defines: {mend}")
+        raise InvalidJob(f"the cell that defines `job` uses {missing[0]}, which another one defines: {advice}")
     folder = Path(tempfile.mkdtemp(prefix="elche-notebook-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "notebook_job.py"

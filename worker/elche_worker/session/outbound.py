@@ -22,16 +22,16 @@ RETRY_S = 0.05
 """First pause in seconds between two attempts to open a stream; doubled with each failure."""
 MAX_RETRY_S = 1.0
 """Longest pause in seconds between two attempts to open a stream."""
-SAY_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 """Seconds between log lines that say that the coordinator is away."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unsaid(Generic[Message]):
+class Pending(Generic[Message]):
     """The rest of a conversation that one process has left, with which another process continues it."""
 
     num_sent: int
-    num_heard: int
+    num_received: int
     messages: tuple[Message, ...]
     """Those that may not be durable at the coordinator."""
 
@@ -42,7 +42,7 @@ class Outbound(Generic[Message]):
     """
 
     def __init__(self) -> None:
-        self.num_heard = 0
+        self.num_received = 0
         """Number of the last message from the coordinator that was handled."""
         self._lock = threading.Lock()
         self._num_sent = 0
@@ -84,7 +84,7 @@ class Outbound(Generic[Message]):
 
     def is_news(self, number: int) -> bool:
         """True if the message was not received before, on another stream. Always true for messages without a number."""
-        return number == 0 or number > self.num_heard
+        return number == 0 or number > self.num_received
 
     def forget(self, taken: int) -> None:
         """Drops messages up to the number `taken`, which are durable."""
@@ -99,19 +99,19 @@ class Outbound(Generic[Message]):
                 self._queue.put(None)
                 self._queue = None
 
-    def unsaid(self) -> Unsaid[Message]:
+    def pending(self) -> Pending[Message]:
         """The rest of the conversation, to be sent by another process."""
         with self._lock:
-            return Unsaid(self._num_sent, self.num_heard, tuple(self._kept))
+            return Pending(self._num_sent, self.num_received, tuple(self._kept))
 
-    def go_on(self, unsaid: Unsaid[Message]) -> None:
+    def go_on(self, pending: Pending[Message]) -> None:
         """Continues a conversation that another process has left."""
         with self._lock:
-            self._num_sent, self.num_heard = unsaid.num_sent, unsaid.num_heard
-            self._kept = deque(unsaid.messages)
+            self._num_sent, self.num_received = pending.num_sent, pending.num_received
+            self._kept = deque(pending.messages)
 
     def begin_anew(self) -> None:
         """Begins again with number 1 and without messages, for a coordinator that does not know this conversation."""
         with self._lock:
-            self._num_sent = self.num_heard = 0
+            self._num_sent = self.num_received = 0
             self._kept.clear()

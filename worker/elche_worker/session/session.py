@@ -13,7 +13,7 @@ from elche.formatting import shortened
 from elche.network import MAX_MESSAGE_BYTES
 from elche.output import notice
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.session.outbound import MAX_RETRY_S, RETRY_S, SAY_EVERY_S, Outbound, Unsaid, soon
+from elche_worker.session.outbound import LOG_EVERY_S, MAX_RETRY_S, RETRY_S, Outbound, Pending, soon
 
 MAX_TEXT_CHARS = 32_768
 """Most characters of an error or traceback that is sent."""
@@ -68,9 +68,9 @@ class Session:
         on_lost: Callable[[str], None],
         on_away: Callable[[], None] = lambda: None,
         store: str = "",
-        unsaid: Unsaid[rank_pb2.ConverseRequest] | None = None,
+        pending: Pending[rank_pb2.ConverseRequest] | None = None,
     ) -> None:
-        """`on_away` is called when a stream has ended and another is to be opened. `store` and `unsaid` continue the
+        """`on_away` is called when a stream has ended and another is to be opened. `store` and `pending` continue the
         conversation of a process that has stopped.
         """
         self._secret = secret
@@ -82,8 +82,8 @@ class Session:
         self._outbound: Outbound[rank_pb2.ConverseRequest] = Outbound()
         self._newest: dict[str, rank_pb2.ConverseRequest] = {}
         """The newest message of each kind in `NEWEST`."""
-        if unsaid is not None:
-            self._outbound.go_on(unsaid)
+        if pending is not None:
+            self._outbound.go_on(pending)
         self.store = store
         """Id of the coordinator's store; empty before its first welcome."""
         self._away_since_s = time.monotonic()
@@ -96,12 +96,12 @@ class Session:
         self._thread.start()
 
     @property
-    def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
+    def pending(self) -> Pending[rank_pb2.ConverseRequest]:
         """The rest of the conversation, to be sent by another process; after `close`."""
-        return self._outbound.unsaid()
+        return self._outbound.pending()
 
     @property
-    def has_said_all(self) -> bool:
+    def has_sent_all(self) -> bool:
         """True if all kept messages are durable at the coordinator."""
         return not self._outbound.num_kept
 
@@ -132,7 +132,7 @@ class Session:
         if kind != "event_recorded" or self._outbound.num_kept < MAX_WAITING_EVENTS:
             self._outbound.send(message, is_kept=kind not in FLEETING)
 
-    def tell_event(self, text: str, num_dropped: int) -> None:
+    def report_event(self, text: str, num_dropped: int) -> None:
         """Sends a user-defined event."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
 
@@ -150,7 +150,7 @@ class Session:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        retry_s, said, said_s = RETRY_S, "", 0.0
+        retry_s, logged, logged_s = RETRY_S, "", 0.0
         while not self._closing.is_set():
             what, began_s = "is away", time.monotonic()
             try:
@@ -171,8 +171,8 @@ class Session:
             if self._closing.is_set():
                 break
             self._on_away()
-            if (what != said or time.monotonic() - said_s >= SAY_EVERY_S) and not self._is_leaving:
-                said, said_s = what, time.monotonic()
+            if (what != logged or time.monotonic() - logged_s >= LOG_EVERY_S) and not self._is_leaving:
+                logged, logged_s = what, time.monotonic()
                 notice(f"the coordinator {what} ({reason}); this rank goes on, and tries again")
             # a stream that has lasted resets the pause
             retry_s = RETRY_S if time.monotonic() - began_s > MAX_RETRY_S else min(2 * retry_s, MAX_RETRY_S)
@@ -182,7 +182,7 @@ class Session:
     def _converse(self) -> str:
         """Runs one stream to its end; returns why it has ended. Raises `grpc.RpcError` if it ended with an error."""
         outgoing: Outgoing = queue.SimpleQueue()
-        metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_heard)))
+        metadata = (("elche-secret", self._secret), ("elche-heard", str(self._outbound.num_received)))
         store = (("elche-store", self.store),) if self.store else ()
         self._call = call = self._stub.Converse(self._requests(outgoing), metadata=metadata + store)
         try:
@@ -202,12 +202,12 @@ class Session:
                 elif self._outbound.is_news(command.seq):
                     self._on_command(command)
                     # Only now: a command that was not handled must be sent again on the next stream.
-                    self._outbound.num_heard = command.seq or self._outbound.num_heard
+                    self._outbound.num_received = command.seq or self._outbound.num_received
         finally:
             outgoing.put(None)
         return "it closed the stream"
 
     def _requests(self, outgoing: Outgoing) -> Iterator[rank_pb2.ConverseRequest]:
         while (message := outgoing.get()) is not None:
-            message.heard = self._outbound.num_heard
+            message.num_received = self._outbound.num_received
             yield message

@@ -9,7 +9,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from elche.v1 import rank_pb2
-from elche_worker.session.outbound import Unsaid
+from elche_worker.session.outbound import Pending
 
 FOLDER = "stopped"
 """Folder of such records in a job's output folder."""
@@ -27,6 +27,7 @@ class StoppedRank:
     """Id of the coordinator's store."""
     num_sent: int
     num_heard: int
+    """Number of the last command received; records have this key."""
     messages: list[str]
     """Messages that may not be durable at the coordinator, serialised, in base64."""
     round: int
@@ -35,10 +36,10 @@ class StoppedRank:
     """Folder of the draft of a checkpoint; empty: none."""
 
     @property
-    def unsaid(self) -> Unsaid[rank_pb2.ConverseRequest]:
+    def pending(self) -> Pending[rank_pb2.ConverseRequest]:
         """The messages that the coordinator did not have durably."""
         messages = (rank_pb2.ConverseRequest.FromString(b64decode(one)) for one in self.messages)
-        return Unsaid(self.num_sent, self.num_heard, tuple(messages))
+        return Pending(self.num_sent, self.num_heard, tuple(messages))
 
     def check(self) -> None:
         """Raises `ValueError`, `TypeError` or `DecodeError` for a record that no rank can have written."""
@@ -49,7 +50,7 @@ class StoppedRank:
             raise ValueError
         if "\0" in self.draft:
             raise ValueError
-        self.unsaid  # noqa: B018  # raises if a message cannot be decoded
+        self.pending  # noqa: B018  # raises if a message cannot be decoded
 
     def save(self, output_dir: Path) -> None:
         """Writes the record, whole or not at all. Raises `OSError`."""

@@ -31,7 +31,7 @@ def choose_units(module: nn.Module) -> dict[str, nn.Module]:
             name = f"{prefix}{key}"
             if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or isinstance(child, LISTS):
                 search(child, f"{name}.")
-            elif _num_bytes(child) >= UNIT_BYTES and not _shared(module, name, child):
+            elif sum(one.nbytes for one in child.parameters()) >= UNIT_BYTES and not _shared(module, name, child):
                 units[name] = child
 
     search(module, "")
@@ -105,10 +105,6 @@ def compare_first_forward(module: nn.Module, units: Mapping[str, nn.Module], wor
         for name, unit in units.items()
     ]
     hooks.append(module.register_forward_hook(ended))
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _shared(module: nn.Module, name: str, unit: nn.Module) -> str | None:

@@ -94,7 +94,7 @@ class CoordinatorAttachment(Attachment):
         """True once the loop has ended: commands have no effect any more."""
         self._timeline: SpanRecorder | None = None
         self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
-        send_events_to(self._session.tell_event)
+        send_events_to(self._session.report_event)
         self._gauges = GaugeSampler(world.device)
         self._clock: tuple[float, float] | None = None
         """(sent, received): times of the last clock message by the coordinator's and by this host's clock, in s."""
@@ -191,7 +191,7 @@ class CoordinatorAttachment(Attachment):
         self._gauges.stop()
         if is_caught and error is not None:
             what = f"the script goes on after {_named(error, type(error))}, on rank {self._world.rank}"
-            self._session.tell_event(sendable(what[:MAX_CHARS]), 0)
+            self._session.report_event(sendable(what[:MAX_CHARS]), 0)
         if error is None or is_caught or self.operator.cancelled:
             self._session.send(rank_pb2.ConverseRequest(loop_left=rank_pb2.LoopLeft()))
         elif not (self._is_submitted and isinstance(error, PeerLost)):  # the agent reports who has ended first
@@ -204,7 +204,7 @@ class CoordinatorAttachment(Attachment):
             self._session.send(rank_pb2.ConverseRequest(failed=failed))
         # A loop that ends as soon as it has begun has no stream yet.
         self._session.wait_until_taken(CONNECT_S)
-        if not self._session.has_said_all and not self._session.is_connected and not self.lost:
+        if not self._session.has_sent_all and not self._session.is_connected and not self.lost:
             notice(f"the loop has ended; the coordinator does not answer: retrying for {LAST_WORDS_S:.0f} s")
         # Without an agent nobody else can report this loop's end: if it is not durable when the process exits, the job
         # stays in state "training" until the coordinator gives its ranks up.
@@ -281,7 +281,7 @@ class CoordinatorAttachment(Attachment):
         abandoned = rank_pb2.Abandoned(generation=generation, reason=sendable(reason[:MAX_REASON_CHARS]))
         self._session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
         operator = self.operator
-        heard_s = time.monotonic()
+        answered_s = time.monotonic()
         with operator.changed:
             # A coordinator that is there may take as long as it needs: it waits until every survivor has abandoned the
             # old group. Only the time without a connection counts against the limit.
@@ -291,8 +291,8 @@ class CoordinatorAttachment(Attachment):
                     return NextGroup(group.generation, group.position, group.world_size, self._store)
                 operator.changed.wait(AWAY_LIMIT_S / 10)
                 now_s = time.monotonic()
-                heard_s = now_s if self._session.is_connected else heard_s
-                if now_s - heard_s > AWAY_LIMIT_S:
+                answered_s = now_s if self._session.is_connected else answered_s
+                if now_s - answered_s > AWAY_LIMIT_S:
                     return None
         return None
 
@@ -372,7 +372,7 @@ def _opened(address: str, world: World, tls: str | None = None) -> grpc.Channel:
 
 
 def _ask(address: str, channel: grpc.Channel, request: rank_pb2.AttachRequest) -> str:
-    stub, began_s, is_said = rank_pb2_grpc.RankServiceStub(channel), time.monotonic(), False
+    stub, began_s, has_logged = rank_pb2_grpc.RankServiceStub(channel), time.monotonic(), False
     with calling(address):
         while True:
             try:
@@ -385,8 +385,8 @@ def _ask(address: str, channel: grpc.Channel, request: rank_pb2.AttachRequest) -
                 limit_s = RESTART_LIMIT_S if is_refused else ATTACH_TIMEOUT_S if "timed out" in details else 0.0
                 if time.monotonic() - began_s >= limit_s:
                     raise
-                if is_refused and not is_said:
-                    is_said = True
+                if is_refused and not has_logged:
+                    has_logged = True
                     notice(f"{from_rpc(error, address)}; trying for {RESTART_LIMIT_S:.0f} s")
                 time.sleep(RETRY_S)
 

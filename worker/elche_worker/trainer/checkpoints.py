@@ -103,7 +103,7 @@ class LoopCheckpoints:
             if name in self._states:
                 self._give_state(name)
             elif self.resumption.position is not None:
-                self._say(f"the checkpoint has no state of {name!r}, which starts fresh")
+                self._notice(f"the checkpoint has no state of {name!r}, which starts fresh")
 
     def check_states(self) -> None:
         """Raises `Misuse` if the loop trains on without having registered an object whose state is in its
@@ -115,7 +115,7 @@ class LoopCheckpoints:
             if changed:
                 more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
                 was, is_now = ("frozen", "trained") if changed[0] in frozen else ("trained", "frozen")
-                self._say(
+                self._notice(
                     f"{changed[0]}{more}: {was} when the checkpoint was made, {is_now} now. If the script freezes or "
                     "unfreezes parameters in a certain epoch, let it do so when it is resumed after that, too"
                 )
@@ -145,14 +145,14 @@ class LoopCheckpoints:
         loaders = {name: self._registered[name].state_dict() for name in self._loaders}
         return AtStep(capture_rng_state(), copied(loaders))
 
-    def _say(self, text: str) -> None:
+    def _notice(self, text: str) -> None:
         if not self._world.rank:
             notice(text)
 
     def refuse(self, num_steps: int, attachment: Attachment, reason: str) -> None:
         """Reports why no checkpoint is made."""
         if not self._world.rank:
-            self._say(f"no checkpoint of step {num_steps}: {reason}")
+            self._notice(f"no checkpoint of step {num_steps}: {reason}")
             attachment.report_not_saved(num_steps, reason)
 
     def save(
@@ -172,7 +172,7 @@ class LoopCheckpoints:
             return
         if not self._registered and not self._has_hinted and self._optimizers.have_schedule:
             self._has_hinted = True
-            self._say(
+            self._notice(
                 "a learning rate schedule steps an optimizer of this loop, and checkpoints are without its state: "
                 "trainer.register_state(schedule=...) has it in them"
             )
@@ -211,28 +211,28 @@ class LoopCheckpoints:
             problem = str(error)
         self._world.agree(problem)
         if not isinstance(restored, Restored):
-            self._say(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
+            self._notice(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
             return None
         self.resumption.load(restored)
         self._loader = restored.plan.get("data", {})
         self._states, self._settings = dict(restored.registered), self._optimizers.settings()
         self._frozen = restored.frozen
-        self._say_others(restored)
+        self._note_other_settings(restored)
         for name in self._registered:
             if name in self._states:
                 self._give_state(name)
             else:
-                self._say(f"the checkpoint has no state of {name!r}, which starts fresh")
+                self._notice(f"the checkpoint has no state of {name!r}, which starts fresh")
         return restored.position, restored.plan
 
-    def _say_others(self, restored: Restored) -> None:
+    def _note_other_settings(self, restored: Restored) -> None:
         """Says which optimizer options of the script have no effect: the checkpoint's count, as with PyTorch."""
         others = [restored.others] if restored.others else []
         if restored.rates not in (None, self._rates):
             others.append(f"the rates of a loop that began with lr={_listed(restored.rates)}")
             others[-1] += f" (the script has {_listed(self._rates)}; trainer.set_lr() sets another)"
         if others:
-            self._say(f"the optimizer goes on as in the checkpoint, with {', '.join(others)}")
+            self._notice(f"the optimizer goes on as in the checkpoint, with {', '.join(others)}")
 
     def take_loader(self) -> Mapping[str, Any]:
         """The loader's state in the checkpoint. Returned once."""

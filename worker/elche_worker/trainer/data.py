@@ -291,10 +291,7 @@ class Data:
         data, event = moved
         if isinstance(data, FetchError):
             raise data.to_error()
-        return self._fields(self._transfer.receive(data, event))
-
-    def _fields(self, data: Any) -> Fields:
-        return named(data, self._names)
+        return named(self._transfer.receive(data, event), self._names)
 
 
 def _numbers_of(loader: "DataLoader[Any]") -> list[int]:

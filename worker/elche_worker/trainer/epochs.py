@@ -8,11 +8,12 @@ from elche.errors import Misuse
 from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.trainer.checkpoints import LoopCheckpoints
+from elche_worker.trainer.comparison import LEAST_COMPARED
 from elche_worker.trainer.data import Batch, Data
 from elche_worker.trainer.iterations import Iterations
 from elche_worker.trainer.progress import ProgressTracker
 from elche_worker.trainer.saving import Position
-from elche_worker.trainer.stepping import LEAST_COMPARED, Stepper
+from elche_worker.trainer.stepping import Stepper
 
 
 class EpochBatches(Iterator[Batch]):
@@ -67,7 +68,7 @@ class LoopEpochs:
         if resumed is not None and epoch < resumed.epoch:
             return
         if resumed is None:
-            self._say_if_again(epoch)
+            self._warn_if_again(epoch)
         resumption.begin()
         resumption.position = None
         progress.begin_epoch(epoch, resumed)
@@ -89,8 +90,8 @@ class LoopEpochs:
             waited_s = time.perf_counter()
         self._in_progress = None
         stepper.end_epoch(epoch)
-        stepper.compare("ends epoch()", least=LEAST_COMPARED)
-        stepper.leave()
+        stepper.comparison.compare("ends epoch()", least=LEAST_COMPARED)
+        stepper.comparison.leave()
         progress.end_epoch()
 
     def shares(self, world: World, batch_size: int, num_steps: int | None) -> Iterator[int]:
@@ -98,7 +99,7 @@ class LoopEpochs:
         progress, stepper = self._progress, self._stepper
         steps = stepper.share_batches(batch_size)
         if self._checkpoints.resumption.position is not None and num_steps is not None:
-            self._say_if_complete(progress.num_steps, num_steps, "steps", "shares()")
+            self._warn_if_complete(progress.num_steps, num_steps, "steps", "shares()")
         self._checkpoints.resumption.begin()
         progress.batch_size = batch_size
         own = self._begin(gives_samples=False)
@@ -113,9 +114,9 @@ class LoopEpochs:
                 yield share
             stepper.clock.end_batch()
         self._in_progress = None
-        stepper.compare("ends shares()")
+        stepper.comparison.compare("ends shares()")
 
-    def _say_if_complete(self, num_made: int, num_asked: int, what: str, call: str) -> None:
+    def _warn_if_complete(self, num_made: int, num_asked: int, what: str, call: str) -> None:
         """Says so if a resumed loop has nothing left to train."""
         if num_made >= num_asked and not self._checkpoints.rank:
             notice(
@@ -123,7 +124,7 @@ class LoopEpochs:
                 "train; ask for more to train on"
             )
 
-    def _say_if_again(self, epoch: int) -> None:
+    def _warn_if_again(self, epoch: int) -> None:
         """Says so if an epoch is begun that was interrupted, as in a notebook whose cell is run again."""
         progress = self._progress
         if progress.has_left(epoch) and not self._checkpoints.rank:
@@ -140,7 +141,7 @@ class LoopEpochs:
             try:
                 yield
             except GeneratorExit:
-                self._stepper.leave()
+                self._stepper.comparison.leave()
                 raise
             finally:
                 self._stepper.leave_batch()
@@ -157,19 +158,19 @@ class LoopEpochs:
         progress, resumption = self._progress, self._checkpoints.resumption
         progress.num_epochs = count
         if resumption.position is not None:
-            self._say_if_complete(resumption.position.epoch, count, "epochs", "epochs()")
+            self._warn_if_complete(resumption.position.epoch, count, "epochs", "epochs()")
         for epoch in range(resumption.position.epoch if resumption.position is not None else 0, count):
             if resumption.position is None:
-                self._say_if_again(epoch)
+                self._warn_if_again(epoch)
             resumption.begin_epoch(epoch)
             progress.begin_epoch(epoch, resumption.position)
             try:
                 yield epoch
             except GeneratorExit:
-                self._stepper.leave()
+                self._stepper.comparison.leave()
                 raise
             resumption.position = None
             if progress.epoch == epoch:
                 progress.end_epoch()
             self._iterations.end()
-        self._stepper.compare("ends epochs()")
+        self._stepper.comparison.compare("ends epochs()")

@@ -67,7 +67,7 @@ class OtherOptimizers:
             return
         self._num_outside, self._was_outside = self._num_outside + self._was_outside, False
         if self._num_outside > 1:  # once it may be meant, as for schedules that ask for a step before their own
-            self._say(
+            self._notice(
                 "the loop calls the optimizer's step(), and trainer.step() steps as well, so that each batch is two "
                 "steps: leave the former out (several ranks refuse it)"
             )
@@ -75,7 +75,7 @@ class OtherOptimizers:
         for built in self._built:
             is_ours = not _parameters_of(built).isdisjoint(map(id, self._model.parameters()))
             if is_ours and not any(one._has(built) for one in _open):
-                self._say(
+                self._notice(
                     f"{type(built).__name__} was built of the model's parameters after Trainer.setup, whose step() "
                     f"steps and whose checkpoints have the {type(self._optimizers.first).__name__} that it was given: "
                     "change that one (optimizer.add_param_group(...), optimizer.param_groups[0]['lr'] = ...), or close "
@@ -84,7 +84,7 @@ class OtherOptimizers:
                 return
         is_first, self._is_first = self._is_first, False
         if is_first and all(one.grad is None for one in self._model.parameters()):
-            self._say(
+            self._notice(
                 "no parameter of the model has a gradient in the first step, so it stays as it is: the loss is to be "
                 "computed with the model that Trainer.setup was given (trainer.model), not with another one or a copy"
             )
@@ -94,7 +94,7 @@ class OtherOptimizers:
             stepped = stepped.union(*(_parameters_of(one) for other in _open for one in other._optimizers))
         for name, one in self._frozen.items():
             if one.grad is not None and id(one) not in stepped:
-                self._say(
+                self._notice(
                     f"parameter {name!r} was unfrozen after Trainer.setup, and no optimizer of the Trainer has it, so "
                     "it is not trained: give it to one, as by optimizer.add_param_group({'params': [...]})"
                 )
@@ -109,12 +109,12 @@ class OtherOptimizers:
         stepped = _parameters_of(optimizer)
         if any(id(one) in stepped for one in self._model.parameters()):
             self._note_stepped()
-            self._say(
+            self._notice(
                 f"{type(optimizer).__name__}, which Trainer.setup was not given, steps the model with gradients of "
                 "each rank alone: give it to Trainer.setup, and call trainer.step() instead of its step()"
             )
         elif stepped - {id(one) for other in _open for one in other._model.parameters()}:
-            self._say(
+            self._notice(
                 f"{type(optimizer).__name__} is stepped outside the Trainer, with gradients of each rank alone, so "
                 "that its parameters differ between ranks: let the model hold them, such as "
                 "nn.ModuleDict({'net': net, 'loss': loss}), and give that optimizer to Trainer.setup, too"
@@ -123,7 +123,7 @@ class OtherOptimizers:
     def _has(self, optimizer: Optimizer) -> bool:
         return any(one is optimizer for one in self._optimizers)
 
-    def _say(self, text: str) -> None:
+    def _notice(self, text: str) -> None:
         if not self._has_said and not self._world.rank:
             notice(text)
         self._has_said = True

@@ -104,12 +104,12 @@ class Resumption:
             return False
         position = restored.position
         if not self._has_asked:
-            self._say(
+            self._notice(
                 f"the checkpoint is of step {position.num_steps}, and this loop has not asked where it goes on: what "
                 "it starts from the beginning is trained twice. Begin at trainer.num_steps, or take trainer.epochs(n)"
             )
         elif begins_again and not (self._omits or has_loader):
-            self._say(
+            self._notice(
                 f"epoch {position.epoch} begins again, as this loop takes its batches itself: {position.epoch_steps} "
                 "steps are trained twice. Omit the batches of trainer.num_epoch_steps, or register a loader that has "
                 "a state_dict(): trainer.register_state(loader=...)"
@@ -117,6 +117,6 @@ class Resumption:
             return True
         return False
 
-    def _say(self, text: str) -> None:
+    def _notice(self, text: str) -> None:
         if not self._world.rank:
             notice(text)

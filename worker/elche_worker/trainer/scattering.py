@@ -8,6 +8,7 @@ import torch
 from elche.balance import shard_sizes
 from elche.errors import Misuse
 from elche_worker.collectives.world import World
+from elche_worker.user.scalars import described
 
 
 def scattered(
@@ -35,7 +36,7 @@ def scattered(
 
     output = call(*map(own, inputs), **{name: own(value) for name, value in named.items()})
     is_whole = isinstance(output, torch.Tensor) and output.dim() > 0 and len(output) == computed
-    world.agree("" if is_whole else f"the output must be a tensor with a row for each sample, not {_named(output)}")
+    world.agree("" if is_whole else f"the output must be a tensor with a row for each sample, not {described(output)}")
     rows = output[:size]
     if rows.requires_grad:
         rows.register_hook(lambda gradient: gradient * world.size)
@@ -55,7 +56,3 @@ def _num_rows(world: World, tensors: list[torch.Tensor]) -> int:
     if len(set(gathered)) > 1:
         raise Misuse(f"forward_scattered needs the same whole batch on every rank, and they have {gathered} samples")
     return own
-
-
-def _named(output: Any) -> str:
-    return f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__

@@ -15,19 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elche import timeline
 from elche.errors import Misuse
 from elche.output import notice
-from elche_worker.collectives.consistency import (
-    broadcast,
-    buffers_beside,
-    check_alike_at_end,
-    check_still_alike,
-    comparable,
-    not_finite,
-)
+from elche_worker.collectives.consistency import broadcast, buffers_beside
 from elche_worker.collectives.sparse import clip_norm, packed, unpacked
 from elche_worker.collectives.world import World
 from elche_worker.trainer.averager import GradientAverager
 from elche_worker.trainer.clipping import forget_clipped, is_any_clipped, watch_clipping
 from elche_worker.trainer.clock import StepClock
+from elche_worker.trainer.comparison import Comparison
 from elche_worker.trainer.config import TrainerConfig, check_has_effect
 from elche_worker.trainer.forward import Forward
 from elche_worker.trainer.optimizers import Key, Optimizers, make_step
@@ -39,18 +33,9 @@ from elche_worker.trainer.same_batches import SameBatches
 from elche_worker.trainer.scalers import check_unscaled, forget_scaled, watch_scalers
 from elche_worker.trainer.share import StepShare
 from elche_worker.trainer.together import Together
-from elche_worker.user.events import record_event
 
 LEAST_SHARE = 2
 """Fewest samples of a rank in a batch of `shares`, or of a model with BatchNorm: BatchNorm raises for a single one."""
-CHECK_EVERY_STEPS = 512
-"""Steps between two comparisons of the ranks' models. Earlier ones are made after 0, 1, 2, 4, 8, ... steps, since most
-mistakes show at once."""
-DRIFT_STEPS = 64
-"""Steps after which parameters are not compared any more if devices are of different types: they round differently, and
-the differences grow with each step."""
-LEAST_COMPARED = 16
-"""Fewest steps between two comparisons at ends of epochs, so that they take little of an epoch of a few steps."""
 _steppers: "WeakSet[Stepper]" = WeakSet()
 """Those of this process: a batch that one loop has been given may be used by another, too."""
 
@@ -83,7 +68,6 @@ class Stepper:
         is_mixed: bool = False,
     ) -> None:
         self._model = model
-        self._is_mixed = is_mixed
         self._num_began = world.size
         self._optimizers = optimizers
         self._config = config
@@ -117,18 +101,12 @@ class Stepper:
         self._has_warned = False
         self._has_gradients = True
         """True if any rank has samples in this step."""
-        self._num_averaged = 0
-        """Number of times that gradients were averaged."""
-        self._num_compared = 0
-        """`_num_averaged` at the latest `compare`."""
-        self._is_closed = False
-        self._has_said_not_finite = self._has_said_clipped = self._has_said_stretched = False
+        self._has_warned_of_clipping = self._has_warned_of_stretched_batch = False
         self._rates_at: tuple[int, list[float]] = (-1, [])
         """Epoch and learning rates of the latest step of several batches."""
-        self._left = (-1, "")
-        """When the loop over batches was left: `_num_averaged`, and the text by which models are compared."""
-        parts = model, optimizers, world, self.averager
-        self._others = OtherOptimizers(*parts, note_stepped=self._note_changed)
+        self.comparison = Comparison(model, optimizers, world, progress, together, is_mixed=is_mixed)
+        note_stepped = self.comparison.note_changed
+        self._others = OtherOptimizers(model, optimizers, world, self.averager, note_stepped=note_stepped)
         watch_scalers()
         watch_clipping()
         _steppers.add(self)
@@ -167,27 +145,27 @@ class Stepper:
         """Called when a loader was set."""
         self._expects_given = True
         how = "El Che sets the cadence: several batches per step (max_anchor=0: one, shared)"
-        self._say(how if self.el_che is not None else "every batch is shared")
+        self._notice(how if self.el_che is not None else "every batch is shared")
 
     def _take_own_batch(self, *, is_weighted: bool) -> None:
         """Called when the next step uses a batch that the loop took itself; `is_weighted`: it says how many samples."""
         if self._takes_own is None and not is_weighted and any(one.share.known for one in _steppers if one is not self):
-            self._say(
+            self._notice(
                 "a step is made without a batch of this Trainer, while another one has given out its own: all ranks "
                 "count alike in it, whatever their samples. If it is of the same batch, give step(samples=batch.size)"
             )
         if self._takes_own is None and not self._expects_given:
             check_has_effect(self._config, has_shares=bool(self.last_sizes))
-            self._say("a step after every batch of the loop's own")
+            self._notice("a step after every batch of the loop's own")
         elif self._takes_own is False and not self._has_warned:
             self._has_warned = True
-            self._say(
+            self._notice(
                 "a step is made without a batch of epoch() or shares() since the one before: all ranks count alike in "
                 "it, whatever their samples. Take each batch after the step before it, or give step(samples=...)"
             )
         self._takes_own = True
 
-    def _say(self, how: str) -> None:
+    def _notice(self, how: str) -> None:
         if self._world.size > 1 and self._world.rank == 0:
             notice(how)
 
@@ -291,7 +269,7 @@ class Stepper:
                 notice(self._taken_ahead)
             self._taken_ahead = ""
         self.share.set_samples(samples)
-        self._say_clipped(keys)
+        self._warn_of_clipping(keys)
         self.averager.averaged = keys
         self.clock.slow_down()
         self.clock.end_batch()
@@ -302,32 +280,32 @@ class Stepper:
         averaged = self._together.run(
             lambda: self._average(measured, requests), self._call(keys), give=self._give, take=self._take
         )
-        self._num_averaged += 1
+        self.comparison.num_averaged += 1
         self.share.settle()
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
         return averaged.requests
 
-    def _say_clipped(self, keys: list[Key]) -> None:
+    def _warn_of_clipping(self, keys: list[Key]) -> None:
         """Says once that gradients were clipped before they are averaged, which one device does not do."""
-        if not self._has_said_clipped and is_any_clipped(self._optimizers.parameters_of(keys)):
-            self._has_said_clipped = True
-            self._say(
+        if not self._has_warned_of_clipping and is_any_clipped(self._optimizers.parameters_of(keys)):
+            self._has_warned_of_clipping = True
+            self._notice(
                 "gradients are clipped before they are averaged, each rank's by their own norm. To clip the average, "
                 "as one device would, call trainer.average_gradients() before clip_grad_norm_(), and step() after it"
             )
 
-    def _say_stretched(self) -> None:
+    def _warn_of_stretched_batch(self) -> None:
         """Says once that a schedule is stepped with each step of El Che, which has several batches: it would be over
         late, or never.
         """
-        if self._has_said_stretched or not self._has_cadence or not self._optimizers.have_schedule:
+        if self._has_warned_of_stretched_batch or not self._has_cadence or not self._optimizers.have_schedule:
             return
         before, self._rates_at = self._rates_at, (self._progress.epoch, self._optimizers.rates)
         num_batches = sum(self.share.known.batches) if self.share.known is not None else 0
         if num_batches > 1 and before[0] == self._progress.epoch and before[1] != self._optimizers.rates:
-            self._has_said_stretched = True
-            self._say(
+            self._has_warned_of_stretched_batch = True
+            self._notice(
                 f"the learning rate changes from step to step, and under El Che a step has several batches (here "
                 f"{num_batches}, of all ranks): a schedule that counts batches must be stepped once for each of them "
                 "(docs/tutorials/loop.md), or it ends late; or share each batch, by TrainerConfig(max_anchor=0)"
@@ -350,7 +328,10 @@ class Stepper:
             self._normalise()
             has_samples = self.share.planned_fraction() is not None
             return Averaged(torch.tensor(requests) if requests else None, has_samples, None)
-        self._check_still_alike()
+        self.comparison.check()
+        if not self._expects_given:
+            stepped = self._optimizers.parameters_of(self.averager.averaged)
+            self._same_batches.compare(stepped, self.comparison.num_averaged)
         self.share.agree()
         measurements = None if measured is None else self._world.gather_numbers(measured)
         fraction = self.share.fraction()
@@ -368,65 +349,9 @@ class Stepper:
         self._learn(measurements)
         return Averaged(summed, has_gradients=True, measurements=measurements)
 
-    def _check_still_alike(self) -> None:
-        number = self._num_averaged
-        is_due = number & (number - 1) == 0 or number % CHECK_EVERY_STEPS == 0  # 0 and powers of 2, then every 512th
-        if is_due and not (self._is_mixed and number > DRIFT_STEPS):
-            check_still_alike(self._model, self._optimizers.rates, self._world)
-        if not self._expects_given:
-            self._same_batches.compare(self._optimizers.parameters_of(self.averager.averaged), number)
-
-    def compare(self, what: str, *, least: int = 1) -> None:
-        """Raises `Misuse` on every rank when the models differ, or another rank makes another call than `what`. Used at
-        the end, where no later step would notice. Does nothing within `least` steps of the latest call. Collective.
-        """
-        if self._is_closed or self._num_averaged - self._num_compared < least:
-            return
-        self._num_compared = self._num_averaged
-        self._say_not_finite()
-        if self._world.size > 1 and not (self._is_mixed and self._num_averaged > DRIFT_STEPS):
-            self._together.run(lambda: check_still_alike(self._model, self._optimizers.rates, self._world), what)
-
-    def leave(self) -> None:
-        """Records the model's digests at the end of the loop over batches. `compare_at_end` compares these: after the
-        loop a script may change the model on one rank, such as by loading its best weights.
-        """
-        if not self._is_closed and self._num_averaged not in (self._num_compared, self._left[0]):
-            self._left = self._num_averaged, comparable(self._model, self._optimizers.rates)
-
-    def _note_changed(self) -> None:
-        """Makes the next comparison due: the model has changed, though perhaps without averaged gradients."""
-        self._num_compared, self._left = min(self._num_compared, self._num_averaged - 1), (-1, "")
-
-    def _say_not_finite(self) -> None:
-        """Reports once, on rank 0, that a weight is NaN or infinite."""
-        if self._world.rank or self._has_said_not_finite or not (name := not_finite(self._model)):
-            return
-        self._has_said_not_finite = True
-        text = f"{name} is not finite (NaN or infinite) after {self._progress.num_steps} steps: the model is of no use"
-        record_event(text)
-        notice(text)
-
-    def compare_at_end(self) -> Misuse | None:
-        """Returns the error with which the loop is to end if the models differ since the latest comparison.
-        Does not wait for ranks that are still training, so that perhaps only the last rank finds the difference.
-        """
-        is_compared = self._num_averaged == self._num_compared
-        if not is_compared:
-            self._say_not_finite()
-        if self._world.size == 1 or is_compared or (self._is_mixed and self._num_averaged > DRIFT_STEPS):
-            return None
-        try:
-            is_left = self._left[0] == self._num_averaged
-            text = self._left[1] if is_left else comparable(self._model, self._optimizers.rates)
-            check_alike_at_end(self._model, text, self._world)
-        except Misuse as error:
-            return error.with_traceback(None)  # no line of the script is at fault
-        return None
-
     def close(self) -> None:
         """Nothing is compared any more; the averager's hooks are removed."""
-        self._is_closed = True
+        self.comparison.close()
         _steppers.discard(self)
         self._others.close()
         self.averager.close()
@@ -510,7 +435,7 @@ class Stepper:
         forget_scaled()
         forget_clipped()
         self._others.check_step()
-        self._say_stretched()
+        self._warn_of_stretched_batch()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
             self.share.plan,

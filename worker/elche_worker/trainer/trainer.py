@@ -94,7 +94,7 @@ class Trainer:
             self._together,
             self._save,
             self.close,
-            self._stepper.compare,
+            self._stepper.comparison.compare,
         )
         self._data: Data | None = None
         self._epochs = LoopEpochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
@@ -560,9 +560,9 @@ class Trainer:
         differing = None
         if error is None:
             self._together.end()
-            error = differing = self._stepper.compare_at_end()
+            error = differing = self._stepper.comparison.compare_at_end()
         elif not isinstance(error, PeerLost):
-            self._world.tell_end("")  # the others need not wait for its model
+            self._world.publish_end("")  # the others need not wait for its model
         self._iterations.close(error)
         self._checkpoints.close()
         if error is None:

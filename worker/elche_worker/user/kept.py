@@ -19,11 +19,11 @@ def what_is_kept_aside(job: JobDefinition) -> str:
     to do; "" if there are none.
     """
     kept = {name: _changed_by(getattr(job, name)) for name in CALLED_AGAIN}
-    said = [f"{name} changes {', '.join(changed)}" for name, changed in kept.items() if changed]
-    if not said:
+    changes = [f"{name} changes {', '.join(changed)}" for name, changed in kept.items() if changed]
+    if not changes:
         return ""
     return (
-        f"{' and '.join(said)}: no checkpoint has that, and it starts fresh when training is resumed or a rank is "
+        f"{' and '.join(changes)}: no checkpoint has that, and it starts fresh when training is resumed or a rank is "
         "started again. What is to go on belongs to state=lambda model: {...}, and is found in this_rank().state"
     )
 

@@ -98,7 +98,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         _refuse_without_job(source, file_name)
         exec(compile(source, file_name, "exec"), module.__dict__)
     except InvalidJob as error:
-        raise InvalidJob(f"{file_name}: {said(error)}") from None
+        raise InvalidJob(f"{file_name}: {message_of(error)}") from None
     except SyntaxError as error:
         where = f", line {error.lineno}" if error.lineno else ""  # null bytes have no line
         raise InvalidJob(f"{file_name}{where}: {error.msg}") from None
@@ -106,8 +106,8 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
         leave_if_forked(error)
         if isinstance(error, SystemExit):  # argparse has said why
             raise InvalidJob(
-                f"{file_name} ended itself (SystemExit: {said(error)}) before all of it was run: its own arguments "
-                "come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
+                f"{file_name} ended itself (SystemExit: {message_of(error)}) before all of it was run: its own "
+                "arguments come after --, as in `elche run FILE -- --lr 0.1`, and what ends a script belongs under "
                 "`if __name__ == '__main__':`"
             ) from None
         raise describe_raised(error, file_name) from None
@@ -185,7 +185,7 @@ def _load_module(name: str, file_name: str) -> JobDefinition:
     try:
         sys.modules["elche_job"] = module = importlib.import_module(module_name)
     except InvalidJob as error:
-        raise InvalidJob(f"{file_name}: {said(error)}") from None
+        raise InvalidJob(f"{file_name}: {message_of(error)}") from None
     except BaseException as error:
         leave_if_forked(error)
         raise describe_raised(error, file_name) from None
@@ -201,10 +201,10 @@ def refused(error: BaseException, file_name: str) -> ElcheError:
     """Converts an error of the user's function: its own `InvalidJob` with the file's name, else `UserCodeRaised`."""
     leave_if_forked(error)
     is_refusal = isinstance(error, InvalidJob)
-    return InvalidJob(f"{file_name}: {said(error)}") if is_refusal else describe_raised(error, file_name)
+    return InvalidJob(f"{file_name}: {message_of(error)}") if is_refusal else describe_raised(error, file_name)
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The error's message. The class may be user code, whose `__str__` may itself raise."""
     try:
         return str(error)
@@ -221,7 +221,7 @@ def describe_raised(error: BaseException, file_name: str) -> UserCodeRaised:
     kind = "".join(_exception_only(error)).strip()
     line = f" ({file_name}, line {last.lineno})" if last else f" ({file_name})" if file_name else ""
     text = "Traceback (most recent call last):\n" + "".join(shown.format()) + kind
-    words = next(iter(said(error).splitlines()), "")
+    words = next(iter(message_of(error).splitlines()), "")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, ModuleNotFoundError):
         notes += "; install it, put it beside the file, or name its package by --requirements"
@@ -232,7 +232,7 @@ def _exception_only(error: BaseException) -> list[str]:
     try:
         return traceback.format_exception_only(error)
     except BaseException:
-        return [f"{type(error).__name__}: {said(error)}"]
+        return [f"{type(error).__name__}: {message_of(error)}"]
 
 
 def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:

@@ -156,7 +156,7 @@ class LearningRates:
         self._schedule, self._schedulers = None, built
         self.reset()
 
-    def said_of_epochs(self, extent: Extent) -> str:
+    def epochs_notice(self, extent: Extent) -> str:
         """A warning on a scheduler whose course is over within as many batches as the job has epochs, as of a script
         that steps it after each epoch; "" if there is none.
         """

@@ -26,9 +26,9 @@ from elche_coordinator.core.messages.events import (
     FinalStateSaved,
     GenerationAbandoned,
     GroupFormed,
-    HeaderTold,
+    HeaderReported,
     JobSubmitted,
-    LeaveAsked,
+    LeaveRequested,
     LinksProbed,
     LoopBegan,
     LoopEpochEnded,
@@ -128,7 +128,7 @@ class ManagedJob(PlacedJob):
         made for it.
         """
         if not self.is_open:  # it may have ended by the very event after which it is asked
-            self.refuse_now("SlotsAsked", "it has ended")
+            self.refuse_now("SlotsRequested", "it has ended")
             return
         leaving = highest_staying(self.ranks, num_ranks)
         self._gives |= {record.incarnation for record in leaving}
@@ -147,12 +147,17 @@ class ManagedJob(PlacedJob):
         """Handles a rank's reports of its start, of rounds, and of chores."""
         match event:
             case (
-                BatchesTrained() | RoundEntered() | ResultReceived() | HeaderTold() | RoundFailed() | ReserveRecalled()
+                BatchesTrained()
+                | RoundEntered()
+                | ResultReceived()
+                | HeaderReported()
+                | RoundFailed()
+                | ReserveRecalled()
             ):
                 self._on_rounds(record, event, now_s)
             case RankReady():
                 self._on_ready(record, event, now_s)
-            case LeaveAsked():
+            case LeaveRequested():
                 self.leave([record], now_s)
             case RankStopped():
                 self._on_stopped(record, event, now_s)
@@ -342,7 +347,7 @@ class ManagedJob(PlacedJob):
         """Leaves a hung rank out: the others go on without it."""
         self.silence.on_left_out(record.rank, now_s)
         self.roster.leave_out(record)
-        self.roster.tell_lost(record, hang_notice(record, why))
+        self.roster.report_lost(record, hang_notice(record, why))
         self._on_lost(record, now_s)
 
     def _refuse_data(self, record: RankRecord, other: str, now_s: float) -> None:
@@ -353,7 +358,7 @@ class ManagedJob(PlacedJob):
             self.fail(Failure(other, invalid=True))
             return
         self.roster.leave_out(record)
-        self.roster.tell_lost(record, f"rank {record.rank} on {record.host} is left out: {other}")
+        self.roster.report_lost(record, f"rank {record.rank} on {record.host} is left out: {other}")
         self._on_lost(record, now_s)
 
     def _check_links(self, now_s: float) -> None:
@@ -394,10 +399,10 @@ class ManagedJob(PlacedJob):
         elif is_open and self._can_lose(record):
             self._on_lost(record, now_s)
             self._schedule_restart(record, now_s)
-            self.roster.tell_lost(record, notice)
+            self.roster.report_lost(record, notice)
         elif death is Death.KILLED and self._is_starting_with_others(record) and self._deaths.is_first(record):
             self.places.missing[record.rank] = now_s
-            self.roster.tell_lost(record, f"{notice}; it is started again")
+            self.roster.report_lost(record, f"{notice}; it is started again")
         elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
             self.go_back(record.rank, notice, now_s)
         elif is_open:

@@ -9,7 +9,7 @@ from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.queue import asked, holds_back
 from elche_coordinator.core.jobs.shares import Shares
-from elche_coordinator.core.messages.events import SlotsAsked
+from elche_coordinator.core.messages.events import SlotsRequested
 from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
@@ -94,7 +94,7 @@ class Placing:
         """For each kind of jobs that the last `place` has left without slots, the first of them, why it waits, and why
         those behind it do.
         """
-        self.asked: list[SlotsAsked] = []
+        self.asked: list[SlotsRequested] = []
         """Slots that jobs are asked to give to others, as found by the last `place`."""
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.shares import Shares, order
-from elche_coordinator.core.messages.events import SlotsAsked
+from elche_coordinator.core.messages.events import SlotsRequested
 from elche_coordinator.core.records.fleet import Fleet
 from elche_coordinator.core.records.machine import JobPhase, RankPhase
 from elche_coordinator.core.records.ranks import staying
@@ -24,7 +24,7 @@ def holds_back(job: PlacedJob, fleet: Fleet) -> bool:
     return fleet.num_groups(job.spec) >= job.spec.least_ranks
 
 
-def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares) -> list[SlotsAsked]:
+def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: Shares) -> list[SlotsRequested]:
     """Requests to other jobs for the slots that the waiting one lacks, beyond those that come free already. Empty if
     all jobs together have too few, or if the waiting one needs several slots of one host: they might come free on
     different ones.
@@ -63,7 +63,7 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
         lack -= give(job, _num_staying(job))
     if waiting.spec.slots_on_one_host > 1 or lack > 0:
         return []
-    return [SlotsAsked(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
+    return [SlotsRequested(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]
 
 
 def _has_only(job: PlacedJob, fleet: Fleet, conditions: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from elche_coordinator.core.jobs.startup import Startup
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
     GroupFormed,
-    HeaderTold,
+    HeaderReported,
     RankReady,
     ReserveRecalled,
     ResultReceived,
@@ -32,7 +32,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.backends import Choice, choose_backend
 from elche_coordinator.core.rounds.generation import Generation
 
-RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | HeaderTold | RoundFailed
+RoundEvent = BatchesTrained | ReserveRecalled | RoundEntered | ResultReceived | HeaderReported | RoundFailed
 
 
 class Run:
@@ -183,7 +183,7 @@ class Run:
                 failure = membership.take_over(now_s)  # it may have waited for this round
             case RoundEntered():
                 generation.on_entered(record, event, now_s)
-            case HeaderTold():
+            case HeaderReported():
                 generation.on_header(event)
             case ResultReceived():
                 failure = generation.on_result(record, event, now_s)

@@ -89,7 +89,7 @@ class Startup:
             for sample in first.samples:
                 if sample.index in samples and not sample.is_like(samples[sample.index]):
                     where = f"rank {rank} on {ranks[rank].host}", f"rank {lowest} on {ranks[lowest].host}"
-                    return _told(sample.index, *where)
+                    return _difference_text(sample.index, *where)
         return None
 
 
@@ -109,7 +109,7 @@ class _Read:
         return record is not None and record.incarnation == self.incarnation
 
 
-def _told(index: int, one: str, other: str) -> str:
+def _difference_text(index: int, one: str, other: str) -> str:
     return (
         f"ranks have different data: sample {index} of {one} is not that of {other}. All need the same data set, in "
         "the same order: copy the same files to each host, sort what has no order, such as os.listdir(), and seed what "

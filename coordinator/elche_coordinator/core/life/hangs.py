@@ -62,7 +62,7 @@ class HangWatch:
     """
 
     def __init__(self) -> None:
-        self._heard_s: dict[Rank, float] = {}
+        self._message_s: dict[Rank, float] = {}
         """Time of each rank's last message other than an answer."""
         self._asked_s: dict[Rank, float | None] = {}
         """Time at which each rank that has not answered was pinged; None: the ping was not sent yet."""
@@ -71,9 +71,9 @@ class HangWatch:
         self._longest_s: dict[Rank, float] = {}
         """Each rank's longest time to answer, in seconds; older ones are discounted."""
 
-    def on_heard(self, rank: Rank, now_s: float) -> None:
+    def on_message(self, rank: Rank, now_s: float) -> None:
         """Records a message other than an answer."""
-        self._heard_s[rank] = now_s
+        self._message_s[rank] = now_s
         self._answered_s.pop(rank, None)
 
     def on_asked(self, rank: Rank, now_s: float) -> None:
@@ -95,14 +95,14 @@ class HangWatch:
     def forget(self, ranks: Iterable[Rank]) -> None:
         """Restarts the silence of these ranks, and drops pings to them."""
         for rank in ranks:
-            for times in (self._heard_s, self._asked_s, self._answered_s):
+            for times in (self._message_s, self._asked_s, self._answered_s):
                 times.pop(rank, None)
 
     def excuse(self, late_s: float) -> None:
         """Shortens all silences by `late_s` seconds in which the coordinator itself did not run and could not read
         messages.
         """
-        for times in (self._heard_s, self._answered_s):
+        for times in (self._message_s, self._answered_s):
             times.update({rank: at_s + late_s for rank, at_s in times.items()})
         self._asked_s.update({rank: at_s and at_s + late_s for rank, at_s in self._asked_s.items()})
 
@@ -111,7 +111,7 @@ class HangWatch:
         no rank waits for another).
         """
         # a rank that was never heard is silent from its first check on
-        silent_s = {rank: now_s - self._heard_s.setdefault(rank, now_s) for rank in duties}
+        silent_s = {rank: now_s - self._message_s.setdefault(rank, now_s) for rank in duties}
         mute = {rank: why for rank, duty in duties.items() if (why := self._mute(rank, duty, silent_s[rank], now_s))}
         idle = {rank: why for rank, duty in duties.items() if (why := self._idle(rank, duty, silent_s[rank], now_s))}
         # Who answers and trains no batch may wait for one that does not answer, by a collective on its device.
@@ -138,7 +138,7 @@ class HangWatch:
 
     def _may_be_asked(self, rank: Rank, now_s: float) -> bool:
         """True if no ping to the rank is open, and its last message or answer is older than `ASK_AFTER_S`."""
-        last_s = max(self._heard_s[rank], self._answered_s.get(rank, 0.0))
+        last_s = max(self._message_s[rank], self._answered_s.get(rank, 0.0))
         return rank not in self._asked_s and now_s - last_s >= ASK_AFTER_S
 
     def _owes_answer(self, rank: Rank, duty: Duty, silent_s: float, now_s: float) -> bool:
@@ -154,7 +154,7 @@ class HangWatch:
         if asked_s is None or silent_s < (duty.hang_s or 0.0):
             return ""
         least_s = UNKNOWN_S if duty.is_busy and duty.hang_s is None else ANSWER_S
-        mute_s = now_s - max(asked_s, self._heard_s[rank])
+        mute_s = now_s - max(asked_s, self._message_s[rank])
         if mute_s >= max(least_s, ANSWERS * self._longest_s.get(rank, 0.0)):
             return f"it has not answered for {mute_s:.1f} s"
         return ""

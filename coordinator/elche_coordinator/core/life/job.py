@@ -15,7 +15,7 @@ from elche_coordinator.core.messages.events import (
     RankFailed,
     RankStarted,
     SessionLost,
-    StacksTold,
+    StacksReported,
     UserEventRecorded,
     WorkEvent,
 )
@@ -201,7 +201,7 @@ class Job(ABC):
                 self.silence.hangs.on_asked(record.rank, now_s)
             case PingAnswered():
                 self.silence.hangs.on_answered(record.rank, now_s)
-            case StacksTold():
+            case StacksReported():
                 self.silence.on_stacks(record, event, now_s)
             case UserEventRecorded():
                 self._on_user_event(event)
@@ -210,7 +210,7 @@ class Job(ABC):
             case SessionLost():
                 self.on_session_lost(record, now_s)
             case _:
-                self.silence.on_heard(record, event, now_s)
+                self.silence.on_message(record, event, now_s)
                 self.on_work(record, event, now_s)
                 if not self.has_batch_due(record):
                     self.silence.on_alive(record, now_s)

@@ -11,7 +11,7 @@ from elche_coordinator.core.messages.events import (
     EvaluationDone,
     ResultReceived,
     RoundEntered,
-    StacksTold,
+    StacksReported,
     WorkEvent,
 )
 from elche_coordinator.core.messages.ids import Rank
@@ -96,7 +96,7 @@ class SilenceWatch:
         """Removes that gap again: the process had been stopped (SIGSTOP) and was not slow."""
         self.stalls.gaps_s[rank] = self._gaps_before_s.get(rank, 0.0)
 
-    def on_stacks(self, record: RankRecord, event: StacksTold, now_s: float) -> None:
+    def on_stacks(self, record: RankRecord, event: StacksReported, now_s: float) -> None:
         """Reports the stacks of a stalled rank's threads."""
         since_s = self.since_s(record.rank)
         if since_s is not None:
@@ -104,11 +104,11 @@ class SilenceWatch:
         else:
             self._outbox.refuse(event, f"rank {record.rank} is not stalled", "its silence is over")
 
-    def on_heard(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
+    def on_message(self, record: RankRecord, event: WorkEvent, now_s: float) -> None:
         """Records a message of the rank, before the job handles it. Entering a round ends the rank's silence although,
         with overlapped averaging, a batch may still be due.
         """
-        self.hangs.on_heard(record.rank, now_s)
+        self.hangs.on_message(record.rank, now_s)
         match event:
             case RoundEntered() | ResultReceived() | EvaluationDone():
                 self.on_alive(record, now_s)

@@ -37,7 +37,7 @@ class StallWatch:
         """Time since which each stalled rank is silent."""
         self._quiet_since_s: dict[Rank, float] = {}
         """Time from which each rank's present silence counts; set by the first check that finds a batch due."""
-        self._heard_s: dict[Rank, float] = {}
+        self._message_s: dict[Rank, float] = {}
         """Time of each rank's last batches; absent after it has waited or done other work (`on_order`)."""
         self.gaps_s: dict[Rank, float] = {}
         """Longest gap in seconds between two reports of each rank; older ones are discounted."""
@@ -46,12 +46,12 @@ class StallWatch:
 
     def on_progress(self, rank: Rank, now_s: float) -> float | None:
         """Records that the rank has made batches. Returns the seconds of its silence if it was stalled, else None."""
-        heard_s = self._heard_s.get(rank)
-        if heard_s is not None:
-            self.gaps_s[rank] = max(now_s - heard_s, DECAY * self.gaps_s.get(rank, 0.0))
+        before_s = self._message_s.get(rank)
+        if before_s is not None:
+            self.gaps_s[rank] = max(now_s - before_s, DECAY * self.gaps_s.get(rank, 0.0))
         elif rank not in self._first_s:
             self._first_s[rank] = now_s - self._quiet_since_s.get(rank, now_s)
-        self._heard_s[rank] = now_s
+        self._message_s[rank] = now_s
         self._quiet_since_s.pop(rank, None)
         since_s = self.stalled.pop(rank, None)
         return None if since_s is None else now_s - since_s
@@ -61,12 +61,12 @@ class StallWatch:
         stays stalled until it makes progress.
         """
         if rank not in self.stalled:
-            self._heard_s.pop(rank, None)
+            self._message_s.pop(rank, None)
             self._quiet_since_s.pop(rank, None)
 
     def excuse(self, late_s: float) -> None:
         """Shortens all silences by `late_s` seconds in which the coordinator itself did not run."""
-        for times in (self._quiet_since_s, self._heard_s):
+        for times in (self._quiet_since_s, self._message_s):
             times.update({rank: at_s + late_s for rank, at_s in times.items()})
 
     def check(self, limits_s: Mapping[Rank, float], now_s: float) -> tuple[list[Rank], float | None]:
@@ -77,7 +77,7 @@ class StallWatch:
         for rank, limit_s in limits_s.items():
             if rank in self.stalled:
                 continue
-            since_s = self._quiet_since_s.setdefault(rank, self._heard_s.get(rank, now_s))
+            since_s = self._quiet_since_s.setdefault(rank, self._message_s.get(rank, now_s))
             if now_s - since_s >= limit_s:
                 self.stalled[rank] = since_s
                 found.append(rank)

@@ -73,7 +73,7 @@ class AttachedLoop(Loop):
     def _on_left(self, record: RankRecord) -> None:
         """Records that the rank has ended regularly. When all have, the job has succeeded."""
         record.life.advance(RankTrigger.EXITED)
-        self._tell_epochs()
+        self._report_epochs()
         self._groups.on_left(record)
         self._regroup("")
         if not self.roster.num_living and self.is_open:
@@ -96,8 +96,8 @@ class AttachedLoop(Loop):
             self.roster.note_exit(record, counts=True)
             self._groups.on_lost()
             self._regroup("")
-            self.roster.tell_lost(record, notice)
-            self._tell_epochs()
+            self.roster.report_lost(record, notice)
+            self._report_epochs()
         else:
             self._on_gone(record, notice)
 

@@ -60,7 +60,7 @@ class Loop(Job):
         """Time at which the coordinator has heard of the loop."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
-        self._told_without: dict[int, set[Rank]] = {}
+        self._reported_without: dict[int, set[Rank]] = {}
         """By reported epoch: the ranks that had not ended it. Their later reports of it are ignored."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
@@ -151,7 +151,7 @@ class Loop(Job):
     def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """Handles the end of an epoch on one rank. Epochs that all ranks have ended are reported, in order."""
         epoch = event.work.epoch
-        if record.rank in (late := self._told_without.get(epoch, set())):
+        if record.rank in (late := self._reported_without.get(epoch, set())):
             late.discard(record.rank)
             return
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
@@ -161,9 +161,9 @@ class Loop(Job):
         ended.add(record.rank)
         tally.duration_s = max(tally.duration_s, event.duration_s)
         self._num_done[epoch] = max(self._num_done.get(epoch, 0), event.num_done)
-        self._tell_epochs()
+        self._report_epochs()
 
-    def _tell_epochs(self) -> None:
+    def _report_epochs(self) -> None:
         """Reports the epochs that all present ranks have ended, in order."""
         while self._tallies:
             oldest = min(self._tallies)
@@ -171,13 +171,13 @@ class Loop(Job):
             is_open = any(record.rank not in ended for record in self._groups.members)
             if is_open and len(self._tallies) <= MAX_EPOCHS_OPEN:
                 return
-            self._tell_epoch(oldest)
+            self._report_epoch(oldest)
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _report_epoch(self, epoch: int) -> None:
         """Reports an epoch, without the part of ranks that have not ended it."""
         tally, ended = self._tallies.pop(epoch)
-        self._told_without[epoch] = {record.rank for record in self._groups.members} - ended
-        self._told_without = {one: ranks for one, ranks in self._told_without.items() if ranks}
+        self._reported_without[epoch] = {record.rank for record in self._groups.members} - ended
+        self._reported_without = {one: ranks for one, ranks in self._reported_without.items() if ranks}
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]

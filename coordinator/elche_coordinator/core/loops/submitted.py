@@ -53,7 +53,7 @@ class SubmittedLoop(Loop, PlacedJob):
 
     def give_slots(self, num_ranks: int, to: JobId, now_s: float) -> None:
         """Refuses: its ranks train together or not at all."""
-        self.refuse_now("SlotsAsked", "a script with its own loop keeps its slots until it ends")
+        self.refuse_now("SlotsRequested", "a script with its own loop keeps its slots until it ends")
 
     def leave(self, leaving: Sequence[RankRecord], now_s: float) -> None:
         """Refuses: it goes on until it ends, also on a host that is drained."""
@@ -108,7 +108,7 @@ class SubmittedLoop(Loop, PlacedJob):
     def on_exited(self, record: RankRecord, death: Death, notice: str, now_s: float, *, log_tail: str = "") -> None:
         """Handles the end of a process. The job succeeds with the last, if all have exited with code 0."""
         self.roster.note_exit(record, counts=False)
-        self._tell_epochs()
+        self._report_epochs()
         if self.is_open and record.exit_code != 0:
             failure = Failure(_with_last_line(notice, log_tail), rank=record.rank, traceback=log_tail)
             if record.exit_code != LEFT_ALONE:

@@ -103,7 +103,7 @@ class ResultReceived(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderTold(RankEvent):
+class HeaderReported(RankEvent):
     """The header's rows of a round. A rank that has sent only their digest sends them when its generation is abandoned,
     since the member that sends the rows may be lost.
     """
@@ -172,7 +172,7 @@ class PingAnswered(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveAsked(RankEvent):
+class LeaveRequested(RankEvent):
     """The rank's process must end, and asks to have its work committed first."""
 
 
@@ -343,7 +343,7 @@ class RankExited(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StacksTold(RankEvent):
+class StacksReported(RankEvent):
     """The agent reports the stacks of the threads of a rank's process."""
 
     agent_id: AgentId
@@ -444,7 +444,7 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsAsked:
+class SlotsRequested:
     """Another job, with precedence, waits for slots of this one (`Coordinator.asked`)."""
 
     job_id: JobId
@@ -489,13 +489,13 @@ WorkEvent = (
     | ReserveRecalled
     | RoundEntered
     | ResultReceived
-    | HeaderTold
+    | HeaderReported
     | RoundFailed
     | RankReady
     | GroupFormed
     | GenerationAbandoned
     | LinksProbed
-    | LeaveAsked
+    | LeaveRequested
     | RankStopped
     | EvaluationDone
     | CheckpointSaved
@@ -510,7 +510,9 @@ WorkEvent = (
     | SessionOpened
 )
 """Ranks' reports of their work."""
-JobEvent = WorkEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksTold | PingSent | PingAnswered
+JobEvent = (
+    WorkEvent | UserEventRecorded | RankFailed | SessionLost | RankStarted | StacksReported | PingSent | PingAnswered
+)
 """Reports of ranks and their agents on a job, except the end of a process, which frees its slots."""
 AnyRankEvent = JobEvent | RankExited
 Event = (
@@ -524,7 +526,7 @@ Event = (
     | CheckpointRequested
     | PauseRequested
     | ScaleRequested
-    | SlotsAsked
+    | SlotsRequested
     | DrainRequested
     | QuotasSet
     | JobsForgotten

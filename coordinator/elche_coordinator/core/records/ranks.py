@@ -142,7 +142,7 @@ class RankRecord:
     """Total duration of its evaluations, in ms."""
 
     @property
-    def tells_losses_at_rounds(self) -> bool:
+    def reports_losses_at_rounds(self) -> bool:
         """True if its losses stay on the device until a round, so that progress reports lack them."""
         return self.build is not None and self.build.device_type != "cpu"
 

@@ -69,7 +69,7 @@ class Roster:
         """
         self.shut_down(record, f"its slot on {record.host} is wanted")
         record.departs(DepartureTrigger.WORK_COMMITTED)
-        self.tell_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")
+        self.report_lost(record, f"rank {record.rank} has left {record.host} ({record.device}), its work committed")
 
     def leave_out(self, record: RankRecord) -> None:
         """Leaves a rank out: its process is ended, and the others do not wait for that. One that was stopped (SIGSTOP)
@@ -101,7 +101,7 @@ class Roster:
         record.life.advance(RankTrigger.EXITED)
         self.num_lost += counts and not record.is_done_without
 
-    def tell_lost(self, record: RankRecord, notice: str) -> None:
+    def report_lost(self, record: RankRecord, notice: str) -> None:
         """Reports to watchers that the others go on without a rank."""
         left = present(self.ranks).values()
         num_ranks = sum(one.has_model for one in left) or len(left)  # nobody has it before the first round

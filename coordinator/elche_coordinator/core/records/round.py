@@ -37,7 +37,7 @@ class Round:
     """Members that have the result. A member is in `results` or in `failures`, never in both."""
     failures: dict[Rank, str] = field(default_factory=dict)
     """Members without the result, and why they will not get it."""
-    told_header: tuple[HeaderRow, ...] = ()
+    reported_header: tuple[HeaderRow, ...] = ()
     """The header's rows, if a member has sent them when the generation was abandoned."""
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Round:
     @property
     def header(self) -> tuple[HeaderRow, ...]:
         """The header's rows, in the order of `targets`; empty while no member has sent them."""
-        return next((one.header for one in self.results.values() if one.header), self.told_header)
+        return next((one.header for one in self.results.values() if one.header), self.reported_header)
 
     @property
     def rows(self) -> dict[Rank, HeaderRow]:

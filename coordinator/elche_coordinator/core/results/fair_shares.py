@@ -39,7 +39,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self._windows: dict[Rank, Window] = {}
-        self._told: dict[Rank, None] = {}
+        self._reported: dict[Rank, None] = {}
         """Ranks that were reported; they may be reported again once they have had their share."""
 
     def close(self, report: EpochReport, ranks: RankRecords, members: RankRecords) -> dict[Rank, str]:
@@ -48,7 +48,7 @@ class FairShares:
         """
         batches = dict(zip(ranks, report.rank_batches, strict=False))
         speeds = {rank: 1 / one.ms_per_batch for rank, one in present(members).items() if one.ms_per_batch}
-        said: dict[Rank, str] = {}
+        messages: dict[Rank, str] = {}
         for rank, speed in speeds.items() if len(speeds) > 1 else ():
             record = members[rank]
             new = Window(evaluated_ms=record.evaluated_ms, waited_ms=record.waited_ms)
@@ -60,17 +60,17 @@ class FairShares:
             is_long = window.due_batches >= LEAST_BATCHES and window.duration_s >= LEAST_S
             if window.num_epochs >= EPOCHS and is_long:
                 del self._windows[rank]
-                said |= self._judge(record, window)
-        return said
+                messages |= self._judge(record, window)
+        return messages
 
     def _judge(self, record: RankRecord, window: Window) -> dict[Rank, str]:
         """Returns the rank's message if it has had too little, and was not reported since it last had its share."""
         if window.num_batches >= STARVED_FRACTION * window.due_batches:
-            self._told.pop(record.rank, None)
+            self._reported.pop(record.rank, None)
             return {}
-        if record.rank in self._told:
+        if record.rank in self._reported:
             return {}
-        self._told[record.rank] = None
+        self._reported[record.rank] = None
         return {record.rank: starved_text(record, window)}
 
 

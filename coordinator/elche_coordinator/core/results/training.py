@@ -229,7 +229,7 @@ class Training:
                     epoch=epoch, attempt=attempt, metrics=done.metrics, duration_s=seconds, is_final=is_final
                 )
                 self._outbox.publish(report)
-            self._tell_epochs(through=done.epochs[-1])
+            self._report_epochs(through=done.epochs[-1])
         reason = self.evaluations.lost_patience
         if reason is not None and not self.ledger.is_stopped and not self.is_complete:
             self.ended_early = reason
@@ -319,7 +319,7 @@ class Training:
             self.epochs.start_clock(now_s)
         elif self.calibrated is None and self.policy.is_calibrated:
             self.calibrated = self.committed
-        self._tell_outcome(received, self._close_epochs(), now_s)
+        self._send_outcomes(received, self._close_epochs(), now_s)
 
     def _book(self, received: Round, now_s: float) -> dict[Rank, RankPart]:
         """Commits exactly the header's cuts and learns from its times; returns each rank's contribution."""
@@ -372,7 +372,7 @@ class Training:
         self.sent_bytes += result.sent_bytes
         for work in result.work:
             self.epochs.add(record.rank, work)
-            if work.num_batches and record.tells_losses_at_rounds:
+            if work.num_batches and record.reports_losses_at_rounds:
                 self.loss = record.loss = work.loss_sum / work.num_batches
 
     def _close_epochs(self) -> list[Epoch]:
@@ -388,7 +388,7 @@ class Training:
                 self.loss = report.loss
         return closed
 
-    def _tell_outcome(self, received: Round, closed: list[Epoch], now_s: float) -> None:
+    def _send_outcomes(self, received: Round, closed: list[Epoch], now_s: float) -> None:
         """Sends every member the outcome, with orders to evaluate and write the result."""
         quickest = fastest(self.members)
         saver = self._choose_saver(quickest)
@@ -408,7 +408,7 @@ class Training:
             written = checkpoint if rank == writer else None
             self._send_outcome(rank, evaluate=parts.get(rank), checkpoint=written, save_final=rank == self.saver)
         if not parts and not self.settings.has_evaluation:
-            self._tell_epochs(through=self.ledger.num_epochs)
+            self._report_epochs(through=self.ledger.num_epochs)
 
     def _send_outcome(
         self,
@@ -522,7 +522,7 @@ class Training:
         if holders and self.version > self.checkpoints.newest_version:
             self._send_outcome(holders[0], checkpoint=self._order_checkpoint(holders[0], now_s))
 
-    def _tell_epochs(self, *, through: int) -> None:
+    def _report_epochs(self, *, through: int) -> None:
         self.epochs.send_due(present(self.members), self.evaluations.metrics, through=through)
 
     # Figures and state

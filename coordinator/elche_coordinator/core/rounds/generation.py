@@ -6,7 +6,7 @@ from math import inf
 
 from elche_coordinator.core.messages.events import (
     BatchesTrained,
-    HeaderTold,
+    HeaderReported,
     ReserveRecalled,
     ResultReceived,
     RoundEntered,
@@ -200,7 +200,7 @@ class Generation:
         open nor granted.
         """
         if event.generation == self.id:
-            self.scheduler.open_granted(event.round, now_s, is_told=self.abandoned is None)
+            self.scheduler.open_granted(event.round, now_s, is_announced=self.abandoned is None)
         return self.open_round(event.round, event.generation)
 
     def on_entered(self, record: RankRecord, event: RoundEntered, now_s: float) -> None:
@@ -234,7 +234,7 @@ class Generation:
                 return failure
         return None
 
-    def on_header(self, event: HeaderTold) -> None:
+    def on_header(self, event: HeaderReported) -> None:
         """Records a header's rows of a round whose result the rank has, since the member that sends rows may
         be lost.
         """
@@ -242,7 +242,7 @@ class Generation:
         if opened is None or event.rank not in opened.results:
             self._refuse(event, opened)
         else:
-            opened.told_header = opened.told_header or event.header
+            opened.reported_header = opened.reported_header or event.header
 
     def _commit(self, received: Round, now_s: float) -> Failure | None:
         """Commits the first open round and plans the next one. Returns a failure if it must not be committed,
@@ -301,10 +301,12 @@ class Generation:
             self.scheduler.begin(now_s)
         return None
 
-    def _refuse(self, event: RoundEntered | ResultReceived | HeaderTold | RoundFailed, opened: Round | None) -> None:
+    def _refuse(
+        self, event: RoundEntered | ResultReceived | HeaderReported | RoundFailed, opened: Round | None
+    ) -> None:
         if opened is None:
             state, why = f"round {event.round} is not open", f"this is of generation {event.generation}"
-        elif isinstance(event, HeaderTold):
+        elif isinstance(event, HeaderReported):
             state, why = f"round {event.round} is open", f"rank {event.rank} has not said that it has its result"
         else:
             state, why = f"round {event.round} is open", f"rank {event.rank} has already reported this, or the opposite"

@@ -114,9 +114,9 @@ class RoundScheduler:
             self._training.round_trip_ms = max(self._training.round_trip_ms, round_trip_ms)
         self._limits.update(self.rounds)
 
-    def open_granted(self, round_id: RoundId, now_s: float, *, is_told: bool) -> bool:
+    def open_granted(self, round_id: RoundId, now_s: float, *, is_announced: bool) -> bool:
         """Opens the rounds up to this one, which a member has entered while the coordinator was away. Returns False if
-        it was not granted. `is_told`: the others are told to enter them too.
+        it was not granted. `is_announced`: the others are told to enter them too.
         """
         if not self._training.next_round <= round_id <= self._training.granted_through or not self.reserve.every:
             return False
@@ -126,7 +126,7 @@ class RoundScheduler:
             opened = Round(id=next_round, generation=self._generation, targets=steps, at_s=now_s, is_granted=True)
             self.rounds.append(opened)
             self._training.next_round = RoundId(next_round + 1)
-            for rank, step in steps.items() if is_told else ():
+            for rank, step in steps.items() if is_announced else ():
                 self._send_sync_now(rank, next_round, step, count_away=self._training.granted_through - next_round)
         if self._training.is_paused:
             self.pause()  # ranks were told to stop at an earlier round, and would never enter this one

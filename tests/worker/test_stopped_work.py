@@ -16,9 +16,9 @@ import pytest
 
 from elche.manifest import UNFINISHED
 from elche.v1 import rank_pb2, rank_pb2_grpc
-from elche_worker.agent import hand_in as module
-from elche_worker.agent.hand_in import LOCK, hand_in
+from elche_worker.agent import stopped_work as module
 from elche_worker.agent.job_folders import JobFolders
+from elche_worker.agent.stopped_work import LOCK, submit_stopped_work
 from elche_worker.session.stopped import FOLDER, StoppedRank, claim, stopped_ranks
 
 Commands = list[rank_pb2.ConverseResponse]
@@ -111,7 +111,7 @@ def do(left: Path, caplog: pytest.LogCaptureFixture) -> Do:
 
     def run(coordinator: Coordinator) -> str:
         with caplog.at_level(logging.INFO):
-            hand_in(coordinator.address, "", JobFolders(left.parent), threading.Event())
+            submit_stopped_work(coordinator.address, "", JobFolders(left.parent), threading.Event())
         return caplog.text
 
     return run
@@ -183,13 +183,13 @@ def test_what_the_coordinator_has_heard_of_stays_if_the_worker_ends_before_its_o
     is_over = threading.Event()
 
     def is_done(job: module._Job) -> bool:
-        if all(one.has_told for one in job._ghosts):
+        if all(one.has_reported for one in job._ghosts):
             is_over.set()
         return False
 
     monkeypatch.setattr(module._Job, "is_done", property(is_done))
     with serving([]) as coordinator:
-        hand_in(coordinator.address, "", JobFolders(left.parent), is_over)
+        submit_stopped_work(coordinator.address, "", JobFolders(left.parent), is_over)
         assert coordinator.all_told() == ["stopped"]
     assert list((left / FOLDER).glob("*.json")), "the next worker hands it in"
 
@@ -249,7 +249,9 @@ def test_a_coordinator_that_does_not_answer_is_named(left: Path, caplog: pytest.
     is_over = threading.Event()
     with serving([]) as coordinator:
         pass  # nobody listens there any more
-    waiting = threading.Thread(target=hand_in, args=(coordinator.address, "", JobFolders(left.parent), is_over))
+    waiting = threading.Thread(
+        target=submit_stopped_work, args=(coordinator.address, "", JobFolders(left.parent), is_over)
+    )
     waiting.start()
     try:
         while f"coordinator={coordinator.address} does not answer yet (" not in caplog.text:

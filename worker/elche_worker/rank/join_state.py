@@ -5,7 +5,7 @@ from elche_worker.model.own_state import OwnState, packed, unpacked
 from elche_worker.user.schedule import LearningRates
 
 
-class Handing:
+class JoinState:
     """The learning rates and switches that callbacks have set, and the objects of the job's `state` (protocol P4.6)."""
 
     def __init__(self, rates: LearningRates, switches: Switches, own_state: OwnState) -> None:

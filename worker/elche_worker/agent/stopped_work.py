@@ -28,7 +28,7 @@ from elche.status import explained
 from elche.tls import BadCertificate
 from elche.v1 import rank_pb2
 from elche_worker.agent.job_folders import JobFolders
-from elche_worker.session.outbound import MAX_RETRY_S, SAY_EVERY_S
+from elche_worker.session.outbound import LOG_EVERY_S, MAX_RETRY_S
 from elche_worker.session.session import LOST, Session
 from elche_worker.session.stopped import FOLDER, StoppedRank, stopped_ranks
 
@@ -42,7 +42,7 @@ LOCK = ".lock"
 """File in a job's folder of records. The worker that hands them in holds its lock; several may have one work folder."""
 
 
-def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.Event) -> None:
+def submit_stopped_work(coordinator: str, tls: str, folders: JobFolders, is_over: threading.Event) -> None:
     """Waits for the coordinator, hands in the records that stopped ranks have left in these folders, and removes the
     records. Returns at once if there are none, and when `is_over` is set.
     """
@@ -55,12 +55,12 @@ def hand_in(coordinator: str, tls: str, folders: JobFolders, is_over: threading.
     try:
         with open_channel(coordinator, tls) as channel:
             if _answers(channel, coordinator, is_over):
-                _hand_in_now(channel, left, is_over)
+                _submit_now(channel, left, is_over)
     except BadCertificate:
         return  # the agent reports the bad certificate when it attends
 
 
-def _hand_in_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading.Event) -> None:
+def _submit_now(channel: grpc.Channel, left: dict[str, Path], is_over: threading.Event) -> None:
     """Hands in the records of these folders, and waits for other workers that hand in those of the same folders."""
     until_s, others = time.monotonic() + LIMIT_S, []
     with ExitStack() as locks:
@@ -70,9 +70,9 @@ def _hand_in_now(channel: grpc.Channel, left: dict[str, Path], is_over: threadin
                 others.append(folder)
             elif ranks := _left_in(folder):  # another worker may have handed them in by now
                 jobs.append(_Job(job_id, folder, [_Ghost(channel, rank) for rank in ranks]))
-        _wait(lambda: all(one.has_said_all for one in jobs), until_s, is_over)
+        _wait(lambda: all(one.has_sent_all for one in jobs), until_s, is_over)
         for one in jobs:
-            one.tell_stopped()
+            one.report_stopped()
         _wait(lambda: all(one.is_done for one in jobs), until_s, is_over)
         for one in jobs:
             one.close(is_over=is_over.is_set())
@@ -119,7 +119,7 @@ def _left_in(folder: Path) -> list[StoppedRank]:
 
 def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) -> bool:
     """Waits until a coordinator answers, even with an error; returns False when `is_over` is set first."""
-    said_s = -SAY_EVERY_S
+    logged_s = -LOG_EVERY_S
     ask = channel.unary_unary(HEALTH, request_serializer=bytes, response_deserializer=bytes)
     while not is_over.is_set():
         try:
@@ -128,8 +128,8 @@ def _answers(channel: grpc.Channel, coordinator: str, is_over: threading.Event) 
         except grpc.RpcError as error:
             if error.code() not in NOBODY:
                 return True
-            if time.monotonic() - said_s >= SAY_EVERY_S:
-                said_s = time.monotonic()
+            if time.monotonic() - logged_s >= LOG_EVERY_S:
+                logged_s = time.monotonic()
                 reason = explained(error.details() or error.code().name)
                 log.warning("coordinator=%s does not answer yet (%s); trying again", coordinator, reason)
         is_over.wait(MAX_RETRY_S)
@@ -152,27 +152,27 @@ class _Ghost:
         """The checkpoint that the draft has become; empty: none."""
         self.released = ""
         """Reason with which the coordinator has told the rank to leave; empty before."""
-        self._has_told = False
+        self._has_reported = False
         """True once `Stopped` was sent."""
         self.session = Session(
-            channel, left.secret, on_command=self._take, on_lost=self._lose, store=left.store, unsaid=left.unsaid
+            channel, left.secret, on_command=self._take, on_lost=self._lose, store=left.store, pending=left.pending
         )
 
     @property
-    def has_said_all(self) -> bool:
+    def has_sent_all(self) -> bool:
         """True once all messages so far are durable at the coordinator, or it accepts none of them."""
-        return bool(self.lost) or (self.session.is_connected and self.session.has_said_all)
+        return bool(self.lost) or (self.session.is_connected and self.session.has_sent_all)
 
     @property
-    def has_told(self) -> bool:
+    def has_reported(self) -> bool:
         """True once the coordinator knows that the rank has stopped."""
-        return self._has_told and self.has_said_all
+        return self._has_reported and self.has_sent_all
 
-    def tell_stopped(self) -> None:
+    def report_stopped(self) -> None:
         """Sends `Stopped`."""
         if not self.lost:
             self.session.send(rank_pb2.ConverseRequest(stopped=rank_pb2.Stopped(round=self.left.round)))
-            self._has_told = True
+            self._has_reported = True
 
     def _lose(self, reason: str) -> None:
         self.lost = reason.removeprefix(LOST)
@@ -217,9 +217,9 @@ class _Job:
         self._ghosts = ghosts
 
     @property
-    def has_said_all(self) -> bool:
+    def has_sent_all(self) -> bool:
         """True once all messages of the ranks so far are durable at the coordinator."""
-        return all(one.has_said_all for one in self._ghosts)
+        return all(one.has_sent_all for one in self._ghosts)
 
     @property
     def is_done(self) -> bool:
@@ -228,12 +228,12 @@ class _Job:
         """
         awaits_order = any(one.left.draft and not (one.lost or one.released) for one in self._ghosts)
         is_written = any(one.path for one in self._ghosts)
-        return (is_written or not awaits_order) and all(one.lost or one.has_told for one in self._ghosts)
+        return (is_written or not awaits_order) and all(one.lost or one.has_reported for one in self._ghosts)
 
-    def tell_stopped(self) -> None:
+    def report_stopped(self) -> None:
         """Sends `Stopped` for each rank."""
         for one in self._ghosts:
-            one.tell_stopped()
+            one.report_stopped()
 
     def close(self, *, is_over: bool) -> None:
         """Ends the conversations, logs the outcome, and removes the records and drafts. These stay for another attempt
@@ -241,10 +241,10 @@ class _Job:
         """
         path = next((one.path for one in self._ghosts if one.path), "")
         why = next((one.released or one.lost for one in self._ghosts if one.released or one.lost), "")
-        is_heard = all(one.lost or one.has_told for one in self._ghosts)
+        is_reported = all(one.lost or one.has_reported for one in self._ghosts)
         for one in self._ghosts:
             one.session.close()
-        if not path and (is_over or not is_heard):
+        if not path and (is_over or not is_reported):
             left = self._folder / FOLDER
             what_to_do = (
                 f"remove {left} if none will accept it: until then each start of a worker here waits {LIMIT_S:.0f} s"
