@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # nor later: pytest itself collects at the end
     gc.enable()
 
 
