@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from elche.errors import Misuse
+from elche.errors import InvalidJob, Misuse
 from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.device.rng import capture_rng_state
+from elche_worker.model.checkpoint import extra_of
+from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.tensors import copied, flattened
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig
@@ -61,13 +63,23 @@ class LoopCheckpoints:
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
         self._has_hinted = False
+        self._problem = ""
+        """Why no training could go on from a checkpoint of this model and its optimizers; empty if one can."""
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
 
     def check(self) -> None:
-        """Raises `Misuse` if checkpoints are configured without a place."""
+        """Raises `Misuse` if checkpoints are configured without a place. Says so if none could be resumed from."""
         if self.has_interval and not self.place:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
+        try:
+            flattened(extra := extra_of(self._model), {}, where="the model's extra state")
+            check_savable(self._model, extra)
+            check_state([*self._optimizers])
+        except (InvalidJob, ValueError) as error:
+            self._problem = str(error)
+            if self.place:
+                self._say(f"this loop makes no checkpoints: {error}")
 
     @property
     def rank(self) -> int:
@@ -168,6 +180,9 @@ class LoopCheckpoints:
         if not place:
             raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
         self._saved_s = time.monotonic()
+        if self._problem:
+            self.refuse(position.num_steps, attachment, self._problem)
+            return
         if self._world.rank:
             return
         if not self._registered and not self._has_hinted and self._optimizers.have_schedule:

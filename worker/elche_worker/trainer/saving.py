@@ -19,6 +19,7 @@ from elche_worker.model.checkpoint import (
     CheckpointData,
     CheckpointTarget,
     Loaded,
+    extra_of,
     load,
     other_buffers,
     weights_of,
@@ -100,6 +101,7 @@ class Saver:
         state = {
             "optimizer": copied(optimizers.state_dict()),
             "buffers": other_buffers(model),
+            "extra": copied(extra_of(model)),
             "plan": copied(plan),
             **copied(kept),
         }

@@ -109,8 +109,8 @@ class Trainer:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """Moves the model to this process's device and into train mode; with several processes, copies rank 0's model
-        to all. Under torchrun or `elche run` the processes find each other; a single process trains as without elche.
+        """Moves the model to this process's device; with several processes, copies rank 0's model to all. A model in
+        eval mode is put into train mode; modules of another one that are in eval mode stay so. Under torchrun or `elche run` the processes find each other; a single process trains as without elche.
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
@@ -144,7 +144,8 @@ class Trainer:
                 has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
                 world.agree(problem_of_synced(model, world.device.type, has_el_che=has_el_che))
                 trainer._stepper.begin(has_el_che=has_el_che)
-            model.train()
+            if not model.training:
+                model.train()
             if world.rank == 0:
                 notice(trainer._fleet.summary)
                 if began_apart:
