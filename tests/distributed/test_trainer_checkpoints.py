@@ -179,6 +179,37 @@ def test_a_resumed_script_gives_a_checkpoint_to_the_trainer_that_has_written_it(
     assert run() == [3, 4, 1]
 
 
+def test_trainers_that_train_in_turn_are_not_resumed_with_one_of_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The discriminator went on from the checkpoint, and the generator began at the start."""
+
+    def train() -> list[int]:
+        monkeypatch.setattr(trainers, "_numbers", count(1))
+        models = new_model(), new_model()
+        config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
+        both = [Trainer.setup(model, new_optimizer(model), config) for model in models]
+        begun_at = [trainer.num_steps for trainer in both]
+        try:
+            for trainer in both * 3:
+                trainer(torch.ones(1, 6)).sum().backward()
+                trainer.step()
+        finally:
+            for trainer in both:
+                trainer.save()
+                trainer.close(ValueError())
+        return begun_at
+
+    said = "trainers 1 and 2 of this script train in turn, and a checkpoint is of one of them"
+    assert train() == [0, 0]
+    assert capsys.readouterr().err.count(said) == 1
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    assert train() == [3, 3], "a folder has both"
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path / "step-00000006-2"))
+    with pytest.raises(Misuse, match="trainers 1 and 2 of this script train in turn, and only one of them goes on"):
+        train()
+
+
 def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "train.py").write_text("mine")

@@ -62,7 +62,9 @@ class LoopCheckpoints:
         """The learning rates with which the script has built its optimizers."""
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
-        self._has_hinted = False
+        self._has_hinted = self._has_said_turns = False
+        self._begins_anew = False
+        """True in a resumed script if the checkpoint is of another of its trainers."""
         self._problem = ""
         """Why no training could go on from a checkpoint of this model and its optimizers; empty if one can."""
         self._saver: Saver | None = None
@@ -80,6 +82,27 @@ class LoopCheckpoints:
             self._problem = str(error)
             if self.place:
                 self._say(f"this loop makes no checkpoints: {error}")
+
+    def check_beside(self, other: "LoopCheckpoints") -> None:
+        """Called when this loop and another one train in turn. Says that a script cannot go on with both from one
+        checkpoint; raises `Misuse` in one that has gone on with one of them.
+        """
+        numbers = " and ".join(map(str, sorted((self.number, other.number))))
+        way = (
+            "give one Trainer.setup both models, such as nn.ModuleDict({'g': g, 'd': d}), and their optimizers as a "
+            "dict: step(optimizer='g') steps one of them"
+        )
+        if self._begins_anew != other._begins_anew:
+            raise Misuse(
+                f"trainers {numbers} of this script train in turn, and only one of them goes on from the checkpoint: "
+                f"{way}. To go on with what each has saved last, set ELCHE_RESUME to the folder of all checkpoints"
+            )
+        if self.place and self.place == other.place and not (self._has_said_turns or other._has_said_turns):
+            self._has_said_turns = True
+            self._say(
+                f"trainers {numbers} of this script train in turn, and a checkpoint is of one of them, so that "
+                f"`elche resume` cannot go on with both: {way}"
+            )
 
     @property
     def rank(self) -> int:
@@ -227,6 +250,7 @@ class LoopCheckpoints:
         self._world.agree(problem)
         if not isinstance(restored, Restored):
             self._say(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
+            self._begins_anew = True
             return None
         self.resumption.load(restored)
         self._loader = restored.plan.get("data", {})
