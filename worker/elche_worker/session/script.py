@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elche.errors import Misuse, PeerLost
-from elche.output import notice, take_any_text
+from elche.output import notice, take_any_text, use_empty_input
 from elche.package import package_of
 from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.session.submitted import is_submitted
@@ -30,6 +30,7 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     `left_alone_code` if it ends because another rank has.
     """
     take_any_text(encoding="utf-8")  # the encoding in which its log is read
+    use_empty_input()
     sys.argv = [script, *arguments]
     sys.excepthook = _print_from_script
     package, root = package_of(_text_of(script), script)

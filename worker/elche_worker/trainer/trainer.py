@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.errors import Misuse, PeerLost
-from elche.output import notice
+from elche.output import add_flush, notice
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
@@ -127,6 +127,7 @@ class Trainer:
         """
         check_not_loading(LOOP_IN_JOB)
         check_is_main()
+        add_flush()
         settle(is_caught=True)
         for former in [one for one in _open if one._shares_parameters_with(model)]:
             former.close()  # the script goes on with the model; both would send each gradient
