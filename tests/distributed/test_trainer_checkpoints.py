@@ -140,7 +140,10 @@ def test_a_model_of_which_no_checkpoint_can_be_made_is_named_before_it_is_traine
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint was written, and could not be loaded."""
-    for model, why in ((Renamed(6, 3), " cannot load its own"), (nn.Linear(6, 3, dtype=torch.complex128), "'s weight is")):
+    for model, why in (
+        (Renamed(6, 3), " cannot load its own"),
+        (nn.Linear(6, 3, dtype=torch.complex128), "'s weight is"),
+    ):
         config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
         with Trainer.setup(model, new_optimizer(model), config) as trainer:
             assert f"elche: this loop makes no checkpoints: the model{why}" in capsys.readouterr().err
