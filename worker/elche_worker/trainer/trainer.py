@@ -113,7 +113,8 @@ class Trainer:
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
         """Moves the model to this process's device; with several processes, copies rank 0's model to all. A model in
-        eval mode is put into train mode; modules of another one that are in eval mode stay so. Under torchrun or `elche run` the processes find each other; a single process trains as without elche.
+        eval mode is put into train mode; single modules in eval mode stay so. Under torchrun or `elche run` the
+        processes find each other; a single process trains as without elche.
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
