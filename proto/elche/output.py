@@ -50,7 +50,7 @@ def notice(text: object) -> None:
 
 
 def add_flush() -> None:
-    """Gives `sys.stdout` and `sys.stderr` that only have `write`, as a script's copy to a file often does, a `flush`."""
+    """Gives `sys.stdout` and `sys.stderr` a `flush` where they only have `write`, as a script's copy to a file has."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "flush"):
             stream.flush = lambda: None
