@@ -53,7 +53,7 @@ def add_flush() -> None:
     """Gives `sys.stdout` and `sys.stderr` a `flush` where they only have `write`, as a script's copy to a file has."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "flush"):
-            stream.flush = lambda: None
+            stream.flush = lambda: None  # type: ignore[method-assign]
 
 
 def use_empty_input() -> None:
