@@ -143,6 +143,8 @@ def _source(folder: Path, original: Path) -> Path:
         what = "has changed since the checkpoint"
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
+    if not copy.is_file() or not copy.stat().st_size:
+        raise InvalidJob(f"{original} {what}, and the checkpoint has no copy of it: elche resume {folder} FILE")
     print_notice(f"{original} {what}; its copy in the checkpoint is used. Name FILE to use another")
     return copy
 

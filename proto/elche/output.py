@@ -49,6 +49,30 @@ def notice(text: object) -> None:
             print(f"elche: {text}", file=sys.stderr, flush=True)
 
 
+def add_flush() -> None:
+    """Gives `sys.stdout` and `sys.stderr` a `flush` where they only have `write`, as a script's copy to a file has."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not hasattr(stream, "flush"):
+            stream.flush = lambda: None  # type: ignore[method-assign]
+
+
+def use_empty_input() -> None:
+    """Gives this process an empty standard input, and says so once the script reads it."""
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(_EmptyInput(os.devnull)), encoding="utf-8")
+
+
+class _EmptyInput(io.FileIO):
+    """The null device in place of standard input."""
+
+    _has_said = False
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._has_said:
+            self._has_said = True
+            notice("standard input is empty for ranks, and the script reads it: give it a file, or arguments after --")
+        return 0
+
+
 def outlive_readers(report: Callable[[str], None]) -> None:
     """Has `sys.stdout` and `sys.stderr` drop what cannot be written instead of raising, as when their reader (`head`)
     has ended, or the disk is full. `report` is called once with the reason, for `sys.stdout` only.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from elche.formatting import last_words
-from elche.output import notice, outlive_readers, take_any_text
+from elche.output import add_flush, notice, outlive_readers, take_any_text, use_empty_input
 
 
 def test_what_the_terminals_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +82,34 @@ def test_the_last_words_of_a_process_are_no_frame_around_them() -> None:
     assert last_words(boxed) == "No such option: --lrr"
     assert last_words(["[rank1]: ValueError: [rank] - on purpose "]) == "ValueError: [rank] - on purpose"
     assert not last_words([" \u2500 "])
+
+
+class WritesTwice:
+    """What scripts put in the place of `sys.stdout` to have a log, too."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_a_stream_that_only_writes_is_flushed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended Trainer.setup, whose lines are flushed."""
+    monkeypatch.setattr(sys, "stdout", WritesTwice())
+    monkeypatch.setattr(sys, "stderr", None)
+    add_flush()
+    print("trained", flush=True)
+    assert sys.stdout.text == "trained\n"  # type: ignore[attr-defined]
+
+
+def test_a_script_that_reads_standard_input_is_told_that_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cat data | elche run train.py` said that the data set is empty."""
+    monkeypatch.setattr(sys, "stdin", None)
+    use_empty_input()
+    assert not capsys.readouterr().err
+    assert [*sys.stdin] == []
+    assert sys.stdin.read() == ""
+    assert capsys.readouterr().err.count("elche: standard input is empty for ranks") == 1

@@ -138,6 +138,9 @@ def test_the_file_is_the_one_that_has_made_the_checkpoint(
     go_on(tmp_path, JobOptions(), another)
     assert [path for _, _, path in begun] == [copy, original, copy, another]
     assert begun[-1][1].name == "", "another file, another name"
+    copy.write_text("")
+    with pytest.raises(InvalidJob, match=r"train\.py has changed since .* and the checkpoint has no copy of it: elche"):
+        go_on(tmp_path, JobOptions())
 
 
 def test_a_loop_goes_on_as_a_loop(tmp_path: Path, begun: list[tuple[str, JobOptions, Path]]) -> None:

@@ -109,6 +109,14 @@ def test_tags_and_traces_of_shards(worlds: Worlds) -> None:
 # One process
 
 
+def test_modules_that_the_script_has_put_into_eval_mode_stay_so() -> None:
+    """A frozen teacher in the model was trained on: its dropout and its statistics went on."""
+    model = nn.ModuleDict({"teacher": nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).eval(), "student": new_model()})
+    with Trainer.setup(model, new_optimizer(model["student"]), TrainerConfig(device="cpu")):
+        assert [name for name, one in model.named_children() if one.training] == ["student"]
+        assert not model["teacher"][1].training
+
+
 def test_on_one_process_nothing_is_added(capsys: pytest.CaptureFixture[str]) -> None:
     model = new_model()
     model.eval()

@@ -2,6 +2,7 @@
 
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,60 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
         trainer.load(str(tmp_path))
 
 
+class Counting(nn.Linear):
+    """Counts its batches in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.seen: dict[str, Any] = {"batches": 0, "last": ()}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen = {"batches": self.seen["batches"] + 1, "last": (len(inputs),)}
+        return super().forward(inputs)
+
+
+def test_a_modules_extra_state_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint lacked it, and so could not be loaded."""
+    config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
+    for begins_with in (0, 1):
+        model = Counting()
+        with Trainer.setup(model, new_optimizer(model), config) as trainer:
+            trainer.load(str(tmp_path))
+            assert model.seen["batches"] == begins_with
+            model(samples(4).tensors[0]).sum().backward()
+            trainer.step()
+            trainer.save()
+
+
+class Renamed(nn.Linear):
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        return {f"net.{name}": one for name, one in super().state_dict(*arguments, **named).items()}
+
+
+def test_a_model_of_which_no_checkpoint_can_be_made_is_named_before_it_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint was written, and could not be loaded."""
+    for model, why in (
+        (Renamed(6, 3), " cannot load its own"),
+        (nn.Linear(6, 3, dtype=torch.complex128), "'s weight is"),
+    ):
+        config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
+        with Trainer.setup(model, new_optimizer(model), config) as trainer:
+            assert f"elche: this loop makes no checkpoints: the model{why}" in capsys.readouterr().err
+            model(samples(4).tensors[0].to(model.weight.dtype)).abs().sum().backward()
+            trainer.step()
+            trainer.save()
+            assert "elche: no checkpoint of step 1: the model" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_resumed_script_gives_a_checkpoint_to_the_trainer_that_has_written_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +180,37 @@ def test_a_resumed_script_gives_a_checkpoint_to_the_trainer_that_has_written_it(
     assert "has no checkpoint of this script's trainer 1, which begins at the start" in capsys.readouterr().err
     monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
     assert run() == [3, 4, 1]
+
+
+def test_trainers_that_train_in_turn_are_not_resumed_with_one_of_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The discriminator went on from the checkpoint, and the generator began at the start."""
+
+    def train() -> list[int]:
+        monkeypatch.setattr(trainers, "_numbers", count(1))
+        models = new_model(), new_model()
+        config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
+        both = [Trainer.setup(model, new_optimizer(model), config) for model in models]
+        begun_at = [trainer.num_steps for trainer in both]
+        try:
+            for trainer in both * 3:
+                trainer(torch.ones(1, 6)).sum().backward()
+                trainer.step()
+        finally:
+            for trainer in both:
+                trainer.save()
+                trainer.close(ValueError())
+        return begun_at
+
+    said = "trainers 1 and 2 of this script train in turn, and a checkpoint is of one of them"
+    assert train() == [0, 0]
+    assert capsys.readouterr().err.count(said) == 1
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path))
+    assert train() == [3, 3], "a folder has both"
+    monkeypatch.setenv("ELCHE_RESUME", str(tmp_path / "step-00000006-2"))
+    with pytest.raises(Misuse, match="trainers 1 and 2 of this script train in turn, and only one of them goes on"):
+        train()
 
 
 def test_a_loop_removes_its_own_checkpoints_only(tmp_path: Path) -> None:

@@ -96,3 +96,18 @@ def test_a_script_that_spawns_its_ranks_itself_is_told_what_to_write(
         check_is_main()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     check_is_main()
+
+
+def test_a_scripts_path_is_that_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a script that had changed its working directory had an empty script, and resuming trained
+    nothing and succeeded.
+    """
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "train.py").write_text("import os, sys\nos.chdir('outputs')\nsys.argv[0] = 'other.py'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scripts, "_path", "")
+    for name in ("path", "argv", "excepthook", "stdin"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)) if name in ("path", "argv") else getattr(sys, name))
+    run_script("train.py", [], left_alone_code=1)
+    assert Path.cwd() == tmp_path / "outputs"
+    assert scripts.script_path() == tmp_path / "train.py"

@@ -315,7 +315,8 @@ class Loaded:
         """
         targets = persistent_tensors(model)
         weights = completed(model, self.weights, self.frozen, f"the checkpoint {self.path}")
-        model.load_state_dict({name: placed(one, targets.get(name)) for name, one in weights.items()})
+        placed_there = {name: placed(one, targets.get(name)) for name, one in weights.items()}
+        model.load_state_dict(placed_there | self.state.get("extra", {}))
         buffers = dict(model.named_buffers())
         with torch.no_grad():
             for name, value in self.state["buffers"].items():
@@ -445,6 +446,11 @@ def weights_of(model: nn.Module, *, is_kept: bool = True, without: Collection[st
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's own parameters and persistent buffers, under each of their names."""
     return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def extra_of(model: nn.Module) -> dict[str, Any]:
+    """What `get_extra_state` of the model's modules returns, by name, where it is no tensor."""
+    return {name: one for name, one in model.state_dict().items() if not isinstance(one, torch.Tensor)}
 
 
 def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elche.errors import Misuse, PeerLost
-from elche.output import notice, take_any_text
+from elche.output import notice, take_any_text, use_empty_input
 from elche.package import package_of
 from elche_worker.collectives.calls import CallsDiffer
 from elche_worker.session.submitted import is_submitted
@@ -19,6 +19,8 @@ SPAWNS = (
     "done so already: call what it spawns once in each process, as by run(int(os.environ['RANK']), "
     "int(os.environ['WORLD_SIZE'])), without spawn(), MASTER_PORT and init_process_group()"
 )
+_path = ""
+"""The script that this process runs, as it was named when the process began; empty before, and under torchrun."""
 _is_run = False
 """True while this process runs a script, so that its end is seen here."""
 _raised: list[Callable[[bool], None]] = []
@@ -30,6 +32,9 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
     `left_alone_code` if it ends because another rank has.
     """
     take_any_text(encoding="utf-8")  # the encoding in which its log is read
+    global _path
+    _path = os.path.abspath(script)
+    use_empty_input()
     sys.argv = [script, *arguments]
     sys.excepthook = _print_from_script
     package, root = package_of(_text_of(script), script)
@@ -48,6 +53,11 @@ def run_script(script: str, arguments: Sequence[str], *, left_alone_code: int) -
         if error.code:
             sys.last_value = error  # as Python does for uncaught exceptions; trainers that are still open report it
         raise
+
+
+def script_path() -> Path:
+    """Absolute path of the script, which may have changed the working directory or `sys.argv` since."""
+    return Path(_path or getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0]).resolve()
 
 
 @contextmanager

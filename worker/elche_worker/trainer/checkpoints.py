@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from elche.errors import Misuse
+from elche.errors import InvalidJob, Misuse
 from elche.output import notice
 from elche_worker.collectives.world import World
 from elche_worker.device.rng import capture_rng_state
+from elche_worker.model.checkpoint import extra_of
+from elche_worker.model.savable import check_savable, check_state
 from elche_worker.model.tensors import copied, flattened
 from elche_worker.trainer.attachment import Attachment
 from elche_worker.trainer.config import TrainerConfig
@@ -60,14 +62,47 @@ class LoopCheckpoints:
         """The learning rates with which the script has built its optimizers."""
         self._frozen: list[str] | None = None
         """Parameters that were frozen in the loaded checkpoint, until the first step."""
-        self._has_hinted = False
+        self._has_hinted = self._has_said_turns = False
+        self._begins_anew = False
+        """True in a resumed script if the checkpoint is of another of its trainers."""
+        self._problem = ""
+        """Why no training could go on from a checkpoint of this model and its optimizers; empty if one can."""
         self._saver: Saver | None = None
         self._saved_s = time.monotonic()
 
     def check(self) -> None:
-        """Raises `Misuse` if checkpoints are configured without a place."""
+        """Raises `Misuse` if checkpoints are configured without a place. Says so if none could be resumed from."""
         if self.has_interval and not self.place:
             raise Misuse("checkpoint_every_minutes needs a place: give checkpoint_dir, or set ELCHE_CHECKPOINT_DIR")
+        try:
+            flattened(extra := extra_of(self._model), {}, where="the model's extra state")
+            check_savable(self._model, extra)
+            check_state([*self._optimizers])
+        except (InvalidJob, ValueError) as error:
+            self._problem = str(error)
+            if self.place:
+                self._say(f"this loop makes no checkpoints: {error}")
+
+    def check_beside(self, other: "LoopCheckpoints") -> None:
+        """Called when this loop and another one train in turn. Says that a script cannot go on with both from one
+        checkpoint; raises `Misuse` in one that has gone on with one of them.
+        """
+        numbers = " and ".join(map(str, sorted((self.number, other.number))))
+        way = (
+            "give one Trainer.setup both models, such as nn.ModuleDict({'g': g, 'd': d}), and their optimizers as a "
+            "dict: step(optimizer='g') steps one of them"
+        )
+        if self._begins_anew != other._begins_anew:
+            raise Misuse(
+                f"trainers {numbers} of this script train in turn, and only one of them goes on from the checkpoint: "
+                f"{way}. To go on with what each has saved last, set ELCHE_RESUME to the folder of all checkpoints"
+            )
+        if self.place and self.place == other.place and not (self._has_said_turns or other._has_said_turns):
+            self._has_said_turns = True
+            self._say(
+                f"trainers {numbers} of this script train in turn, and a checkpoint is of one of them, so that "
+                f"`elche resume` cannot go on with both: {way}"
+            )
 
     @property
     def rank(self) -> int:
@@ -168,6 +203,9 @@ class LoopCheckpoints:
         if not place:
             raise Misuse("save() needs a place: give TrainerConfig(checkpoint_dir=...) or set ELCHE_CHECKPOINT_DIR")
         self._saved_s = time.monotonic()
+        if self._problem:
+            self.refuse(position.num_steps, attachment, self._problem)
+            return
         if self._world.rank:
             return
         if not self._registered and not self._has_hinted and self._optimizers.have_schedule:
@@ -212,6 +250,7 @@ class LoopCheckpoints:
         self._world.agree(problem)
         if not isinstance(restored, Restored):
             self._notice(f"{path} has no checkpoint of this script's trainer {self.number}, which begins at the start")
+            self._begins_anew = True
             return None
         self.resumption.load(restored)
         self._loader = restored.plan.get("data", {})

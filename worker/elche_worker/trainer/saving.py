@@ -1,6 +1,5 @@
 """Checkpoints of a user-owned loop: model, optimizer, random numbers, and its position in the epoch."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +18,13 @@ from elche_worker.model.checkpoint import (
     CheckpointData,
     CheckpointTarget,
     Loaded,
+    extra_of,
     load,
     other_buffers,
     weights_of,
 )
 from elche_worker.model.tensors import copied
+from elche_worker.session.script import script_path
 from elche_worker.trainer.optimizers import Optimizers
 
 KEPT = 3
@@ -100,13 +101,14 @@ class Saver:
         state = {
             "optimizer": copied(optimizers.state_dict()),
             "buffers": other_buffers(model),
+            "extra": copied(extra_of(model)),
             "plan": copied(plan),
             **copied(kept),
         }
         data = CheckpointData(weights_of(model), state)
         about = About(
             job=self._name,
-            file_name=str(Path(sys.argv[0]).resolve()),
+            file_name=str(script_path()),
             source=_source(),
             num_ranks=num_ranks,
             tensors=_tensors(model),
@@ -203,7 +205,7 @@ def is_there(path: str) -> bool:
 def _source() -> str:
     """The script's source, stored for reference."""
     try:
-        return Path(sys.argv[0]).read_text(encoding="utf-8")
+        return script_path().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from elche.errors import Misuse, PeerLost
-from elche.output import notice
+from elche.output import add_flush, notice
 from elche_worker.collectives.consistency import begin_as_rank_0, check_alike
 from elche_worker.collectives.world import World
 from elche_worker.device.transfer import to_device
@@ -63,6 +63,8 @@ BEGAN_APART = (
 
 _open: "list[Trainer]" = []
 """The trainers of this process that are not closed."""
+_latest: "list[Trainer]" = []
+"""The one that has made the latest step; empty before the first."""
 _numbers = count(1)
 """Numbers of the script's trainers, equal on all ranks: a checkpoint is of one of them."""
 
@@ -99,6 +101,7 @@ class Trainer:
         self._data: Data | None = None
         self._epochs = LoopEpochs(self._progress, self._checkpoints, self._stepper, self._iterations, self._check_open)
         self._is_closed = False
+        self._has_stepped = False
 
     @classmethod
     def setup(
@@ -109,8 +112,9 @@ class Trainer:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """Moves the model to this process's device and into train mode; with several processes, copies rank 0's model
-        to all. Under torchrun or `elche run` the processes find each other; a single process trains as without elche.
+        """Moves the model to this process's device; with several processes, copies rank 0's model to all. A model in
+        eval mode is put into train mode; single modules in eval mode stay so. Under torchrun or `elche run` the
+        processes find each other; a single process trains as without elche.
 
         With a list or dict of optimizers, as a GAN has, `step(optimizer=...)` steps one of them, `step()` all.
 
@@ -124,6 +128,7 @@ class Trainer:
         """
         check_not_loading(LOOP_IN_JOB)
         check_is_main()
+        add_flush()
         settle(is_caught=True)
         for former in [one for one in _open if one._shares_parameters_with(model)]:
             former.close()  # the script goes on with the model; both would send each gradient
@@ -144,7 +149,8 @@ class Trainer:
                 has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
                 world.agree(problem_of_synced(model, world.device.type, has_el_che=has_el_che))
                 trainer._stepper.begin(has_el_che=has_el_che)
-            model.train()
+            if not model.training:
+                model.train()
             if world.rank == 0:
                 notice(trainer._fleet.summary)
                 if began_apart:
@@ -462,12 +468,23 @@ class Trainer:
         if len(keys) < len(self._optimizers.by_key) and self.has_loss_fn:
             raise Misuse("a loss function makes gradients of all optimizers: step(), or call backward in your own loop")
         self._optimizers.check_not_accumulating(keys)
+        self._take_turn()
         self._iterations.begin_step()
         summed = self._stepper.average(samples, keys, self._iterations.take_requests)
         if summed is not None:
             self._iterations.consensus.put(summed)
         if self._data is not None and self._data.members != self._stepper.planner.members:
             self._data.plan_again(self._stepper.planner, self._stepper.share.take_lost())
+
+    def _take_turn(self) -> None:
+        """Called before each step. Finds trainers that train in turn, as the two networks of a GAN, though a checkpoint
+        is of one of them: says it once, and raises `Misuse` if only one of them goes on from a checkpoint.
+        """
+        other = _latest[0] if _latest else self
+        _latest[:] = [self]
+        if other is not self and self._has_stepped:
+            self._checkpoints.check_beside(other._checkpoints)
+        self._has_stepped = True
 
     def finish_step(self) -> None:
         """The last part of `step`: clears the gradients and begins the next step."""
@@ -557,6 +574,8 @@ class Trainer:
         atexit.unregister(self._close_at_exit)
         if self in _open:
             _open.remove(self)
+        if self in _latest:
+            _latest.clear()
         differing = None
         if error is None:
             self._together.end()

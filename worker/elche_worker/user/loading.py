@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elche.errors import ElcheError, InvalidJob
+from elche.output import add_flush, use_empty_input
 from elche.package import package_of
 from elche.script import check_module
 from elche_worker.user.job import JobDefinition
@@ -38,7 +39,7 @@ def as_a_script(file_name: str, arguments: Sequence[str] = ()) -> None:
     global _script_pid
     _script_pid = os.getpid()
     sys.argv = [file_name, *arguments]
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    use_empty_input()
 
 
 def leave_if_forked(error: BaseException) -> None:
@@ -236,6 +237,7 @@ def _exception_only(error: BaseException) -> list[str]:
 
 
 def _job_of(module: ModuleType, file_name: str, name: str = "job") -> JobDefinition:
+    add_flush()
     chosen = torch.get_default_device()
     if chosen.type != "cpu":
         raise InvalidJob(
