@@ -81,7 +81,7 @@ class LoopCheckpoints:
         except (InvalidJob, ValueError) as error:
             self._problem = str(error)
             if self.place:
-                self._say(f"this loop makes no checkpoints: {error}")
+                self._notice(f"this loop makes no checkpoints: {error}")
 
     def check_beside(self, other: "LoopCheckpoints") -> None:
         """Called when this loop and another one train in turn. Says that a script cannot go on with both from one
@@ -99,7 +99,7 @@ class LoopCheckpoints:
             )
         if self.place and self.place == other.place and not (self._has_said_turns or other._has_said_turns):
             self._has_said_turns = True
-            self._say(
+            self._notice(
                 f"trainers {numbers} of this script train in turn, and a checkpoint is of one of them, so that "
                 f"`elche resume` cannot go on with both: {way}"
             )
