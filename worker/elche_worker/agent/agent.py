@@ -1,5 +1,6 @@
 """The agent's stream with the coordinator, and how it carries out orders."""
 
+import hashlib
 import json
 import logging
 import os
@@ -379,7 +380,7 @@ class Agent:
             kept = Path(order.checkpoint)
             path = kept / (EMA if (kept / EMA).is_file() else WEIGHTS)
             problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
-        yield from _refusal(problem) if problem else _file(path, self._processes.files)
+        yield from _refusal(problem) if problem else _rest(path, self._processes.files, order.offset, order.sha256)
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written. No other file can be asked for."""
@@ -542,10 +543,21 @@ def _size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def _file(path: Path, files: RankFiles) -> Iterator[agent_pb2.DeliverRequest]:
-    """A whole file."""
+def _rest(path: Path, files: RankFiles, offset: int, of_sha256: str) -> Iterator[agent_pb2.DeliverRequest]:
+    """A file with its checksum, from the offset on if it is the one of that checksum; with signs of life before it."""
     try:
-        yield from (agent_pb2.DeliverRequest(data=data) for _, data in _chunks(path, path.stat().st_size, files))
+        with files.read(path) as file:
+            digest, said_s = hashlib.sha256(), time.monotonic()
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                if time.monotonic() - said_s > ALIVE_EVERY_S:
+                    said_s = time.monotonic()
+                    yield agent_pb2.DeliverRequest()
+            sha256 = digest.hexdigest()
+            file.seek(min(offset, _size(file)) if sha256 == of_sha256 else 0)
+            yield agent_pb2.DeliverRequest(offset=file.tell(), sha256=sha256)
+            while data := file.read(CHUNK_BYTES):
+                yield agent_pb2.DeliverRequest(data=data)
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 
