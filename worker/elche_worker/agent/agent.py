@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, assert_never
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, assert_never
 import grpc
 
 from elche.channel import open_channel
-from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
+from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownMessage, Unreachable
 from elche.manifest import EMA, MANIFEST, WEIGHTS
 from elche.network import BadAddress
 from elche.protocol import call_metadata
@@ -82,7 +83,7 @@ class Agent:
         slots: list[agent_pb2.Slot],
         work_dir: Path,
         *,
-        token: str | None = None,
+        token: Callable[[], str] = str,
         tls: str = "",
         interface: str = "",
         grace_s: float = GRACE_S,
@@ -92,11 +93,12 @@ class Agent:
         confinement: Confinement | None = None,
         spawner: SpawnerProcess | None = None,
     ) -> None:
-        """`tls`: folder of certificates for connections to the coordinator; `interface`: network interface on which
-        others reach its ranks; `grace_s`: seconds for which ranks may commit their work when the agent leaves;
-        `keep_s`: seconds for which ranks outlive the coordinator; `labels`: properties of the host, on which jobs may
-        set conditions; `secrets_dir`: has a file for each secret that jobs may ask for by its name; `confinement`: what
-        its ranks see of this host, None: all of it; `spawner`: one that runs already.
+        """`token`: reads it, and again when it is refused; `tls`: folder of certificates for connections to the
+        coordinator; `interface`: network interface on which others reach its ranks; `grace_s`: seconds for which ranks
+        may commit their work when the agent leaves; `keep_s`: seconds for which ranks outlive the coordinator;
+        `labels`: properties of the host, on which jobs may set conditions; `secrets_dir`: has a file for each secret
+        that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it; `spawner`:
+        one that runs already.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -112,7 +114,8 @@ class Agent:
         self._labels = labels or {}
         self._secrets_dir = secrets_dir
         self._work_dir = work_dir
-        self._metadata = call_metadata(token)
+        self._token = token
+        self._metadata = call_metadata(token())
         self._interface = interface
         self._tls = os.path.abspath(tls) if tls else ""
         self._stopped = threading.Event()
@@ -173,10 +176,17 @@ class Agent:
             reason = explained(error.details() or error.code().name)
             refused = error.code() in REFUSALS
             refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
-            if not self._stopped.is_set() and refused:
+            if not self._stopped.is_set() and refused and not self._has_new_token():
                 self._processes.close()
                 raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
             return reason
+
+    def _has_new_token(self) -> bool:
+        """True if the token has been replaced since it was read; the new one is used from then on."""
+        before = self._metadata
+        with suppress(NotAllowed):  # its file is being written
+            self._metadata = call_metadata(self._token())
+        return self._metadata != before
 
     def _give_up_ranks(self) -> None:
         """Ends all ranks, since the coordinator does not know them or has given them up, and drops the reports about
