@@ -56,8 +56,7 @@ class Startup:
         try:
             resumed = json.loads(text)
             if (missing := resumed.get(MISSING)) is None:
-                number = max(self.attempt - 1, whole_number(resumed["attempt"], "attempt"))
-                self.attempt = Attempt(number + 1)
+                self.attempt = Attempt(max(self._past_attempts, whole_number(resumed["attempt"], "attempt")) + 1)
                 whole_number(resumed["version"], "version")
             self._checkpoints[rank] = resumed if missing is None else str(missing)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
