@@ -84,7 +84,8 @@ class Startup:
             if rank not in ranks:
                 continue
             if isinstance(one, str):
-                return f"{one} (rank {rank} on {ranks[rank].host})"
+                where = f"{one} (rank {rank} on {ranks[rank].host})"
+                return f"{where}: is the host with it away, or its folder not in its place?"
             if self.resumed is not None and self.resumed != one:
                 return "the ranks have read different checkpoints; name one that all reach"
             self.resumed = one
