@@ -119,16 +119,3 @@ def test_the_script_for_slurm() -> None:
     assert f"export ELCHE_TOKEN_FILE='{Path('a b.token').resolve()}'" in script
     assert "--gpus" not in script_of(fleet(), 1)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-@pytest.mark.parametrize(("of_job", "of_agent"), [({"SLURM_CPUS_PER_TASK": "8"}, "8"), ({}, "")])
-def test_slurms_agent_has_the_cpus_of_its_job(tmp_path: Path, of_job: dict[str, str], of_agent: str) -> None:
-    """With `-- --cpus-per-task 8` the job had eight, and the agent one: srun reads a variable of its own."""
-    for name, text in (("srun", 'echo "${SRUN_CPUS_PER_TASK-}"'), ("scontrol", ":")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1", **of_job}
-    done = subprocess.run(
-        ["bash"], input=script_of(fleet(), 1), capture_output=True, text=True, check=True, env=env, timeout=100
-    )
-    assert done.stdout.strip() == of_agent

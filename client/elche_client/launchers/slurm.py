@@ -24,8 +24,6 @@ SCRIPT = """\
 
 # One agent on each node of the job. When it has left, and nobody has cancelled the job, that goes back to the
 # queue: before its time ends (the signal), in the time that preemption gives it, or on a notice of the machine.
-# Since Slurm 22.05 srun must be told how many CPUs the job's --cpus-per-task has given it: by itself it takes one.
-[ -z "${{SLURM_CPUS_PER_TASK-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 {command} &
 agents=$!
 leave() {{ scancel --signal=TERM "$SLURM_JOB_ID.0"; }} # srun itself would take SIGTERM for an order to kill
