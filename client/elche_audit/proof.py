@@ -209,6 +209,11 @@ class _Judge:
         rounds = [one for one in chain if one.version <= books.version]
         if not rounds or rounds[-1].version != books.version:
             last = chain[-1].version if chain else 0
+            files = next(one.files for one in self._attempts if one.number == books.attempt)
+            if books.version > last and not any(file.has_ended for file in files):  # as on a full disk
+                said = f"checkpoint {books.name} has version {books.version}, and all files of ranks end with {last}"
+                self._lack(f"{said}: could they be written? (see the ranks' logs)")
+                return
             self._refute([f"checkpoint {books.name}: no round made its version {books.version}; the last is {last}"])
             return
         base = self._base

@@ -26,6 +26,8 @@ from elche_client.cli_options import (
 def fetch(job: str, file: Path | None, best: bool, address: str, as_json: bool) -> int:
     """Copy the final model of JOB to FILE: by default model.safetensors, with --best best.safetensors.
 
+    If it breaks off, what has come stays in FILE.JOB.SHA256.part, and the same command goes on there.
+
     \b
     Examples:
       elche fetch digits-1a2b3c4d digits.safetensors --coordinator gpu1:7717

@@ -32,6 +32,7 @@ from elche_client.codec import (
     encode_spec,
 )
 from elche_client.connection import connect
+from elche_client.draft import Draft
 from elche_client.events import (
     Checkpoint,
     EpochReport,
@@ -341,19 +342,26 @@ class Client:
     def download(self, job_id: str, path: str | os.PathLike[str], *, best: bool = False) -> Path:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
 
-        With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names.
+        With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names. When the
+        connection breaks it goes on where it was; when that fails for 60 s, or this process ends, the part that has
+        come stays beside the file, and the next call goes on there.
         """
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        request = pb.FetchModelRequest(job_id=job_id, best=best)
-        try:
-            with self._calling(job_id), draft.open("wb") as file:
-                for part in self._stub.FetchModel(request, metadata=self._metadata):
-                    file.write(part.data)
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
-        return target
+        came_s = -math.inf
+        while True:
+            with Draft(Path(path), job_id) as draft:
+                try:
+                    with self._calling(job_id):
+                        request = pb.FetchModelRequest(
+                            job_id=job_id, best=best, offset=draft.size_bytes, sha256=draft.sha256
+                        )
+                        for part in self._stub.FetchModel(request, metadata=self._metadata):
+                            draft.add(part.data, part.offset, part.sha256)
+                    return draft.finish()
+                except Unreachable:
+                    came_s = time.monotonic() if draft.has_grown else came_s
+                    if time.monotonic() - came_s > RECONNECT_S:
+                        raise
+            time.sleep(RECONNECT_EVERY_S)
 
     def logs(
         self, job_id: str, *, rank: int | None = None, follow: bool = False, max_bytes: int = LOG_BYTES

@@ -15,6 +15,8 @@ class Misuse(ElcheError):
     """A call of the user's loop that the trainer cannot carry out. Nothing was changed."""
 
 
+MISSING = "missing"
+"""In `Ready.resumed`, in place of a training's state: why a rank has not found the checkpoint of its job."""
 LEFT_ALONE = 75
 """Exit code of a rank's process that cannot go on without others that have ended, and is not at fault itself."""
 

@@ -32,21 +32,27 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 """The fields that each manifest has, with their types."""
 
 
+class NoCheckpoint(InvalidJob):
+    """There is none at the path."""
+
+
 def newest(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest one below the folder of a job or run. Raises `InvalidJob` without one."""
+    """The checkpoint at `path`, or the newest one below the folder of a job or run. Raises `NoCheckpoint`."""
     return checkpoints_in(path)[-1]
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """All complete checkpoints at or below a folder, oldest first. Raises `InvalidJob` when there is none."""
+    """All complete checkpoints at or below a folder, oldest first. Raises `NoCheckpoint`, and `InvalidJob` for a
+    damaged one.
+    """
     if not os.path.exists(path):  # False also for a name that none can have
-        raise InvalidJob(f"there is no checkpoint {path}")
+        raise NoCheckpoint(f"there is no checkpoint {path}")
     if os.path.isfile(path / MANIFEST):
         return [path]
     found = [one.parent for depth in ("*", "*/*", "*/*/*") for one in path.glob(f"{depth}/{MANIFEST}")]
     whole = [one for one in found if not one.name.startswith(".")]
     if not whole:
-        raise InvalidJob(
+        raise NoCheckpoint(
             f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it; "
             "a run writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch"
         )

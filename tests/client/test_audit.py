@@ -526,6 +526,12 @@ def full_disk(run: Run) -> None:
     run.write()
 
 
+def full_disk_of_a_submitted_job(run: Run) -> None:
+    """Its checkpoints, written when there was room again, are of rounds that are in no file."""
+    full_disk(run)
+    (run.folder / "record.json").unlink()
+
+
 def no_files(run: Run) -> None:
     for path in (run.folder / "audit" / JOB).iterdir():
         path.unlink()
@@ -550,6 +556,7 @@ LACKS: dict[Fault, str] = {
     another_jobs_record: r"record.json is that of job letters-2",
     damaged_result: r"record.json is damaged",
     full_disk: r"all files of ranks end before the job did",
+    full_disk_of_a_submitted_job: r"checkpoint epoch-version-4 has version 4, and all files .* end with 3",
     no_files: r"there is no file of any rank",
     two_jobs: r".*audit files of 2 jobs",
 }

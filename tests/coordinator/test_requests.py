@@ -123,7 +123,7 @@ def test_who_asks_for_the_model_of_a_loop_is_told_who_has_it() -> None:
     nothing: Any = None
     view: Any = SimpleNamespace(job_id="old")
     with pytest.raises(InvalidJob, match="job old has its own training loop, and such scripts save their models them"):
-        model_chunks(catalogue, nothing, nothing, view)
+        model_chunks(catalogue, nothing, nothing, view, nothing)
 
 
 def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:

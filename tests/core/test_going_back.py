@@ -1,5 +1,8 @@
 """Jobs of which nobody is left that has the model: they begin anew, from their newest checkpoint or their start."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from core.test_lost_ranks import THREE, by_policy
 
@@ -11,6 +14,7 @@ from elche_coordinator.core.messages.events import (
     JobCancelled,
     JobSubmitted,
     RankExited,
+    RankReady,
     ScaleRequested,
 )
 from elche_coordinator.core.messages.ids import AgentId, JobId
@@ -272,3 +276,66 @@ def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):
     assert kept is not None
     assert kept.resume == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
     assert (kept.end, kept.attempt, kept.last_incarnation) == (None, 1, 3)
+
+
+def on_disks_of_their_own(simulation, *hosts, told):
+    """What these ranks read, when the job goes back, is on their own disks."""
+    tell = simulation.handle
+
+    def tell_of_own(event):
+        if isinstance(event, RankReady) and event.resumed and event.rank in hosts:
+            event = replace(event, resumed=told(event.resumed))
+        tell(event)
+
+    simulation.handle = tell_of_own
+
+
+def older(text):
+    state = json.loads(text)
+    return json.dumps(state | {"version": state["version"] - 1, "samples": 1})
+
+
+def missing(_):
+    return json.dumps({"missing": "there is no checkpoint runs/a"})
+
+
+@pytest.mark.parametrize(
+    ("told_of", "why"),
+    [(older, "the newest checkpoint there has version "), (missing, "there is no checkpoint runs/a")],
+)
+@pytest.mark.parametrize("behind", [(0,), (1, 2), (2,)])
+def test_hosts_that_share_no_disk_go_back_to_the_newest_checkpoint_of_one(simulate, told_of, why, behind):
+    """The job failed, after each upgrade of the coordinator: ranks had read different checkpoints, or some none."""
+    simulation = simulate(ranks(*THREE), epochs=4, dataset_size=4000, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    on_disks_of_their_own(simulation, *behind, told=told_of)
+    kill_all(simulation)
+    simulation.run_until(lambda: simulation.job.attempt == 2 and simulation.job.phase is JobPhase.TRAINING)
+    assert sorted(simulation.training.members) == [rank for rank in range(3) if rank not in behind]
+    begin = [text for text in told(simulation) if "begins later, with the others' model" in text]
+    assert [text.partition(" on ")[0] for text in begin] == [f"rank {rank}" for rank in behind]
+    assert all(why in text for text in begin)
+    simulation.run_until(lambda: len(simulation.training.members) == 3)
+    goes_on(simulation)
+    assert simulation.job.attempt == 2
+
+
+def test_the_checkpoint_is_on_no_host_any_more(simulate):
+    simulation = simulate(ranks(*THREE), epochs=4, dataset_size=4000, checkpoint_every_epochs=1)
+    simulation.run_until(lambda: has_saved(simulation))
+    on_disks_of_their_own(simulation, 0, 1, 2, told=missing)
+    kill_all(simulation)
+    assert simulation.run().error.startswith("there is no checkpoint runs/a (rank 0 on host): is the host with it away")
+
+
+def test_who_may_lose_no_rank_begins_with_all_or_not_at_all(simulate):
+    """A job that was resumed by hand: one of its hosts lacks the checkpoint that was named."""
+    first = simulate(ranks(*THREE), epochs=4, dataset_size=4000, checkpoint_every_epochs=1)
+    first.run_until(lambda: has_saved(first))
+    saved = next(iter(first.saved.values()))
+    for on_rank_loss in ("continue", "fail"):
+        again = simulate(ranks(*THREE), epochs=4, dataset_size=4000, resumed=saved, on_rank_loss=on_rank_loss)
+        on_disks_of_their_own(again, 1, told=missing)
+        result = again.run()
+        assert (result.outcome is Outcome.FAILED) is (on_rank_loss == "fail"), result.error
+    assert result.error.startswith("there is no checkpoint runs/a (rank 1 on host)")

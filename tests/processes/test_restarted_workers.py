@@ -1,10 +1,14 @@
 """What a job has left can be fetched after its worker, the coordinator, or both were started again."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from urllib.request import urlopen
 
+import pytest
+
 from elche_client import Client
+from elche_client.draft import Draft
 from support.real_processes import Coordinator, Mark, agent, coordinator, eventually
 
 JobFile = Callable[..., Path]
@@ -48,3 +52,37 @@ def test_an_ended_jobs_model_and_logs_outlive_its_worker_and_the_coordinator(
             assert [rank.num_batches > 0 for rank in view.ranks] == [True]
             with agent(mark, tmp_path, one.address):
                 eventually(lambda: "has the work folder of agent-" in one.log.read_text(), "that they share it is said")
+
+
+def test_a_download_that_broke_off_goes_on_where_it_was(
+    mark: Mark, tmp_path: Path, job_file: JobFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        coordinator(mark, tmp_path) as one,
+        Client(one.address, token="") as client,
+        agent(mark, tmp_path, one.address),
+    ):
+        handle = client.submit(job_file("linear.py"), num_ranks=1, epochs=1)
+        handle.result()
+        model = tmp_path / "work" / handle.id / "model.safetensors"
+        model.write_bytes(os.urandom(5 << 20))
+        (tmp_path / "mine").mkdir()
+        offsets: list[int] = []
+        add = Draft.add
+
+        def until_the_third(draft: Draft, data: bytes, offset: int, sha256: str) -> None:
+            if len(offsets) == 2:
+                raise KeyboardInterrupt
+            offsets.append(offset)
+            add(draft, data, offset, sha256)
+
+        monkeypatch.setattr(Draft, "add", until_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            client.download(handle.id, tmp_path / "mine" / "model")
+        monkeypatch.undo()
+        for _ in range(2):  # with a part, and without one
+            monkeypatch.setattr(Draft, "add", lambda *args: (offsets.append(args[2]), add(*args))[1])
+            assert client.download(handle.id, tmp_path / "mine" / "model").read_bytes() == model.read_bytes()
+            monkeypatch.undo()
+        assert offsets[:3] == [0, 1 << 20, 2 << 20]
+        assert offsets.count(0) == 2

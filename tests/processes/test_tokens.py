@@ -258,6 +258,31 @@ def test_ranks_of_a_revoked_token_are_gone_although_their_agent_does_not_exit(
         spot.process.wait(100)
 
 
+def test_a_worker_takes_the_token_that_its_file_has_now(mark: Mark, tmp_path: Path, job_file: JobFile) -> None:
+    """The coordinator was started with another token: workers ended their ranks and exited, although they had it."""
+    (file := tmp_path / "token").write_text(OWN)
+    file.chmod(0o600)
+    (again := tmp_path / "again").mkdir()
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path, env={"ELCHE_TOKEN": OWN}))
+        stack.enter_context(agent(mark, tmp_path, one.address, devices="cpu", env={"ELCHE_TOKEN_FILE": str(file)}))
+        with Client(one.address, token=OWN) as client:
+            job = client.submit(job_file(), epochs=100_000, num_ranks=1)
+            eventually(lambda: client.get(job.id).state is JobState.TRAINING, "it trains")
+        ranks = mark.living("elche rank")
+        file.write_text(f"{OWN} staple")
+        one.process.kill()
+        one.process.wait()
+        two = coordinator(mark, again, data=one.data, listen=one.address, env={"ELCHE_TOKEN": f"{OWN} staple"})
+        stack.enter_context(two)
+        client = stack.enter_context(Client(one.address, token=f"{OWN} staple"))
+        before = client.get(job.id).num_rounds
+        eventually(lambda: client.get(job.id).num_rounds > before, "it trains again")
+        assert mark.living("elche rank") == ranks
+        job = client.job(job.id)
+        job.cancel()
+
+
 def test_the_audit_log_says_who_did_what(lab: Lab, job_file: JobFile) -> None:
     job = lab.client("anna").submit(job_file(), epochs=1000, num_ranks=1)
     with pytest.raises(Forbidden):

@@ -32,7 +32,7 @@ from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.driver import Driver
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.storage.store import Replaced
-from elche_coordinator.streams.transfers import Transfers
+from elche_coordinator.streams.transfers import Rest, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -316,16 +316,23 @@ class Artifacts:
     def _find(self, job_id: str, name: str) -> dict[str, Any] | None:
         return next((one for one in self._kept.get(job_id, {}).values() if name in one["files"]), None)
 
-    async def chunks(self, job_id: str, name: str) -> AsyncGenerator[bytes]:
-        """Yields a file that the store has. Raises `InvalidJob` when it cannot be read, or is not what was stored."""
+    async def chunks(self, job_id: str, name: str, rest: Rest | None = None) -> AsyncGenerator[bytes]:
+        """Yields a file that the store has, or the rest of it. Raises `InvalidJob` when it cannot be read, or is not
+        what was stored.
+        """
         entry = self._find(job_id, name)
         if entry is None:
             raise InvalidJob(f"the artifact store has no {name} of job {job_id}")
+        rest = rest or Rest()
+        rest.begins(entry["files"][name]["sha256"])
+        skip = rest.offset
         try:
             place = await self._in_thread(entry["root"], StoreFolder, entry["root"], entry["folder"])
             reading = place.read(name, entry["files"][name])
             while (data := await self._in_thread(entry["root"], next, reading, None)) is not None:
-                yield data
+                if len(data) > skip:
+                    yield data[skip:]
+                skip = max(0, skip - len(data))
         except ElcheError:
             raise
         except Exception as error:  # packages of fsspec raise what they like
@@ -339,13 +346,14 @@ class Artifacts:
         name: str,
         absent: str,
         stored: Callable[[], AsyncGenerator[bytes]] | None = None,
+        rest: Rest | None = None,
     ) -> AsyncGenerator[bytes]:
-        """Yields a file as the first host delivers it that begins to, or else from the store. Raises `ElcheError`, with
-        the text `absent` where nobody has it.
+        """Yields a file, or the `rest` of it, as the first host delivers it that begins to, or else from the store.
+        Raises `ElcheError`, with the text `absent` where nobody has it.
         """
         problem: ElcheError = InvalidJob(absent)
         for ask in asks:
-            transfer, has_begun = self._transfers.begin(), False
+            transfer, has_begun = self._transfers.begin(rest), False
             if not ask(transfer):
                 self._transfers.drop(transfer)
                 continue
@@ -361,7 +369,7 @@ class Artifacts:
                 problem = error
         if not self.has(job_id, name):
             raise problem
-        async with aclosing(stored() if stored is not None else self.chunks(job_id, name)) as chunks:
+        async with aclosing(stored() if stored is not None else self.chunks(job_id, name, rest)) as chunks:
             async for data in chunks:
                 yield data
 

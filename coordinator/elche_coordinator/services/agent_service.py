@@ -115,6 +115,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             if request.error:
                 await self._transfers.deliver(transfer, InvalidJob(request.error))
                 return agent_pb2.DeliverResponse()
+            if request.sha256:
+                self._transfers.told(transfer, request.sha256, request.offset)
             await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
         await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()

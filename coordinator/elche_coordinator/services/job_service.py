@@ -29,7 +29,7 @@ from elche_coordinator.services.shared_views import VIEW_EVERY_S, SharedViews
 from elche_coordinator.services.submission import check_settings, check_spec
 from elche_coordinator.storage.bundles import Bundles
 from elche_coordinator.streams.send_queue import SendQueue
-from elche_coordinator.streams.transfers import Transfers
+from elche_coordinator.streams.transfers import Rest, Transfers
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.timelines import Timelines
 
@@ -170,10 +170,15 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.FetchModelResponse]:
         view = self._catalogue.known_view(request.job_id)
         find = best_weights if request.best else requests.model_chunks
-        found = find(self._catalogue, self._driver.agents, self._artifacts, view)
+        rest = Rest(request.offset, request.sha256)
+        found = find(self._catalogue, self._driver.agents, self._artifacts, view, rest)
+        num_sent = 0
         async with aclosing(found) as chunks:
             async for data in chunks:
-                yield job_pb2.FetchModelResponse(data=data)
+                yield job_pb2.FetchModelResponse(data=data, offset=rest.offset + num_sent, sha256=rest.sha256)
+                num_sent += len(data)
+        # tells which file it is also to a client that had all of it
+        yield job_pb2.FetchModelResponse(offset=rest.offset + num_sent, sha256=rest.sha256)
 
     async def StreamLogs(
         self, request: job_pb2.StreamLogsRequest, context: Context

@@ -29,6 +29,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.job_states import DECIDED
 from elche_coordinator.roles import CALLER, HAS_CHANGED
 from elche_coordinator.streams.agents import Agents
+from elche_coordinator.streams.transfers import Rest
 
 MAX_NAMED = 20
 """Hosts that an error names."""
@@ -132,17 +133,21 @@ def own_view(catalogue: JobCatalogue, job_id: str) -> JobView:
     return view
 
 
-def model_chunks(catalogue: JobCatalogue, agents: Agents, artifacts: Artifacts, view: JobView) -> AsyncGenerator[bytes]:
-    """The job's model, from its host, or from the artifact store where none has it any more. Raises `InvalidJob`."""
+def model_chunks(
+    catalogue: JobCatalogue, agents: Agents, artifacts: Artifacts, view: JobView, rest: Rest
+) -> AsyncGenerator[bytes]:
+    """The job's model, or the rest of it, from its host, or from the artifact store where none has it any more. Raises
+    `InvalidJob`.
+    """
     result = catalogue.result(view.job_id)
     spec = catalogue.spec(view.job_id)
     if spec is not None and spec.is_loop:
         raise InvalidJob(f"job {view.job_id} has its own training loop, and such scripts save their models themselves")
     if result is None or not result.model:
         raise InvalidJob(f"job {view.job_id} has no model; only a job that has succeeded has one")
-    ask = partial(agents.ask_for_model, view.job_id, result)
+    ask = partial(agents.ask_for_model, view.job_id, result, rest)
     absent = f"the host that has the model is not here any more; the model is {result.model} there"
-    return artifacts.from_host([ask], view.job_id, MODEL, absent)
+    return artifacts.from_host([ask], view.job_id, MODEL, absent, rest=rest)
 
 
 def cancel(driver: Driver, view: JobView) -> str:

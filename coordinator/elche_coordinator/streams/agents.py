@@ -8,6 +8,7 @@ from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.records.fleet import HostView
 from elche_coordinator.limits.budgets import MAX_HOSTS_BYTES, MAX_HOSTS_BYTES_OF_CALLER, Held
 from elche_coordinator.streams.streams import Streams
+from elche_coordinator.streams.transfers import Rest
 
 
 class Agents:
@@ -48,17 +49,21 @@ class Agents:
         self._streams.agents[agent_id].pass_on(order)
         return True
 
-    def ask_for_model(self, job_id: str, result: JobResult, transfer: str, *, best: bool = False) -> bool:
-        """Asks a host with the final, or best, model of an ended job to deliver it. Returns False if none is
-        connected.
+    def ask_for_model(self, job_id: str, result: JobResult, rest: Rest, transfer: str, *, best: bool = False) -> bool:
+        """Asks a host with the final, or best, model of an ended job to deliver it, or the rest of it. Returns False if
+        none is connected.
         """
         holders = self.holders(job_id, AgentId(result.model_agent_id), result.model_folder)
-        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, best=best)
+        send = agent_pb2.SendModel(
+            job_id=job_id, transfer=transfer, best=best, offset=rest.has_bytes, sha256=rest.of_sha256
+        )
         return bool(holders) and self.ask(holders[0], agent_pb2.AttendResponse(send_model=send))
 
-    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, transfer: str) -> bool:
+    def ask_for_checkpoint(self, job_id: str, agent_id: AgentId, path: str, rest: Rest, transfer: str) -> bool:
         """Asks a host to deliver the weights of the checkpoint at `path`. Returns False if it is not connected."""
-        send = agent_pb2.SendModel(job_id=job_id, transfer=transfer, checkpoint=path)
+        send = agent_pb2.SendModel(
+            job_id=job_id, transfer=transfer, checkpoint=path, offset=rest.has_bytes, sha256=rest.of_sha256
+        )
         return self.ask(agent_id, agent_pb2.AttendResponse(send_model=send))
 
     def ask_for_log(self, job_id: str, rank: RankView, transfer: str, max_bytes: int, **how: bool) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from elche.errors import ElcheError, InvalidJob
 
@@ -18,10 +19,30 @@ class TooLong(ElcheError):
     """An agent has sent more than was requested."""
 
 
+@dataclass(slots=True)
+class Rest:
+    """What is sent of a file of which the receiver may have the beginning."""
+
+    has_bytes: int = 0
+    """Bytes that the receiver has of the file whose checksum is `of_sha256`."""
+    of_sha256: str = ""
+    offset: int = 0
+    """Where the data begin that come."""
+    sha256: str = ""
+    """SHA-256 of the whole file that comes, in hex; empty until, and unless, its sender says it."""
+
+    def begins(self, sha256: str, offset: int | None = None) -> None:
+        """Takes in what comes: at `offset`, by default the first byte that the receiver lacks of this file."""
+        if offset is None:
+            offset = self.has_bytes if sha256 == self.of_sha256 else 0
+        self.offset, self.sha256 = offset, sha256
+
+
 class Transfer:
     """One file: chunks, or an error instead of them, then None at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: Rest) -> None:
+        self.rest = rest
         self.queue: asyncio.Queue[bytes | ElcheError | None] = asyncio.Queue(DEPTH)
         self.left = asyncio.Event()
         """Set when the client has disconnected."""
@@ -33,11 +54,16 @@ class Transfers:
     def __init__(self) -> None:
         self._open: dict[str, Transfer] = {}
 
-    def begin(self) -> str:
-        """Begins a transfer; returns its name, which cannot be guessed."""
+    def begin(self, rest: Rest | None = None) -> str:
+        """Begins a transfer; returns its name, which cannot be guessed. `rest` is told where the data begin."""
         name = secrets.token_urlsafe(16)
-        self._open[name] = Transfer()
+        self._open[name] = Transfer(rest or Rest())
         return name
+
+    def told(self, name: str, sha256: str, offset: int) -> None:
+        """Takes in of which file the data are that follow, and where they begin in it."""
+        if name in self._open:
+            self._open[name].rest.begins(sha256, offset)
 
     def drop(self, name: str) -> None:
         """Ends a transfer. Further chunks of its agent are refused."""

@@ -31,6 +31,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.roles import CALLER
 from elche_coordinator.services import requests
 from elche_coordinator.services.validation import MAX_RANKS
+from elche_coordinator.streams.transfers import Rest
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
 from elche_coordinator.web import payloads
@@ -302,7 +303,7 @@ class Web:
         return Download(f"{view.job_id}.journal.jsonl", chunks, await anext(chunks, b""))
 
     async def _begin_download(self, view: JobView) -> Download:
-        chunks = requests.model_chunks(self._catalogue, self._driver.agents, self._artifacts, view)
+        chunks = requests.model_chunks(self._catalogue, self._driver.agents, self._artifacts, view, Rest())
         return await self._downloads.begin(chunks, f"{view.job_id}.safetensors")
 
     async def _link(self, download: Download) -> str:

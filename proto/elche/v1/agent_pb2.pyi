@@ -30,22 +30,30 @@ class DeliverRequest(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     transfer: _builtins.str
     """The transfer's name, as the coordinator gave it; in the first message."""
     data: _builtins.bytes
     """At most 1 MiB of the file."""
     error: _builtins.str
     """Why there is no file, as text for people; nothing follows."""
+    offset: _builtins.int
+    """Of a model: where in the file the data that follow begin, in bytes; in the first message with `sha256`."""
+    sha256: _builtins.str
+    """Of a model: SHA-256 of the whole file, in hex; before its first data."""
     def __init__(
         self,
         *,
         transfer: _builtins.str = ...,
         data: _builtins.bytes = ...,
         error: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "offset", b"offset", "sha256", b"sha256", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,6 +86,8 @@ class SendModel(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     BEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     transfer: _builtins.str
@@ -86,6 +96,10 @@ class SendModel(_message.Message):
     """Folder on this host of the checkpoint whose weights to send; empty: the job's final model."""
     best: _builtins.bool
     """True to send the best model by the monitored metric instead of the final one."""
+    offset: _builtins.int
+    """First byte to send of the file whose checksum is `sha256`; another file is sent from its beginning."""
+    sha256: _builtins.str
+    """SHA-256 in hex of the file of which the client has a part; empty: it has none."""
     def __init__(
         self,
         *,
@@ -93,10 +107,12 @@ class SendModel(_message.Message):
         transfer: _builtins.str = ...,
         checkpoint: _builtins.str = ...,
         best: _builtins.bool = ...,
+        offset: _builtins.int = ...,
+        sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "checkpoint", b"checkpoint", "job_id", b"job_id", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "checkpoint", b"checkpoint", "job_id", b"job_id", "offset", b"offset", "sha256", b"sha256", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

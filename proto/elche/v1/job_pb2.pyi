@@ -476,19 +476,27 @@ class FetchModelRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     BEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """The job's id."""
     best: _builtins.bool
     """True to send the weights of the best checkpoint, by the monitored metric, instead of the final model."""
+    offset: _builtins.int
+    """Bytes that the client has already of the file of which `sha256` is the checksum, from its beginning."""
+    sha256: _builtins.str
+    """That file's SHA-256, in hex; empty: the client has nothing."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         best: _builtins.bool = ...,
+        offset: _builtins.int = ...,
+        sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "job_id", b"job_id", "offset", b"offset", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,16 +509,24 @@ class FetchModelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """At most 1 MiB."""
+    """At most 1 MiB; empty in the last message."""
+    offset: _builtins.int
+    """Where in the file the data are, in bytes. The first message continues the client's part, or begins anew with 0."""
+    sha256: _builtins.str
+    """SHA-256 of the whole file, in hex; empty if its host is older than this field: then it is sent from its beginning."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

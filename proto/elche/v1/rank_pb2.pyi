@@ -257,7 +257,9 @@ class Ready(_message.Message):
     rank_batch_size: _builtins.int
     """Samples per batch of this rank; may differ between ranks."""
     resumed: _builtins.str
-    """The state of the training in the checkpoint that the rank has loaded, as JSON; empty without one."""
+    """The state of the training in the checkpoint that the rank has loaded, as JSON; empty without one. An
+    object with `missing` alone says why the rank has not found the checkpoint from which its job resumes.
+    """
     timeline: _builtins.bool
     """True if the rank sends spans for a timeline."""
     restore: _builtins.str

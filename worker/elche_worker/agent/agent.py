@@ -1,5 +1,6 @@
 """The agent's stream with the coordinator, and how it carries out orders."""
 
+import hashlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, assert_never
@@ -16,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, assert_never
 import grpc
 
 from elche.channel import open_channel
-from elche.errors import ElcheError, InvalidJob, UnknownMessage, Unreachable
+from elche.errors import ElcheError, InvalidJob, NotAllowed, UnknownMessage, Unreachable
 from elche.manifest import EMA, MANIFEST, WEIGHTS
 from elche.network import BadAddress
 from elche.protocol import call_metadata
@@ -81,7 +83,7 @@ class Agent:
         slots: list[agent_pb2.Slot],
         work_dir: Path,
         *,
-        token: str | None = None,
+        token: Callable[[], str] = str,
         tls: str = "",
         interface: str = "",
         grace_s: float = GRACE_S,
@@ -91,11 +93,12 @@ class Agent:
         confinement: Confinement | None = None,
         spawner: SpawnerProcess | None = None,
     ) -> None:
-        """`tls`: folder of certificates for connections to the coordinator; `interface`: network interface on which
-        others reach its ranks; `grace_s`: seconds for which ranks may commit their work when the agent leaves;
-        `keep_s`: seconds for which ranks outlive the coordinator; `labels`: properties of the host, on which jobs may
-        set conditions; `secrets_dir`: has a file for each secret that jobs may ask for by its name; `confinement`: what
-        its ranks see of this host, None: all of it; `spawner`: one that runs already.
+        """`token`: reads it, and again when it is refused; `tls`: folder of certificates for connections to the
+        coordinator; `interface`: network interface on which others reach its ranks; `grace_s`: seconds for which ranks
+        may commit their work when the agent leaves; `keep_s`: seconds for which ranks outlive the coordinator;
+        `labels`: properties of the host, on which jobs may set conditions; `secrets_dir`: has a file for each secret
+        that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it; `spawner`:
+        one that runs already.
         """
         self._grace_s = grace_s
         self._keep_s = keep_s
@@ -111,7 +114,8 @@ class Agent:
         self._labels = labels or {}
         self._secrets_dir = secrets_dir
         self._work_dir = work_dir
-        self._metadata = call_metadata(token)
+        self._token = token
+        self._metadata = call_metadata(token())
         self._interface = interface
         self._tls = os.path.abspath(tls) if tls else ""
         self._stopped = threading.Event()
@@ -172,10 +176,17 @@ class Agent:
             reason = explained(error.details() or error.code().name)
             refused = error.code() in REFUSALS
             refused |= error.code() is grpc.StatusCode.INVALID_ARGUMENT and not self._store
-            if not self._stopped.is_set() and refused:
+            if not self._stopped.is_set() and refused and not self._has_new_token():
                 self._processes.close()
                 raise Unreachable(f"the coordinator at {self._coordinator} refuses this worker: {reason}") from None
             return reason
+
+    def _has_new_token(self) -> bool:
+        """True if the token has been replaced since it was read; the new one is used from then on."""
+        before = self._metadata
+        with suppress(NotAllowed):  # its file is being written
+            self._metadata = call_metadata(self._token())
+        return self._metadata != before
 
     def _give_up_ranks(self) -> None:
         """Ends all ranks, since the coordinator does not know them or has given them up, and drops the reports about
@@ -379,7 +390,7 @@ class Agent:
             kept = Path(order.checkpoint)
             path = kept / (EMA if (kept / EMA).is_file() else WEIGHTS)
             problem = _problem_of(path.parent) if folder else f"job {order.job_id} has not run here"
-        yield from _refusal(problem) if problem else _file(path, self._processes.files)
+        yield from _refusal(problem) if problem else _rest(path, self._processes.files, order.offset, order.sha256)
 
     def _deliver_log(self, order: agent_pb2.SendLog) -> None:
         """Sends the end of a log that a rank here has written. No other file can be asked for."""
@@ -542,10 +553,21 @@ def _size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def _file(path: Path, files: RankFiles) -> Iterator[agent_pb2.DeliverRequest]:
-    """A whole file."""
+def _rest(path: Path, files: RankFiles, offset: int, of_sha256: str) -> Iterator[agent_pb2.DeliverRequest]:
+    """A file with its checksum, from the offset on if it is the one of that checksum; with signs of life before it."""
     try:
-        yield from (agent_pb2.DeliverRequest(data=data) for _, data in _chunks(path, path.stat().st_size, files))
+        with files.read(path) as file:
+            digest, said_s = hashlib.sha256(), time.monotonic()
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
+                if time.monotonic() - said_s > ALIVE_EVERY_S:
+                    said_s = time.monotonic()
+                    yield agent_pb2.DeliverRequest()
+            sha256 = digest.hexdigest()
+            file.seek(min(offset, _size(file)) if sha256 == of_sha256 else 0)
+            yield agent_pb2.DeliverRequest(offset=file.tell(), sha256=sha256)
+            while data := file.read(CHUNK_BYTES):
+                yield agent_pb2.DeliverRequest(data=data)
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 

@@ -43,7 +43,7 @@ def main() -> None:
     set_up()
     slots = slots_of(order["slots"])
     try:
-        agent = Agent(order["coordinator"], slots, Path(order["work_dir"]), token=read_token(), spawner=spawner)
+        agent = Agent(order["coordinator"], slots, Path(order["work_dir"]), token=read_token, spawner=spawner)
         serve(agent, exit_with_stdin=True)
     except ElcheError as error:
         print(f"elche-worker: {error}", file=sys.stderr)

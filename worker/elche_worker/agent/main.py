@@ -184,7 +184,7 @@ def main(
             coordinator,
             _shared(_slots(devices), share),
             work_dir,
-            token=read_token(),
+            token=read_token,
             tls=tls,
             interface=interface,
             grace_s=grace,

@@ -1,5 +1,6 @@
 """The main function of a rank's process."""
 
+import json
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ import grpc
 import torch
 
 from elche.channel import open_channel
-from elche.errors import LEFT_ALONE, ElcheError, InvalidJob, PeerLost
+from elche.errors import LEFT_ALONE, MISSING, ElcheError, InvalidJob, PeerLost
 from elche.extent import Extent
+from elche.manifest import NoCheckpoint
 from elche.output import notice
 from elche.ready import MAX_TENSORS, MAX_TENSORS_CHARS, ready_message
 from elche.settings import AgreedSettings, shared_values
@@ -297,7 +299,7 @@ def _prepare(
     ready.timeline = timeline is not None
     ready.samples.extend(parts.looked.samples)
     ready.are_samples_random = parts.looked.are_random
-    ready.resumed = loaded.training if loaded else ""
+    ready.resumed = loaded.training if loaded else parts.no_checkpoint and json.dumps({MISSING: parts.no_checkpoint})
     session.send(rank_pb2.ConverseRequest(ready=ready))
     return loop, accumulators
 
@@ -327,7 +329,7 @@ def build(
     own_state = build_own_state(job, built.model, file_name)
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
-    loaded = _load_checkpoint(launch, layout, built)
+    loaded, no_checkpoint = _load_checkpoint(launch, layout, built)
     loader = LeaseLoader(
         dataset,
         order=order,
@@ -372,25 +374,29 @@ def build(
         eval_dataset=eval_dataset,
         own_state=own_state,
         loaded=loaded,
+        no_checkpoint=no_checkpoint,
         timeline=timeline,
     )
     return parts, accumulators
 
 
-def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> Loaded | None:
+def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> tuple[Loaded | None, str]:
     """Reads the checkpoint from which the job resumes; None if it starts from scratch. Every rank reads it; of a
-    sharded model each process reads its part.
+    sharded model each process reads its part. Where it is not, on a host with a disk of its own, also says so: the rank
+    may get the others' model.
     """
     if not launch.resume:
-        return None
+        return None, ""
     try:
         loaded = load(launch.resume, new_whole if built.sharded is None else new_like(built.sharded.parameters()[0]))
         if "loop" in loaded.manifest["training"]:
             raise InvalidJob(f"the checkpoint {loaded.path} was written by a user-owned loop (Trainer), not by a job")
         loaded.check_model(layout.model_tensors)
+    except NoCheckpoint as error:
+        return None, str(error)
     except InvalidJob as error:
         raise InvalidJob(f"{error} (rank {launch.rank} on {socket.gethostname()}; every rank reads it)") from None
-    return loaded
+    return loaded, ""
 
 
 def _batch_size(job: JobDefinition, launch: Launch, built: Built, dataset: Any, dataset_size: int) -> tuple[int, bool]:

@@ -76,5 +76,7 @@ class Parts:
     own_state: OwnState = field(default_factory=OwnState)
     loaded: Loaded | None = None
     """The checkpoint to resume from."""
+    no_checkpoint: str = ""
+    """Why there is none, if the job resumes from one."""
     timeline: SpanRecorder | None = None
     """Records spans of the rank's work."""

@@ -187,12 +187,26 @@ class ManagedJob(PlacedJob):
         failure = self.run.admit(record, event)
         are_there = not self.places.missing and not self.roster.num_in(RankPhase.STARTING)
         if is_first and self.phase is JobPhase.STARTING and are_there:
+            self._leave_behind()
             failure = self.run.begin(record)
             if failure is None:
                 self.advance(JobTrigger.RANKS_READY, "its ranks meet")
                 self.watch_silence(now_s)
         if failure is not None:
             self.fail(failure)
+
+    def _leave_behind(self) -> None:
+        """Has the others begin without ranks that lack their checkpoint, as on a host with a disk of its own. They are
+        started again, and get the others' model.
+        """
+        if not self._goes_back(is_violent=True):
+            return
+        for rank, why in self.run.behind().items():
+            record = self.ranks[rank]
+            record.departs(DepartureTrigger.LEFT_OUT)
+            self.roster.stop(record)
+            text = f"rank {rank} on {record.host} begins later, with the others' model: {why}"
+            self.roster.tell_lost(record, text)
 
     def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
         """Handles a rank's group that stands or is abandoned."""

@@ -116,22 +116,27 @@ class Run:
         """
         return self._startup.other_data(self._roster.ranks, record.rank, event) if self.training is not None else None
 
+    def behind(self) -> dict[Rank, str]:
+        """Ranks that are ready, and lack the checkpoint that others have, with the reason."""
+        return self._startup.behind()
+
     def begin(self, record: RankRecord) -> Failure | None:
         """Called when all ranks are ready, `record` last: if they agree, they form their first group."""
-        if failure := self._startup.failure(self._roster.ranks) or self._begin_training(record):
+        ranks = present(self._roster.ranks)
+        if failure := self._startup.failure(ranks) or self._begin_training(record, ranks):
             return failure
         assert self.training is not None
         self.membership = Membership(self._roster, self._outbox, self.training, self._choose_backend, self.attempt)
-        self.membership.form(dict(self._roster.ranks))
+        self.membership.form(ranks)
         return None
 
-    def _begin_training(self, record: RankRecord) -> Failure | None:
-        """Creates the training with the settings on which all agree. Returns a failure if that is impossible."""
+    def _begin_training(self, record: RankRecord, ranks: RankRecords) -> Failure | None:
+        """Creates the training, with the settings on which all agree. Returns a failure if that is impossible."""
         settings = record.settings
         assert settings is not None
         try:
-            builds = {rank: other.build for rank, other in self._roster.ranks.items() if other.build is not None}
-            self._first_choice = choose_backend(settings.backend, builds, num_hosts(self._roster.ranks))
+            builds = {rank: other.build for rank, other in ranks.items() if other.build is not None}
+            self._first_choice = choose_backend(settings.backend, builds, num_hosts(ranks))
             training = Training(
                 settings,
                 self._roster.ranks,

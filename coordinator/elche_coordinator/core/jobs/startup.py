@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elche.errors import MISSING
 from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Incarnation, Rank
@@ -27,6 +28,8 @@ class Startup:
         """The training's state in the checkpoint from which the job resumes."""
         self._architecture: Architecture | None = None
         """The model of the first rank that was ready, with which those of the others are compared."""
+        self._checkpoints: dict[Rank, Mapping[str, Any] | str] = {}
+        """The training's state in the checkpoint that each rank's newest process has loaded, or why it has none."""
         self._read: dict[Rank, _Read] = {}
         """The samples that the newest process of each rank has read."""
         self._difference: str | None = None
@@ -44,26 +47,56 @@ class Startup:
             self._architecture = architecture
         self._difference = self._difference or self._architecture.difference(architecture)
         self._read[rank] = _Read.of(event)
+        self._checkpoints.pop(rank, None)
         if event.resumed:
-            self._add_resumed(event.resumed)
+            self._add_resumed(rank, event.resumed)
 
-    def _add_resumed(self, text: str) -> None:
-        """Compares the training's state in the rank's checkpoint with that of earlier ranks."""
+    def _add_resumed(self, rank: Rank, text: str) -> None:
+        """Adds the training's state in the rank's checkpoint."""
         try:
             resumed = json.loads(text)
-            self.attempt = Attempt(max(self._past_attempts, whole_number(resumed["attempt"], "attempt")) + 1)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if (missing := resumed.get(MISSING)) is None:
+                self.attempt = Attempt(max(self._past_attempts, whole_number(resumed["attempt"], "attempt")) + 1)
+                whole_number(resumed["version"], "version")
+            self._checkpoints[rank] = resumed if missing is None else str(missing)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self._difference = self._difference or "the checkpoint has no training state; was it written by elche?"
-            return
-        if self.resumed is not None and self.resumed != resumed:
-            self._difference = self._difference or "the ranks have read different checkpoints; name one that all reach"
-        self.resumed = resumed
+
+    def behind(self) -> dict[Rank, str]:
+        """Ranks whose hosts lack the checkpoint with which others can begin, with the reason. Of a job that has gone
+        back, that is the newest one of its own which a rank has read; of another, the one that was named.
+        """
+        read = {rank: one for rank, one in self._checkpoints.items() if not isinstance(one, str)}
+        if not read:
+            return {}
+        newest = max(read.values(), key=_place)
+        lack = {rank: one for rank, one in self._checkpoints.items() if isinstance(one, str)}
+        older = {
+            rank: f"the newest checkpoint there has version {one['version']}, and another host's {newest['version']}"
+            for rank, one in read.items()
+            if self._past_attempts and _place(one) != _place(newest)
+        }
+        return lack | older
+
+    def _other_checkpoint(self, ranks: RankRecords) -> str | None:
+        """Notes what the ranks resume; returns why they cannot, None if they can."""
+        for rank, one in self._checkpoints.items():
+            if rank not in ranks:
+                continue
+            if isinstance(one, str):
+                where = f"{one} (rank {rank} on {ranks[rank].host})"
+                return f"{where}: is the host with it away, or its folder not in its place?"
+            if self.resumed is not None and self.resumed != one:
+                return "the ranks have read different checkpoints; name one that all reach"
+            self.resumed = one
+        return None
 
     def failure(self, ranks: RankRecords) -> Failure | None:
         """Returns why the ranks cannot train together; None when they can. Call it once every rank was added."""
         settings = {rank: record.settings for rank, record in ranks.items() if record.settings is not None}
         why = (
             self._difference
+            or self._other_checkpoint(ranks)
             or first_disagreement(settings)
             or first_invalid_setting(next(reversed(settings.values())))
             or self._other_data(ranks)
@@ -91,6 +124,11 @@ class Startup:
                     where = f"rank {rank} on {ranks[rank].host}", f"rank {lowest} on {ranks[lowest].host}"
                     return _difference_text(sample.index, *where)
         return None
+
+
+def _place(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Where the training was: later attempts have gone back over what earlier ones had beyond."""
+    return state["attempt"], state["version"]
 
 
 @dataclass(frozen=True, slots=True)
