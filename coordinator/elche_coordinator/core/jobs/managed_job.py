@@ -206,7 +206,7 @@ class ManagedJob(PlacedJob):
             record.departs(DepartureTrigger.LEFT_OUT)
             self.roster.stop(record)
             text = f"rank {rank} on {record.host} begins later, with the others' model: {why}"
-            self.roster.tell_lost(record, text)
+            self.roster.report_lost(record, text)
 
     def _on_generation(self, record: RankRecord, event: GroupFormed | GenerationAbandoned, now_s: float) -> None:
         """Handles a rank's group that stands or is abandoned."""
