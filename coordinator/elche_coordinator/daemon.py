@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Seconds for which open calls may take to end at shutdown."""
-FORGET_EVERY_S = 60.0
+FORGET_EVERY_S = 20.0
 """Seconds between two looks for ended jobs to forget."""
 
 
