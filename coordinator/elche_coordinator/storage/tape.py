@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -63,14 +63,16 @@ class Tape:
         *,
         rows: Callable[[], dict[str, Record]] = dict,
         sources: Callable[[], dict[str, str]] = dict,
+        on_saved: Callable[[Mapping[str, int]], None] = lambda sizes: None,
     ) -> None:
         """`first` is the number of the first event; `rows` and `sources` return the changes since their last call,
-        which become durable together with the events.
+        which become durable together with the events. `on_saved` gets the sizes in bytes of jobs' saved states.
         """
         self._writer = writer
         self._snapshots = snapshots
         self._rows = rows
         self._sources = sources
+        self._on_saved = on_saved
         self._batch = Transaction(last=first - 1)
         self._num_since = SAVE_EVERY
         """Events since the last saved state. The first one is made with the first event."""
@@ -123,6 +125,7 @@ class Tape:
         else:
             self._batch.saved = saved
             self._batch.entries = []
+            self._on_saved({job_id: len(part) for job_id, part in saved.parts.items()})
         self._num_since, self._num_bytes_saved = 0, self._writer.num_bytes
         self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
 
