@@ -1,4 +1,4 @@
-"""Texts of /metrics, one at a time: formatting 12,000 ranks takes seconds of a thread, which keeps the event loop waiting."""
+"""Texts of /metrics, one at a time: one of 12,000 ranks takes a thread seconds, and slows the event loop beside it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -61,7 +61,7 @@ class Loop(Job):
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
         self._late: dict[Rank, int] = {}
-        """The newest epoch that was reported without each of these ranks: what they say of it, or before, is ignored."""
+        """The newest epoch that was reported without each of these ranks: what they say up to it is ignored."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._groups = Regrouping(self.ranks, self.outbox)
