@@ -1,5 +1,6 @@
 """The catalogue of jobs: those of this run, from the core, and those that ended before it, from their records."""
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,6 +122,8 @@ class JobCatalogue:
             for job_id in old:
                 self.artifacts.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
+            if large:
+                gc.collect()  # a job's objects refer to each other, and the collector looks seldom
             log.info("%d jobs are forgotten, of %d that have ended", len(old), len(ended))
         return len(old)
 
