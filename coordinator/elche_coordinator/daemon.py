@@ -35,7 +35,7 @@ from elche_coordinator.driver import Driver
 from elche_coordinator.lifecycle.leadership import Leadership
 from elche_coordinator.lifecycle.standby import DATABASE, end_if_moved, lead, loading, open_store, start_over, using
 from elche_coordinator.lifecycle.stopping import Stop, save_jobs
-from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
+from elche_coordinator.limits.budgets import MAX_CALLS, MAX_STREAMS_OF_CONNECTION
 from elche_coordinator.limits.open_files import max_connections, raise_limit
 from elche_coordinator.limits.releasing import ReleasingInterceptor
 from elche_coordinator.services.access_service import AccessServicer
@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Seconds for which open calls may take to end at shutdown."""
-FORGET_EVERY_S = 60.0
+FORGET_EVERY_S = 20.0
 """Seconds between two looks for ended jobs to forget."""
 
 
@@ -215,6 +215,8 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS_OF_CONNECTION),
+        ("grpc.server.max_pending_requests", MAX_CALLS),  # with more that wait to be looked at, it resets new ones
+        ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
@@ -112,6 +112,7 @@ class Driver:
             first=1 if recorded is None else recorded.last + 1,
             rows=self._rows.take_changed,
             sources=self.sources.take_new,
+            on_saved=self._note_sizes,
         )
         self._num_written = self._tape.last
         """Number of the last durable event."""
@@ -351,6 +352,10 @@ class Driver:
 
     def _on_refused_in_thread(self, job_id: str, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._fail_later, job_id, reason)
+
+    def _note_sizes(self, sizes: Mapping[str, int]) -> None:
+        for job_id, why in self.open_jobs.note_states(sizes).items():
+            self._fail_later(job_id, why)
 
     def _fail_later(self, job_id: str, reason: str) -> None:
         """Fails the job once the present event is handled."""

@@ -1,14 +1,18 @@
-"""What is in the audit log, and that nobody can push others' lines out of it by calls that are refused."""
+"""What is in the audit log, and that nobody can push others' lines out of it."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elche.token import Role
-from elche_coordinator.access.audit import MAX_REFUSALS, UNCHANGED, Audit
+from elche_coordinator.access import audit as module
+from elche_coordinator.access.audit import MAX_REFUSALS, NUM_OLDER, UNCHANGED, Audit
 from elche_coordinator.roles import Caller
 
 EVE, MALLORY = Caller("eve", Role.VIEWER, "t1"), Caller("mallory", Role.USER, "t2")
+OLGA = Caller("olga", Role.OPERATOR, "t4")
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -47,6 +51,30 @@ def test_calls_that_change_nothing_push_no_lines_out(tmp_path: Path) -> None:
     lines = lines_of(path)
     assert len(lines) == MAX_REFUSALS + 1
     assert (lines[0]["outcome"], lines[-1]["outcome"]) == (UNCHANGED, "done")
+
+
+def test_many_real_changes_of_one_user_do_not_push_out_the_few_lines_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who submitted and cancelled jobs for some minutes had all five files alone."""
+    monkeypatch.setattr(module, "MAX_BYTES", 10_000)
+    path = tmp_path / "audit.jsonl"
+    audit, quoted = Audit(path), Caller('"token": ', Role.USER, "t3")
+    for number in range(3000):
+        if number % 100 == 0 and number < 1000:
+            audit.note(OLGA, "DrainHost", f"host {number}", "there", "done")
+        if number % 500 == 0:
+            audit.note(quoted, "SubmitJob", f"job {number}", "there", "done")
+        audit.note(MALLORY, "CancelJob", f"job {number}", "there", "done")
+    files = [path.with_name(f"audit.jsonl.{number}") for number in range(NUM_OLDER, 0, -1)] + [path]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert all(one.stat().st_size < 10_000 for one in files)
+    lines = [line for one in files for line in lines_of(one)]
+    by_who = {who: [line["what"] for line in lines if line["who"] == str(who)] for who in (OLGA, quoted, MALLORY)}
+    assert by_who[OLGA] == [f"host {number}" for number in range(0, 1000, 100)]
+    assert by_who[quoted] == [f"job {number}" for number in range(0, 3000, 500)]
+    assert by_who[MALLORY] == [f"job {number}" for number in range(3000 - len(by_who[MALLORY]), 3000)]
+    assert sum(one.stat().st_size for one in files) > 40_000, "so much is kept"
 
 
 def test_a_line_is_bounded_whatever_is_in_it(tmp_path: Path) -> None:

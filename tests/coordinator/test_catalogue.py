@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from elche.errors import UnknownJob
+from elche_coordinator.archive import catalogue as module
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted, LoopAttached, LoopLeft
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.open_jobs import RANK_BYTES
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.web import payloads
@@ -103,6 +105,43 @@ def test_those_that_ended_first_are_forgotten_first(tmp_path: Path) -> None:
         assert jobs.job_ids() == ["waits"]
         driver.stop()
         assert started(tmp_path)[1].job_ids() == ["waits"]
+
+    in_loop(story)
+
+
+def test_of_ended_jobs_those_of_who_takes_most_room_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand were remembered however large: a cancelled loop of 10,000 ranks took 19 MB for good."""
+
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        submit(driver, "small")
+        await end(driver, "small")
+        driver.stop()
+        driver, jobs = started(tmp_path)
+        for number in range(4):
+            job_id = JobId(f"wide-{number}")
+            spec = JobSpec(
+                name="wide", source_hash="", file_name="wide", num_ranks=100, is_loop=True, submitted_by="eve"
+            )
+            ranks = (("host", "cpu"),) * 100
+            driver.handle(LoopAttached(job_id=job_id, spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+            driver.handle(JobCancelled(job_id=job_id))
+            for address in driver.core.addresses(job_id):
+                driver.handle(LoopLeft(**address))
+            driver._clock_offset_s += 1.0
+        await asyncio.wait_for(driver.durable(), 10)
+        each = jobs._size_bytes("wide-0")
+        assert 100 * RANK_BYTES < each < 300 * RANK_BYTES
+        assert 0 < jobs._size_bytes("small") < RANK_BYTES
+        monkeypatch.setattr(module, "MAX_ENDED_BYTES", 3 * each)
+        assert jobs.forget_oldest(10_000) == 2
+        assert jobs.job_ids() == ["small", "wide-2", "wide-3"]
+        assert jobs.forget_oldest(10_000) == 0
+        await asyncio.wait_for(driver.durable(), 10)
+        assert driver.writer.row_bytes.keys() == {"wide-2", "wide-3"}
+        driver.stop()
 
     in_loop(story)
 

@@ -13,11 +13,12 @@ from elche.token import Role
 from elche_coordinator.archive.catalogue import JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import JobCancelled, LoopAttached
+from elche_coordinator.core.messages.events import EvaluationDone, JobCancelled, LoopAttached
 from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
 from elche_coordinator.limits import open_jobs
+from elche_coordinator.limits.open_jobs import _why
 from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services.requests import scale, submit
 from elche_coordinator.storage import tape
@@ -124,6 +125,50 @@ def test_ranks_of_loops_that_have_not_ended_are_bounded(tmp_path: Path, monkeypa
         with pytest.raises(TooMuch, match="your 1 jobs that have not ended take 1 MiB"):
             await submit_as(driver, "anna")
         await submit_as(driver, "bob")
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_who_has_too_much_state_loses_the_largest_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 loops whose ranks report a thousand long names took 3 MB each."""
+    monkeypatch.setattr(tape, "SAVE_EVERY", 1)
+    monkeypatch.setattr(tape, "SAVE_FRACTION", 1e9)
+    monkeypatch.setattr(open_jobs, "MAX_STATE_BYTES", 3 * MIB)
+    monkeypatch.setattr(open_jobs, "MAX_STATE_BYTES_OF_USER", 4 * MIB)
+    monkeypatch.setattr(open_jobs, "MAX_STATE_BYTES_IN_ALL", 8 * MIB)
+
+    async def story() -> None:
+        driver = started(tmp_path)
+
+        def attach(name: str, user: str) -> None:
+            spec = JobSpec(name=name, source_hash="", file_name=name, num_ranks=1, is_loop=True, submitted_by=user)
+            ranks = (("host", "cpu"),)
+            driver.handle(LoopAttached(job_id=JobId(name), spec=spec, ranks=ranks, policy="", submitted_at=1.0))
+
+        async def report(name: str, num_mib: int) -> None:
+            (address,) = driver.core.addresses(JobId(name))
+            sums = {f"{number}".ljust(MIB): (1.0, 1) for number in range(num_mib)}
+            driver.handle(EvaluationDone(**address, epoch=1, sums=sums, duration_ms=1.0))
+            await driver.durable()
+            await driver.durable()  # what follows from the save
+
+        def failed() -> dict[str, str]:
+            views = {name: driver.core.view(JobId(name), driver.now_s) for name in ("a1", "a2", "a3", "b1", "own")}
+            return {name: view.reason for name, view in views.items() if view is not None and view.state == "stopping"}
+
+        for name in ("a1", "a2", "a3"):
+            attach(name, "anna")
+        attach("b1", "bob")
+        attach("own", "")
+        for name, num_mib in (("a1", 1), ("a2", 2), ("b1", 2)):
+            await report(name, num_mib)
+        assert failed() == {}
+        await report("a3", 1)
+        assert failed() == {"a2": _why("your jobs'", 4 * MIB, 4 * MIB)}
+        await report("b1", 3)
+        assert failed().keys() == {"a2", "b1"}
+        assert failed()["b1"] == _why("its", 3 * MIB, 3 * MIB)
         driver.stop()
 
     in_loop(story)

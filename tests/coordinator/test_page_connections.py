@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
 
 from elche.errors import TooMuch
@@ -110,6 +111,36 @@ def test_who_takes_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch
         await web.stop()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "status"),
+    [
+        ("transfer-encoding: chunked", "1\r\na\r\n" * 1000, b"400"),
+        ("content-length: 1000000", "a" * 1000, b"400"),
+        ("content-length: 2", "{}", b"200"),
+    ],
+)
+def test_a_long_body_and_one_in_chunks_end_the_connection_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch, header: str, body: str, status: bytes
+) -> None:
+    """16 strangers who sent chunks of a byte kept everybody waiting for 20 s; other bodies were read without end."""
+    parts = []
+    parse = h11.Connection.next_event
+    monkeypatch.setattr(h11.Connection, "next_event", lambda parser: parts.append(parse(parser)) or parts[-1])
+
+    async def story() -> None:
+        web = WebServer("127.0.0.1", 0)
+        web.start(Page())
+        reader, writer = await connected(web.port)
+        writer.write(f"POST /healthz HTTP/1.1\r\nhost: here\r\nconnection: close\r\n{header}\r\n\r\n{body}".encode())
+        assert status in await reader.readline()
+        await reader.read()
+        writer.close()
+        await web.stop()
+
+    asyncio.run(story())
+    assert len(parts) < 10
 
 
 def test_handshakes_that_are_not_ended_are_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from elche_coordinator.core.messages.events import (
     RankStarted,
     ResultReceived,
     RoundEntered,
+    UserEventRecorded,
 )
 from elche_coordinator.core.messages.ids import AgentId, GenerationId, Incarnation, JobId, Rank, RoundId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
@@ -101,6 +102,40 @@ def test_for_one_who_stays_away_no_more_than_so_much_is_kept(monkeypatch: pytest
     keep(stream, 1)
     stream.show(11)
     assert (len(stream._kept), stream.is_over) == (0, True)
+
+
+def test_for_one_who_reads_nothing_no_more_than_so_many_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50,000 orders to write a checkpoint, of 4 MB each, were few enough."""
+    monkeypatch.setattr(streams, "MAX_KEPT_BYTES", 10_000)
+    stream = new_stream()
+    for number in range(1, 100):
+        stream.keep(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="x" * 3000)))
+        stream.show(number)
+        stream.on_heard(number - 2)
+        assert (len(stream._kept), stream.is_over) == (min(number, 2), False)
+    stream.show(stream.keep(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="x" * 3000))))
+    assert not stream.is_over
+    stream.show(stream.keep(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="x" * 3000))))
+    assert (len(stream._kept), stream.is_over) == (0, True)
+
+
+def test_who_comes_and_goes_a_thousand_times_is_awaited_once(tmp_path: Path) -> None:
+    """Each time began another wait of ten minutes."""
+
+    async def story() -> None:
+        driver = start_with_job(tmp_path, 1)
+        for _ in range(1000):
+            queue = opened(driver)
+            stream = driver.streams.of_rank(RANK)
+            assert stream is not None
+            stream.disconnect(queue)
+            driver.presence.on_rank_away(RANK)
+        await asyncio.sleep(0)  # the loop drops what is cancelled
+        loop: Any = asyncio.get_running_loop()
+        assert len(loop._scheduled) < 500
+        driver.stop()
+
+    asyncio.run(story())
 
 
 def test_a_message_that_comes_again_is_no_news() -> None:
@@ -430,6 +465,25 @@ def test_a_saved_state_that_is_damaged_is_left_with_a_word(
             assert database.execute("UPDATE states SET state = ?", (damage,)).rowcount == 1
         assert tape.read(SqlStore.in_file(tmp_path / "elche.sqlite")) is None
         assert "has left what cannot be read" in caplog.text
+
+    asyncio.run(story())
+
+
+def test_a_tape_of_long_events_is_replaced_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand reports of 200 KB made a database of 300 MB."""
+    monkeypatch.setattr(tape, "SAVE_BYTES", 50_000)
+    monkeypatch.setattr(tape, "SAVE_FRACTION", 1e9)
+
+    async def story() -> None:
+        one = start_with_job(tmp_path, 1)
+        opened(one)
+        for _ in range(100):
+            one.handle(UserEventRecorded(**RANK, text="x" * 10_000))
+            await asyncio.wait_for(one.durable(), 10)
+        one.stop()
+        with sqlite3.connect(tmp_path / "elche.sqlite") as database:
+            ((num_bytes,),) = database.execute("SELECT sum(length(entries)) FROM tape")
+        assert num_bytes < 70_000
 
     asyncio.run(story())
 

@@ -325,6 +325,17 @@ def test_a_stopped_rank_goes_on_after_any_number_of_seconds(
     assert 0 <= waits[0] <= threading.TIMEOUT_MAX
 
 
+@pytest.mark.parametrize("seconds", [1e308, float("inf"), float("nan"), -1.0])
+def test_a_rank_is_killed_after_any_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The thread that waited so long failed once it had asked the rank to end, which was never killed then."""
+    waits: list[float] = []
+    agent = Agent("127.0.0.1:1", [], tmp_path, grace_s=seconds)
+    monkeypatch.setattr(agent._processes, "stop", lambda _, grace_s, **__: waits.append(grace_s))
+    agent._do(agent_pb2.AttendResponse(stop_rank=agent_pb2.StopRank(job_id="job", grace_s=seconds)))
+    assert all(0 <= wait_s <= threading.TIMEOUT_MAX for wait_s in (*waits, agent._grace_s))
+    assert waits
+
+
 @pytest.mark.parametrize(
     ("order", "why"),
     [

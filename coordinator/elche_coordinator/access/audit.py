@@ -9,6 +9,7 @@ from logging import INFO, LogRecord
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from elche_coordinator.limits.sharing import crowded_out
 from elche_coordinator.roles import Caller
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,19 @@ HOUR_S = 3600
 
 
 class _File(RotatingFileHandler):
+    def doRollover(self) -> None:  # noqa: N802
+        """Begins a new file. Joins the two oldest; there, those with most lines lose their oldest."""
+        super().doRollover()
+        oldest, older, joined = (Path(f"{self.baseFilename}.{end}") for end in (NUM_OLDER + 1, NUM_OLDER, "new"))
+        if oldest.exists():
+            lines = [line for path in (oldest, older) for line in path.read_bytes().splitlines(keepends=True)]
+            sizes = ((number, _who(line), len(line)) for number, line in enumerate(lines))
+            for number in crowded_out(sizes, MAX_BYTES):
+                lines[number] = b""
+            joined.write_bytes(b"".join(lines))
+            joined.replace(older)
+            oldest.unlink()
+
     def handleError(self, record: LogRecord) -> None:  # noqa: N802
         """Logs an error of writing to the coordinator's log."""
         log.error("audit.jsonl cannot be written: %s", record.getMessage())
@@ -36,7 +50,7 @@ class Audit:
     """The file `audit.jsonl`, bounded."""
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._handler = _File(path, maxBytes=MAX_BYTES, backupCount=NUM_OLDER, encoding="utf-8", delay=True)
+        self._handler = _File(path, maxBytes=MAX_BYTES, backupCount=NUM_OLDER + 1, encoding="utf-8", delay=True)
         self._now = now
         self._hour = 0
         self._refusals: Counter[Caller] = Counter()
@@ -72,6 +86,11 @@ class Audit:
         }
         line = json.dumps({name: _short(text) for name, text in entry.items()})
         self._handler.handle(LogRecord("audit", INFO, "", 0, line, None, None))
+
+
+def _who(line: bytes) -> str:
+    """The caller of a line, as it is written there."""
+    return line.partition(b'"who": ')[2].partition(b', "token": ')[0].decode()
 
 
 def _short(text: str) -> str:

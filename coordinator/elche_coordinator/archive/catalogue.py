@@ -1,5 +1,6 @@
 """The catalogue of jobs: those of this run, from the core, and those that ended before it, from their records."""
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +13,13 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.reports import JobResult
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.driver import Driver
+from elche_coordinator.limits.open_jobs import RANK_BYTES
 from elche_coordinator.limits.sharing import crowded_out
 
 log = logging.getLogger(__name__)
+
+MAX_ENDED_BYTES = 512 << 20
+"""Most bytes of jobs that have ended: their records, and `RANK_BYTES` for each rank."""
 
 
 class JobCatalogue:
@@ -97,23 +102,36 @@ class JobCatalogue:
         return {spec.bundle for job_id in living if (spec := self._core.spec(job_id)) is not None}
 
     def forget_oldest(self, keep_jobs: int) -> int:
-        """Forgets ended jobs beyond `keep_jobs`, each the oldest of the user who has most; returns the number
-        forgotten.
+        """Forgets ended jobs beyond `keep_jobs` or `MAX_ENDED_BYTES`, each the oldest of the user who has most; returns
+        the number forgotten.
         """
-        if len(self.job_ids()) <= keep_jobs:
+        sizes = {one: self._size_bytes(one) for one in self.job_ids() if self.result(one) is not None}
+        if len(self.job_ids()) <= keep_jobs and sum(sizes.values()) <= MAX_ENDED_BYTES:
             return 0
         present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
         views = [view for view in present if view is not None]
         views.sort(key=lambda view: -(view.ended_for_s or 0.0))
         ended = [*self._history.jobs, *(view.job_id for view in views)]
-        old = tuple(map(JobId, crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)))
+        many = crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)
+        for one in many:
+            sizes[one] = 0
+        large = crowded_out(((one, self.owner(one), sizes[one]) for one in ended if sizes[one]), MAX_ENDED_BYTES)
+        old = tuple(map(JobId, [*many, *large]))
         if old:
             self._history.forget(old)
             for job_id in old:
                 self.artifacts.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
+            if large:
+                gc.collect()  # a job's objects refer to each other, and the collector looks seldom
             log.info("%d jobs are forgotten, of %d that have ended", len(old), len(ended))
         return len(old)
+
+    def _size_bytes(self, job_id: str) -> int:
+        """Approximate size in memory of a job that has ended."""
+        result = self.result(job_id)
+        num_bytes = self._driver.writer.row_bytes.get(job_id) or self._history.row_bytes.get(job_id, 0)
+        return num_bytes + (RANK_BYTES * len(result.ranks) if result is not None else 0)
 
     def _with_artifacts(self, view: JobView) -> JobView:
         told = self.artifacts.get(view.job_id, "")

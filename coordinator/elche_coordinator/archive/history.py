@@ -47,7 +47,10 @@ class History:
         """The highest incarnation used so far."""
         lost: dict[str, Record] = {}
         known = frozenset(living)
-        for job_id, record in _records(row for row in store.load_rows() if row.id not in known).items():
+        rows = [row for row in store.load_rows() if row.id not in known]
+        self.row_bytes = {row.id: len(row.record) for row in rows}
+        """Size of each job's record."""
+        for job_id, record in _records(rows).items():
             try:
                 self._take_in(job_id, record, lost)
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

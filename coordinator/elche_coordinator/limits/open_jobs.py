@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from collections.abc import Mapping
 
 from elche.errors import TooMuch
 from elche_coordinator.core.jobs.lines import Kind, kind_of
@@ -21,6 +22,10 @@ MAX_KINDS_OF_USER = 200
 """Most kinds of one user's open jobs."""
 RANK_BYTES = 2048
 """Bytes that are counted for each rank of a loop, which exists from the beginning, not only while it has slots."""
+MAX_STATE_BYTES = 64 << 20
+"""Largest saved state of one open job: what its ranks have told, and messages to them."""
+MAX_STATE_BYTES_OF_USER = 256 << 20
+MAX_STATE_BYTES_IN_ALL = 1 << 30
 
 
 class OpenJobs:
@@ -33,6 +38,10 @@ class OpenJobs:
         self._bytes: Counter[str] = Counter()
         self._kinds: dict[str, Counter[Kind]] = {}
         """Number of jobs of each kind, by user."""
+        self._states: dict[str, int] = {}
+        """Bytes of each job's saved state."""
+        self._state_bytes: Counter[str] = Counter()
+        """The same of each user's jobs together."""
 
     def require_room(self, user: str, spec: JobSpec | None = None) -> None:
         """Raises `TooMuch` if there is no room for one more job. `user` is the token's name; empty: only the total is
@@ -81,11 +90,35 @@ class OpenJobs:
         self._num[user] += 1
         self._bytes[user] += num_bytes
 
+    def note_states(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Notes the sizes in bytes of open jobs' saved states. Returns jobs that must end because there is too much,
+        each the largest of those that have it, with the reason.
+        """
+        users: set[str] = set()
+        for job_id, num_bytes in sizes.items():
+            if (found := self._jobs.get(job_id)) is not None:
+                users.add(found[0])
+                self._state_bytes[found[0]] += num_bytes - self._states.get(job_id, 0)
+                self._states[job_id] = num_bytes
+        too_much = {one: _why("its", self._states[one], MAX_STATE_BYTES) for one in sizes if self._is_too_large(one)}
+        for user in sorted(users - {""}):
+            if (num_bytes := self._state_bytes[user]) > MAX_STATE_BYTES_OF_USER:
+                largest = max((one for one in self._states if self._jobs[one][0] == user), key=self._states.__getitem__)
+                too_much[largest] = _why("your jobs'", num_bytes, MAX_STATE_BYTES_OF_USER)
+        if (num_bytes := self._state_bytes.total()) > MAX_STATE_BYTES_IN_ALL:
+            too_much[max(self._states, key=self._states.__getitem__)] = _why("all", num_bytes, MAX_STATE_BYTES_IN_ALL)
+        return too_much
+
+    def _is_too_large(self, job_id: str) -> bool:
+        return self._states.get(job_id, 0) > MAX_STATE_BYTES
+
     def remove(self, job_id: str) -> None:
         """Stops counting a job, which has ended."""
         if (found := self._jobs.pop(job_id, None)) is None:
             return
         user, num_bytes, kind = found
+        self._state_bytes[user] -= self._states.pop(job_id, 0)
+        self._state_bytes += Counter()  # drops what is 0
         if kind is not None:
             self._kinds[user][kind] -= 1
             self._kinds[user] += Counter()  # drops what is 0
@@ -95,3 +128,10 @@ class OpenJobs:
         self._bytes[user] -= num_bytes
         if not self._num[user]:
             del self._num[user], self._bytes[user]
+
+
+def _why(whose: str, num_bytes: int, most: int) -> str:
+    return (
+        f"what {whose} ranks have told the coordinator, or not read of it, takes {num_bytes >> 20} MiB, and "
+        f"{most >> 20} MiB is the limit: has the job thousands of metrics?"
+    )

@@ -1,7 +1,8 @@
-"""What is dropped where users share the room for records of ended jobs."""
+"""What is dropped where users share the room for records."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from heapq import heapify, heapreplace
 from typing import TypeVar
 
 Thing = TypeVar("Thing")
@@ -25,10 +26,12 @@ def crowded_out(things: Iterable[tuple[Thing, str, int]], most: int) -> list[Thi
         held[user] += size
         of_user.setdefault(user, deque()).append((thing, size))
     excess, dropped = held.total() - most, []
+    by_size = [(-size, place, user) for place, (user, size) in enumerate(held.items())]
+    heapify(by_size)
     while excess > 0:
-        user = max(held, key=held.__getitem__)
+        kept, place, user = by_size[0]
         thing, size = of_user[user].popleft()
-        held[user] -= size
+        heapreplace(by_size, (kept + size, place, user))
         excess -= size
         dropped.append(thing)
     return dropped

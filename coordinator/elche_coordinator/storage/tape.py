@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,9 @@ FLUSH_S = 1.0
 MAX_ENTRIES = 500
 """Most such events that wait."""
 SAVE_EVERY = 2000
-"""Fewest events between two saved states."""
+"""Fewest events between two saved states, unless they are long."""
+SAVE_BYTES = 32 << 20
+"""Bytes of written events after which fewer are enough."""
 SAVE_FRACTION = 0.01
 """Fraction of time that may be spent saving states."""
 
@@ -61,17 +63,21 @@ class Tape:
         *,
         rows: Callable[[], dict[str, Record]] = dict,
         sources: Callable[[], dict[str, str]] = dict,
+        on_saved: Callable[[Mapping[str, int]], None] = lambda sizes: None,
     ) -> None:
         """`first` is the number of the first event; `rows` and `sources` return the changes since their last call,
-        which become durable together with the events.
+        which become durable together with the events. `on_saved` gets the sizes in bytes of jobs' saved states.
         """
         self._writer = writer
         self._snapshots = snapshots
         self._rows = rows
         self._sources = sources
+        self._on_saved = on_saved
         self._batch = Transaction(last=first - 1)
         self._num_since = SAVE_EVERY
         """Events since the last saved state. The first one is made with the first event."""
+        self._num_bytes_saved = 0
+        """Bytes of events that the writer had written by then."""
         self._next_save_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -100,7 +106,8 @@ class Tape:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        may_save = self._num_since >= SAVE_EVERY and time.monotonic() >= self._next_save_s
+        is_long = self._writer.num_bytes - self._num_bytes_saved >= SAVE_BYTES
+        may_save = (is_long or self._num_since >= SAVE_EVERY) and time.monotonic() >= self._next_save_s
         if may_save or self._snapshots.is_due:
             self._save_state()
         batch, self._batch = self._batch, Transaction(last=self._batch.last)
@@ -118,7 +125,8 @@ class Tape:
         else:
             self._batch.saved = saved
             self._batch.entries = []
-        self._num_since = 0
+            self._on_saved({job_id: len(part) for job_id, part in saved.parts.items()})
+        self._num_since, self._num_bytes_saved = 0, self._writer.num_bytes
         self._next_save_s = time.monotonic() + (time.monotonic() - started_s) / SAVE_FRACTION
 
     def close(self) -> None:

@@ -78,6 +78,10 @@ class Writer:
         self._on_refused = on_refused
         self._queue: queue.SimpleQueue[Transaction | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self.num_bytes = 0
+        """Bytes of all events that were written."""
+        self.row_bytes: dict[str, int] = {}
+        """Size of each job's newest row that was written."""
         self.num_failures = 0
         self.failing = ""
         """The error of the last write; empty if it succeeded."""
@@ -114,17 +118,21 @@ class Writer:
     def _encode(self, batch: Transaction) -> list[JobRow]:
         """The newest row of each job as JSON, and its spec if the batch has one."""
         encoded = []
+        for job_id in batch.forgotten:
+            self.row_bytes.pop(job_id, None)
         for job_id, row in batch.rows.items():
             spec = batch.specs.get(job_id)
             try:
+                record = json.dumps(row)
                 encoded.append(
                     JobRow(
                         id=job_id,
-                        record=json.dumps(row),
+                        record=record,
                         spec=None if spec is None else json.dumps(asdict(replace(spec, replay=()))),
                         source=None if spec is None else spec.source_hash or None,
                     )
                 )
+                self.row_bytes[job_id] = len(record)
             except (TypeError, ValueError, RecursionError) as error:
                 self._on_refused(job_id, f"its record cannot be written: {error}")
         return encoded
@@ -144,6 +152,7 @@ class Writer:
                     forgotten=batch.forgotten,
                     sources=batch.sources,
                 )
+                self.num_bytes += len(entries)
                 self.durations.extend([time.monotonic() - started_s])
                 self.failing = ""
                 return True

@@ -41,6 +41,8 @@ class Presence:
         self._handle = handle
         self._stopped: set[AgentId] = set()
         """Former agents for whose ranks another agent has said that they stopped (protocol P19.7)."""
+        self._judging: dict[Stream[object], asyncio.TimerHandle] = {}
+        """The newest grace time of each rank that has been away."""
 
     def on_agent_away(self, agent_id: AgentId) -> None:
         """Handles the end of an agent's stream. One without ranks is lost at once."""
@@ -153,6 +155,7 @@ class Presence:
         num_connections = stream.num_connections
 
         def judge() -> None:
+            del self._judging[stream]
             if self._streams.of_rank(address) is not stream or stream.num_connections != num_connections:
                 return
             if alone_s and not self._is_any_connected(address["job_id"]):
@@ -160,4 +163,6 @@ class Presence:
             else:
                 self._handle(SessionLost(**address))
 
-        asyncio.get_running_loop().call_later(grace_s, judge)
+        if stream in self._judging:  # it has been away before, perhaps thousands of times
+            self._judging[stream].cancel()
+        self._judging[stream] = asyncio.get_running_loop().call_later(grace_s, judge)

@@ -21,6 +21,8 @@ from elche_coordinator.streams.send_queue import MAX_WAITING, SendQueue
 
 MAX_KEPT = 50_000
 """Most messages that are kept for one receiver that does not acknowledge them."""
+MAX_KEPT_BYTES = 64 << 20
+"""Most bytes of these. An order to write a checkpoint may have 4 MB."""
 
 Message = TypeVar("Message", bound=Any)
 Process = tuple[Rank, Incarnation]
@@ -63,6 +65,7 @@ class Stream(Generic[Message]):
         self._num_visible = 0
         """Number of the last message that may be sent, since its event is durable."""
         self._kept: deque[Message] = deque()
+        self._num_kept_bytes = 0
         self._queue: SendQueue[Message] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class Stream(Generic[Message]):
         message.seq = self._num_kept
         if not self.is_over:
             self._kept.append(message)
+            self._num_kept_bytes += _size_bytes(message)
         return self._num_kept
 
     def show(self, number: int) -> None:
@@ -125,7 +129,7 @@ class Stream(Generic[Message]):
         self._num_visible = max(self._num_visible, number)
         if not self.is_resumable:
             self.on_received(number)
-        elif len(self._kept) > MAX_KEPT:
+        elif len(self._kept) > MAX_KEPT or self._num_kept_bytes > MAX_KEPT_BYTES:
             self.give_up()
 
     def settle(self) -> None:
@@ -140,7 +144,7 @@ class Stream(Generic[Message]):
     def on_received(self, number: int) -> None:
         """Drops messages up to the number, which were received."""
         while self._kept and self._kept[0].seq <= number:
-            self._kept.popleft()
+            self._num_kept_bytes -= _size_bytes(self._kept.popleft())
 
     def is_news(self, number: int) -> bool:
         """True if its message of this number was not handled before. True for unnumbered ones."""
@@ -156,6 +160,11 @@ class Stream(Generic[Message]):
         """Ends the present connection after the messages in its queue."""
         if self._queue is not None:
             self._queue.close()
+
+
+def _size_bytes(message: Any) -> int:
+    """Size of a kept message; of an order to start a rank that of what is kept, which is little."""
+    return 0 if isinstance(message, StartOrder) else int(message.ByteSize())
 
 
 class Secrets:

@@ -34,6 +34,7 @@ from elche_coordinator.services.validation import MAX_RANKS
 from elche_coordinator.streams.transfers import Rest
 from elche_coordinator.telemetry.journal_files import JournalFiles
 from elche_coordinator.telemetry.metrics import SnapshotCollector, snapshot
+from elche_coordinator.telemetry.scrapes import Scrapes
 from elche_coordinator.web import payloads
 from elche_coordinator.web.access import LET_IN, AccessControl
 from elche_coordinator.web.downloads import Download, DownloadResponse, Downloads
@@ -88,6 +89,7 @@ class Web:
         self._saved: set[str] = set()
         self._downloads = Downloads()
         self._process = ProcessCollector(registry=None)
+        self._scrapes = Scrapes()
         self._stopping = asyncio.Event()
         driver.watchers.on_published(self._recorder.take_report)
         routes = [
@@ -186,17 +188,21 @@ class Web:
         return PlainTextResponse("leads\n")  # one that stands by answers by `waiting_page`
 
     async def _metrics(self, request: Request) -> Response:
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # a version that is not a number
+            encode, content_type = choose_encoder("")
+        text = await self._scrapes.text(content_type, partial(self._exported, encode))
+        return Response(text, headers={"content-type": content_type})
+
+    async def _exported(self, encode: Callable[[CollectorRegistry], bytes]) -> bytes:
         registry = CollectorRegistry()
         disk = await asyncio.to_thread(self._upkeep.disk)
         now = snapshot(self._driver, self._catalogue, self._artifacts, self._upkeep, disk)
         registry.register(SnapshotCollector(now))
         registry.register(self._process)
-        try:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # a version that is not a number
-            encode, content_type = choose_encoder("")
         # The views are taken on the event loop; formatting a thousand ranks takes long, and would delay rounds there.
-        return Response(await asyncio.to_thread(encode, registry), headers={"content-type": content_type})
+        return await asyncio.to_thread(encode, registry)
 
     # Shown by the page
 

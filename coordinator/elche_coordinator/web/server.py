@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,8 +27,25 @@ TLS_BYTES = 16 << 10
 """Buffer of a TLS connection. asyncio's own has 256 KiB, and outlives a handshake that fails until the garbage
 collector looks for it: strangers' handshakes took 580 MB.
 """
+MAX_HEADERS_BYTES = 64 << 10
+MAX_BODY_BYTES = 4 << 10
 TAKE_S = 120.0
 """Seconds for which a peer may take nothing of the pending data."""
+
+
+class _Parser(h11.Connection):
+    """Takes no request with a long body, or one in chunks. None here needs one, and a chunk of a byte takes as long as
+    any: a few strangers' chunks kept everybody waiting for 20 s.
+    """
+
+    def next_event(self) -> Any:
+        """The next part of a request. Raises `h11.RemoteProtocolError`, after which the connection is closed."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            given = dict(event.headers)
+            if b"transfer-encoding" in given or int(given.get(b"content-length", 0)) > MAX_BODY_BYTES:
+                raise h11.RemoteProtocolError("a body of this kind is not taken", 413)
+        return event
 
 
 class _Connection(H11Protocol):
@@ -40,6 +58,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, listener: Listener, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.conn = _Parser(h11.SERVER, MAX_HEADERS_BYTES)
         self._listener = listener
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -120,7 +139,6 @@ class WebServer:
             http=partial(_Connection, listener=self._socket),  # type: ignore[arg-type]  # called as a class is
             backlog=BACKLOG,
             limit_concurrency=MAX_BUSY + MAX_CONNECTIONS,
-            h11_max_incomplete_event_size=64 << 10,
             ws="none",
         )
         config.load()

@@ -100,7 +100,7 @@ class Agent:
         that jobs may ask for by its name; `confinement`: what its ranks see of this host, None: all of it; `spawner`:
         one that runs already.
         """
-        self._grace_s = grace_s
+        self._grace_s = _waitable_s(grace_s)
         self._keep_s = keep_s
         self._identity = AgentIdentity(work_dir)
         self._store = ""
@@ -309,7 +309,7 @@ class Agent:
             case "stop_rank":
                 stop = response.stop_rank
                 key = (stop.job_id, stop.rank, stop.incarnation)
-                self._processes.stop(key, stop.grace_s, waits_while_stopped=stop.waits_while_stopped)
+                self._processes.stop(key, _waitable_s(stop.grace_s), waits_while_stopped=stop.waits_while_stopped)
             case None if not response.seq:
                 log.warning("ignored an order that only newer versions of elche know")
             # no answer is possible, and the coordinator waits for one: this agent's end tells it that none comes
@@ -336,8 +336,7 @@ class Agent:
             case Fault.FAULT_STOP_RANK:
                 self._processes.signal(order.job_id, order.rank, signal.SIGSTOP)
                 going_on = (order.job_id, order.rank, signal.SIGCONT)
-                going_on_s = max(0.0, min(order.seconds, threading.TIMEOUT_MAX))
-                threading.Timer(going_on_s, self._processes.signal, going_on).start()
+                threading.Timer(_waitable_s(order.seconds), self._processes.signal, going_on).start()
             case Fault.FAULT_KILL_AGENT:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -543,6 +542,11 @@ class Agent:
         if self._stopped.is_set():
             return  # this agent has ended the rank because it ends itself
         self._outbound.send(rank_exited(key, ended))
+
+
+def _waitable_s(seconds: float) -> float:
+    """The next number of seconds that a thread can wait; 0 for NaN."""
+    return max(0.0, min(seconds, threading.TIMEOUT_MAX))
 
 
 def _log_path(folder: Path, rank: int) -> Path:

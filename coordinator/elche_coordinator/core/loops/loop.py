@@ -60,8 +60,8 @@ class Loop(Job):
         """Time at which the coordinator has heard of the loop."""
         self._tallies: dict[int, tuple[EpochTally, set[Rank]]] = {}
         """By epoch: its sums, and the ranks that have finished it."""
-        self._reported_without: dict[int, set[Rank]] = {}
-        """By reported epoch: the ranks that had not ended it. Their later reports of it are ignored."""
+        self._late: dict[Rank, int] = {}
+        """The newest epoch that was reported without each of these ranks: what they say up to it is ignored."""
         self._num_done: dict[int, int] = {}
         """Samples of these epochs, as reported by ranks that have finished them, including those of dead ranks."""
         self._groups = Regrouping(self.ranks, self.outbox)
@@ -150,9 +150,10 @@ class Loop(Job):
 
     def _on_epoch_ended(self, record: RankRecord, event: LoopEpochEnded) -> None:
         """Handles the end of an epoch on one rank. Epochs that all ranks have ended are reported, in order."""
-        epoch = event.work.epoch
-        if record.rank in (late := self._reported_without.get(epoch, set())):
-            late.discard(record.rank)
+        epoch, late = event.work.epoch, self._late.get(record.rank, -1)
+        if epoch >= late:
+            self._late.pop(record.rank, None)
+        if epoch <= late:
             return
         tally, ended = self._tallies.setdefault(epoch, (EpochTally(), set()))
         if record.rank in ended:
@@ -167,17 +168,22 @@ class Loop(Job):
         """Reports the epochs that all present ranks have ended, in order."""
         while self._tallies:
             oldest = min(self._tallies)
-            ended = self._tallies[oldest][1]
-            is_open = any(record.rank not in ended for record in self._groups.members)
-            if is_open and len(self._tallies) <= MAX_EPOCHS_OPEN:
+            if len(self._tallies) <= MAX_EPOCHS_OPEN and self._is_open(self._tallies[oldest][1]):
                 return
             self._report_epoch(oldest)
+
+    def _is_open(self, ended: set[Rank]) -> bool:
+        """True if a present rank has not ended the epoch."""
+        if len(ended) < self.roster.num_living:  # looking at each takes long in a loop of thousands
+            return True
+        return any(record.rank not in ended for record in self._groups.members)
 
     def _report_epoch(self, epoch: int) -> None:
         """Reports an epoch, without the part of ranks that have not ended it."""
         tally, ended = self._tallies.pop(epoch)
-        self._reported_without[epoch] = {record.rank for record in self._groups.members} - ended
-        self._reported_without = {one: ranks for one, ranks in self._reported_without.items() if ranks}
+        for record in self._groups.members:
+            if record.rank not in ended:
+                self._late[record.rank] = max(epoch, self._late.get(record.rank, epoch))
         num_samples = self._num_done.pop(epoch, 0) or sum(tally.rank_samples.values())
         self.num_epochs += 1
         self.epoch_sizes = [*self.epoch_sizes, num_samples][-MAX_EPOCHS_TOLD:]
@@ -222,6 +228,12 @@ class Loop(Job):
         if self.num_samples:
             return {rank: record.num_samples for rank, record in self.ranks.items()}
         return {rank: record.base_step for rank, record in self.ranks.items()}
+
+    def end_if_gone(self) -> None:
+        """Ends the loop as any job, and drops what it knows of epochs that not all ranks have ended."""
+        super().end_if_gone()
+        if self.result is not None:
+            self._tallies.clear()
 
     def complete(self, result: JobResult) -> JobResult:
         """Adds the loop's figures to the result."""
