@@ -111,7 +111,7 @@ def test_for_one_who_reads_nothing_no_more_than_so_many_bytes_are_kept(monkeypat
     for number in range(1, 100):
         stream.keep(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="x" * 3000)))
         stream.show(number)
-        stream.on_heard(number - 2)
+        stream.on_received(number - 2)
         assert (len(stream._kept), stream.is_over) == (min(number, 2), False)
     stream.show(stream.keep(rank_pb2.ConverseResponse(shutdown=rank_pb2.Shutdown(reason="x" * 3000))))
     assert not stream.is_over
