@@ -28,11 +28,14 @@ WITH_SHORT_ROUNDS = 100_000
 WITH_RIVALS = 200_000
 WITH_HOSTS = 10_000_000
 WITH_STARTS = 20_000_000
+WITH_DISKS = 30_000_000
 """Seeds from these on may have them; so those below stay what they were."""
 MOST_LOSSES = 4
 """How often all ranks die, or a host is lost, in one run: a job that goes back each time would not end."""
 BLAME = "look at these samples"
 """The end of the error of a job whose ranks have died on the same samples."""
+ELSEWHERE = "there is no checkpoint"
+"""How the error of a job begins none of whose hosts has a checkpoint that it has made."""
 IN_VAIN = "attempts in a row have reached no checkpoint"
 """The error of a job that has gone back too often."""
 LIMIT_S = 20_000.0
@@ -252,6 +255,8 @@ class RandomRun:
             return  # three deaths by chance on the same samples, before which none had died: so do samples that kill
         if IN_VAIN in result.error and "losses" in self.disasters:
             return
+        if result.error.startswith(ELSEWHERE) and "losses" in self.disasters and self.simulation.disks is not None:
+            return
         assert result.outcome is Outcome.SUCCEEDED, result.error
         self.simulation.assert_ended_cleanly()
         self.simulation.assert_exactly_once()
@@ -308,6 +313,8 @@ def random_run(seed: int) -> RandomRun:
         simulation.num_hosts = 1  # which has the slots of a whole group
     if seed >= WITH_STARTS:
         simulation.collective.death_seen_s = more.choice([None, 0.01, 0.5])
+    if seed >= WITH_DISKS and more.random() < 0.7 and settings.get("restore") != "best":
+        simulation.disks = {}
     simulation.start()
     befallen = []
     if seed >= WITH_STARTS and more.random() < 0.5:

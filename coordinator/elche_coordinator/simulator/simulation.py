@@ -8,6 +8,7 @@ from functools import partial
 from random import Random
 from typing import assert_never
 
+from elche.errors import MISSING
 from elche.settings import AgreedSettings
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.invariants import check_invariants
@@ -34,6 +35,7 @@ from elche_coordinator.simulator.collective import Collective, Fate
 from elche_coordinator.simulator.saved import FOLDER, Saved
 from elche_coordinator.simulator.synthetic import SyntheticRank
 
+NO_CHECKPOINT = json.dumps({MISSING: f"there is no checkpoint {FOLDER}"})
 JOB = JobId("job")
 """The only simulated job; commands for others are dropped."""
 
@@ -95,6 +97,8 @@ class Simulation:
     """The metrics of an epoch's model."""
     saved: dict[int, Saved] = field(default_factory=dict)
     """Complete checkpoints, by version."""
+    disks: dict[AgentId, dict[int, Saved]] | None = None
+    """Those of each host, where hosts have disks of their own; None: all have `saved`."""
     is_deadly: Callable[[Lease], bool] = lambda _: False
     """True if a batch of these samples kills whoever trains it."""
     check: bool = True
@@ -330,7 +334,8 @@ class Simulation:
         self.clock.at(arrival_s, action)
 
     def _start_rank(self, command: StartRank) -> None:
-        model, resumed = self.ranks[command.rank], self._saved_at(command.spec.resume) or self.resumed
+        saved = self.saved if self.disks is None else self.disks.setdefault(command.agent_id, {})
+        model, resumed = self.ranks[command.rank], _saved_at(command.spec.resume, saved) or self.resumed
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
         self.processes[command.rank] = self.new_rank(
             address,
@@ -342,7 +347,7 @@ class Simulation:
             batch_s=self._new_batch_s(model),
             evaluation_s=(self.evaluation_ms if model.evaluation_ms is None else model.evaluation_ms) / 1000,
             overlaps=self.settings.averaging == "overlapped",
-            saved=self.saved,
+            saved=saved,
             checkpoint_s=self.checkpoint_ms / 1000,
             resumed=resumed,
             evaluate=self.evaluate,
@@ -355,18 +360,13 @@ class Simulation:
             settings=self.settings,
             device="cpu" if self.group_size == 1 else f"{self.group_size}x cpu",
             batch_size=model.batch_size,
-            resumed=resumed.training if resumed else "",
+            resumed=resumed.training if resumed else command.spec.resume and NO_CHECKPOINT,
             links_address="simulated:1",
         )
         if self.start_ms:
             self.clock.after(self.start_ms / 1000, lambda: self._receive(command.rank, ready))
         else:
             self._receive(command.rank, ready)
-
-    def _saved_at(self, path: str) -> Saved | None:
-        """The checkpoint at a path, or the newest in the folder."""
-        saved = list(self.saved.values())
-        return next((one for one in saved if path == f"{FOLDER}/{one.name}"), saved[-1] if path == FOLDER else None)
 
     def _stop_rank(self, command: StopRank) -> None:
         process = self.processes.get(command.rank)
@@ -389,3 +389,9 @@ class Simulation:
             return next(first, model.ms_at(now_s) * noise) / 1000
 
         return batch_s
+
+
+def _saved_at(path: str, saved: Mapping[int, Saved]) -> Saved | None:
+    """The checkpoint at a path, or the newest in the folder."""
+    named = [one for one in saved.values() if path in (FOLDER, f"{FOLDER}/{one.name}")]
+    return named[-1] if named else None
