@@ -56,7 +56,17 @@ def checkpoints_in(path: Path) -> list[Path]:
             f"{path} is not a checkpoint and contains none: no {MANIFEST} is in it; "
             "a run writes one on Ctrl-C, every ten minutes, and with --checkpoint-every-epochs 1 after each epoch"
         )
-    return sorted(whole, key=lambda one: (read_manifest(one)["saved_at"], one.name))
+    manifests = {one: read_manifest(one) for one in whole}
+    whole.sort(key=lambda one: (*_progress(manifests[one]), one.name))
+    last_at = {manifests[one]["job"]: manifests[one]["saved_at"] for one in whole}
+    return sorted(whole, key=lambda one: (last_at[manifests[one]["job"]], manifests[one]["job"]))
+
+
+def _progress(manifest: Mapping[str, Any]) -> tuple[int, int, float]:
+    """How far its job was. The time is not enough, since a host's clock may be set back; a loop has nothing else."""
+    attempt, version = (manifest["training"].get(name) for name in ("attempt", "version"))
+    has_numbers = type(attempt) is int and type(version) is int
+    return (attempt, version, manifest["saved_at"]) if has_numbers else (0, 0, manifest["saved_at"])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -22,19 +22,42 @@ def test_the_newest_checkpoint_is_the_one_that_was_saved_last_whatever_its_name(
     assert newest(tmp_path).name == "1-00000010"
 
 
-def write_checkpoint(folder: Path, version: int, evaluated: dict[str, dict[str, float]]) -> None:
+def test_the_newest_checkpoint_of_a_job_is_its_furthest_though_its_hosts_clock_was_set_back(tmp_path: Path) -> None:
+    """`elche resume` went back by all that was trained since, without a word."""
+    for name, attempt, version, saved_at in (("a", 1, 9, 2.0), ("b", 2, 3, 100.0), ("c", 2, 7, 1.0)):
+        write_checkpoint(tmp_path / "one" / name, version, {}, saved_at=saved_at, attempt=attempt)
+    assert [one.name for one in checkpoints_in(tmp_path / "one")] == ["a", "b", "c"]
+    write_checkpoint(tmp_path / "other" / "d", 1, {}, saved_at=50.0, job="j-2")
+    assert newest(tmp_path).name == "d", "of several jobs it is that of the one that has saved last"
+
+
+def write_checkpoint(
+    folder: Path,
+    version: int,
+    evaluated: dict[str, dict[str, float]],
+    *,
+    saved_at: float | None = None,
+    attempt: int = 1,
+    job: str = "j-1",
+) -> None:
     """A checkpoint folder that holds a manifest alone."""
     evaluations = {"by_version": evaluated, "best_version": None}
     manifest = {
         "format": 2,
         "files": {"model.safetensors": {"bytes": 1000}},
-        "training": {"version": version, "ledger": {"epoch": version}, "global_step": 1, "evaluations": evaluations},
+        "training": {
+            "attempt": attempt,
+            "version": version,
+            "ledger": {"epoch": version},
+            "global_step": 1,
+            "evaluations": evaluations,
+        },
         "tensors": [],
-        "saved_at": version,
+        "saved_at": version if saved_at is None else saved_at,
         "settings": {},
         "num_ranks": 1,
         "file_name": "train.py",
-        "job": "j-1",
+        "job": job,
     }
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
