@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ class Ray:
         ).remote(fleet.command, _files(fleet))
 
     def members(self, name: str) -> list[FleetAgent]:
-        names = sorted(self._names(name), key=_number)
-        asked = [self._ray.get_actor(one, namespace=NAMESPACE).host.remote() for one in names]
-        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        actors = self._actors(sorted(self._names(name), key=_number))
+        asked = {one: actor.host.remote() for one, actor in actors.items()}
+        ready, _ = self._ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
         return [
             FleetAgent(one, AgentState.RUNNING, self._ray.get(answer))
             if answer in ready
             else FleetAgent(one, AgentState.WAITING, why="Ray has no room for it, or starts it")
-            for one, answer in zip(names, asked, strict=True)
+            for one, answer in asked.items()
         ]
 
     def down(self, name: str) -> None:
@@ -99,9 +100,17 @@ class Ray:
             one["name"] for one in known if one["namespace"] == NAMESPACE and one["name"].rpartition("-")[0] == fleet
         ]
 
+    def _actors(self, names: Iterable[str]) -> dict[str, Any]:
+        """The actors' handles by name, without those that have died since they were listed."""
+        found = {}
+        for name in names:
+            with suppress(ValueError):
+                found[name] = self._ray.get_actor(name, namespace=NAMESPACE)
+        return found
+
     def _leave(self, names: list[str]) -> None:
         """Has the agents leave, all at once, and ends their actors."""
-        handles = [self._ray.get_actor(name, namespace=NAMESPACE) for name in names]
+        handles = [*self._actors(names).values()]
         asked = [handle.leave.remote() for handle in handles]
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=LEAVE_S)

@@ -102,9 +102,19 @@ def check_savable(model: nn.Module, without: Iterable[str] = ()) -> None:
 
 
 def check_state(optimizers: Sequence[Optimizer]) -> None:
-    """Raises `InvalidJob`, naming it, for a value in the optimizers' state that a checkpoint cannot hold."""
+    """Raises `InvalidJob`, naming it, for an optimizer without a `state_dict`, and for a value in the state that a
+    checkpoint cannot hold.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    state: list[Any] = [one.state_dict() for one in optimizers]
+    state: list[Any] = []
+    for one in optimizers:
+        try:
+            state.append(one.state_dict())
+        except Exception as error:
+            kind = type(one).__name__
+            raise InvalidJob(
+                f"{kind}.state_dict() raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from None
     try:
         text = json.dumps(flattened(state, tensors, {}, where="optimizers"))
         unflattened(json.loads(text), tensors)

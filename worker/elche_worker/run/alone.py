@@ -100,7 +100,7 @@ class _Training:
         seed_all(job.seed)  # as rank 0 of a job does
         self._backs_off, room = is_auto(job, chosen), self._loader.make_room
         self._step = TrainStep(job, self._built, target, FILE, backs_off=self._backs_off, make_room=room)
-        self._eval_batch_size = batch_size // self._step.num_parts or 1
+        self._batch_size = batch_size
         self._rates = LearningRates(self._built.all_optimizers, schedule=job.schedule, scheduler=job.scheduler)
         if text := self._rates.epochs_notice(self._extent):
             notice(text)
@@ -112,6 +112,11 @@ class _Training:
         self._watch = _Watch(job)
         self._best: TrainedState | None = None
         self._num_trained = 0
+
+    @property
+    def _eval_batch_size(self) -> int:
+        """Samples of an evaluated batch: what fits in memory, by what has fit so far."""
+        return self._batch_size // self._step.num_parts or 1
 
     def rehearse(self) -> None:
         """Evaluates a batch and drops the outcome, so that a job that cannot be evaluated fails before it trains."""
