@@ -552,6 +552,43 @@ def test_the_next_values_are_encoded_while_others_are_sent(monkeypatch: pytest.M
     torch.testing.assert_close(change.view(2, -1), torch.stack([expected, expected]), rtol=0.01, atol=1.0)
 
 
+def test_a_compressed_average_that_fails_changes_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer is that of the next round, which may begin when the error is raised."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * 4 * BLOCK)  # of two ranks: a block of each part
+    has_failed, is_raised, num_decoded = threading.Event(), threading.Event(), threading.Semaphore(0)
+    sent: list[torch.Tensor] = []
+    late: list[bool] = []
+
+    class Held(Int8):
+        def decode(self, *parts: torch.Tensor) -> torch.Tensor:
+            num_decoded.release()
+            if len(sent) == 2:  # what is begun then is under way when the average fails
+                assert has_failed.wait(timeout=20)
+                late.append(is_raised.wait(timeout=0.2))
+            return super().decode(*parts)
+
+    class Failing(SoloCollectives):
+        size = 2
+
+        def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+            if sent:  # by then three chunks are encoded, one decode each, and the first is summed, with two
+                assert all(num_decoded.acquire(timeout=20) for _ in range(5))
+            sent.append(rows)
+            return rows[:1].repeat(2, 1)
+
+        def all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+            has_failed.set()
+            raise CollectiveFailed("a peer is gone")
+
+    group = Failing(attempt=1, generation=1, device=CPU)
+    change = torch.ones(10 * BLOCK)
+    with pytest.raises(CollectiveFailed):
+        Compression(len(change), group).average(change, [0.5, 0.5], group, codec=Held())
+    is_raised.set()
+    assert late
+    assert not any(late)
+
+
 def encoded(codec: str, values: torch.Tensor) -> torch.Tensor:
     """Rows of bytes from rows of float32."""
     rows = Encoded.empty(CODECS[codec](), *values.shape, CPU)

@@ -51,10 +51,20 @@ class Compression:
         self._error, self._sum_error = self._error.to(change.device), self._sum_error.to(change.device)
         self._next = self._error, self._sum_error
         work = _Work(codec, change, fractions, self._error, self._sum_error, keeps=fractions[group.position] > 0)
-        # A GPU computes on this thread's stream.
-        start: Callable[..., Future[Any]] = self._thread.submit if change.device.type == "cpu" else _called
+        try:
+            self._exchange(group, work, is_on_host=change.device.type == "cpu")
+        finally:
+            # The thread ends what it has begun, also after an error: the next round uses the same buffer.
+            self._thread.submit(lambda: None).result()
+        self._next = work.new_error, work.new_sum_error
+
+    def _exchange(self, group: ValueCollectives, work: "_Work", *, is_on_host: bool) -> None:
+        """Sends and receives chunk by chunk. The next chunk is encoded while one is sent, and the sums of one are sent
+        while those of the next are made.
+        """
+        # A GPU computes on the stream of this thread.
+        start: Callable[..., Future[Any]] = self._thread.submit if is_on_host else _called
         places = [slice(at, min(at + self._step, self._part)) for at in range(0, self._part, self._step)]
-        # The next chunk is encoded while one is sent, and the sums of one are sent while those of the next are made.
         encoded = deque(start(work.encode, at) for at in places[:2])
         sums: deque[Future[torch.Tensor]] = deque()
         stored: list[Future[None]] = []
@@ -68,7 +78,6 @@ class Compression:
                 stored.append(start(work.store, places[number - 1], gathered))
         for one in stored:
             one.result()
-        self._next = work.new_error, work.new_sum_error
 
     def add_unsent(self, change: torch.Tensor, fraction: float) -> None:
         """Adds this rank's errors to its change: that of its own change, and that of the sum of its part, divided by
