@@ -5,6 +5,7 @@ import glob
 import hashlib
 import os
 import re
+from contextlib import suppress
 from io import BufferedRandom
 from pathlib import Path
 from typing import Self
@@ -27,7 +28,10 @@ class Draft:
     def __init__(self, target: Path, job_id: str) -> None:
         self._target = target
         self._prefix = f"{target.name}.{quote(job_id, safe='')}."
-        self._path, self._file, self._stays = target, None, False  # type: Path, BufferedRandom | None, bool
+        self._path = target
+        self._file: BufferedRandom | None = None
+        self._stays = False
+        """True if the part stays when the download breaks off."""
         self._has_begun = False
         self.sha256 = ""
         """SHA-256 of the model of which this is a part; "" before one is known."""
@@ -99,11 +103,9 @@ def _owned(path: Path) -> BufferedRandom | None:
         file = path.open("a+b")
     except OSError:
         return None
-    try:
+    with suppress(OSError):  # another process has it, or has just finished it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # it was not finished meanwhile
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
-    except OSError:
-        pass
     file.close()
     return None

@@ -23,9 +23,11 @@ MAX_KINDS_OF_USER = 200
 RANK_BYTES = 2048
 """Bytes that are counted for each rank of a loop, which exists from the beginning, not only while it has slots."""
 MAX_STATE_BYTES = 64 << 20
-"""Largest saved state of one open job: what its ranks have told, and messages to them."""
+"""Largest saved state of one open job: what its ranks have reported, and messages to them; some 1 KiB for a rank."""
 MAX_STATE_BYTES_OF_USER = 256 << 20
+"""The same of one user's open jobs together."""
 MAX_STATE_BYTES_IN_ALL = 1 << 30
+"""The same of all users' open jobs."""
 
 
 class OpenJobs:
@@ -106,7 +108,9 @@ class OpenJobs:
                 largest = max((one for one in self._states if self._jobs[one][0] == user), key=self._states.__getitem__)
                 too_much[largest] = _why("your jobs'", num_bytes, MAX_STATE_BYTES_OF_USER)
         if (num_bytes := self._state_bytes.total()) > MAX_STATE_BYTES_IN_ALL:
-            too_much[max(self._states, key=self._states.__getitem__)] = _why("all", num_bytes, MAX_STATE_BYTES_IN_ALL)
+            too_much[max(self._states, key=self._states.__getitem__)] = _why(
+                "all jobs'", num_bytes, MAX_STATE_BYTES_IN_ALL
+            )
         return too_much
 
     def _is_too_large(self, job_id: str) -> bool:
@@ -132,6 +136,6 @@ class OpenJobs:
 
 def _why(whose: str, num_bytes: int, most: int) -> str:
     return (
-        f"what {whose} ranks have told the coordinator, or not read of it, takes {num_bytes >> 20} MiB, and "
-        f"{most >> 20} MiB is the limit: has the job thousands of metrics?"
+        f"{whose} state in the coordinator, of metrics and of messages that ranks have not read, takes "
+        f"{num_bytes >> 20} MiB, and {most >> 20} MiB is the limit: has the job thousands of metrics?"
     )

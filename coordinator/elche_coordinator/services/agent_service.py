@@ -116,7 +116,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 await self._transfers.deliver(transfer, InvalidJob(request.error))
                 return agent_pb2.DeliverResponse()
             if request.sha256:
-                self._transfers.told(transfer, request.sha256, request.offset)
+                self._transfers.announce(transfer, request.sha256, request.offset)
             await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
         await self._transfers.deliver(transfer, None)
         return agent_pb2.DeliverResponse()

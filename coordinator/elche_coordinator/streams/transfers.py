@@ -32,7 +32,7 @@ class Rest:
     """SHA-256 of the whole file that comes, in hex; empty until, and unless, its sender says it."""
 
     def begins(self, sha256: str, offset: int | None = None) -> None:
-        """Takes in what comes: at `offset`, by default the first byte that the receiver lacks of this file."""
+        """Notes what comes: from `offset` on, by default from the first byte that the receiver lacks of this file."""
         if offset is None:
             offset = self.has_bytes if sha256 == self.of_sha256 else 0
         self.offset, self.sha256 = offset, sha256
@@ -55,13 +55,13 @@ class Transfers:
         self._open: dict[str, Transfer] = {}
 
     def begin(self, rest: Rest | None = None) -> str:
-        """Begins a transfer; returns its name, which cannot be guessed. `rest` is told where the data begin."""
+        """Begins a transfer; returns its name, which cannot be guessed. `rest` learns where the data begin."""
         name = secrets.token_urlsafe(16)
         self._open[name] = Transfer(rest or Rest())
         return name
 
-    def told(self, name: str, sha256: str, offset: int) -> None:
-        """Takes in of which file the data are that follow, and where they begin in it."""
+    def announce(self, name: str, sha256: str, offset: int) -> None:
+        """Notes the checksum of the file whose data follow, and where in it they begin."""
         if name in self._open:
             self._open[name].rest.begins(sha256, offset)
 
