@@ -107,14 +107,18 @@ def test_the_same_script_alone_and_under_torchrun(mark: Mark, tmp_path: Path, al
     "el_che", ["1", "shares", pytest.param("0", marks=pytest.mark.long(reason="El Che's loop goes the same way"))]
 )
 def test_a_loop_appears_as_a_job(mark: Mark, cluster: Cluster, tmp_path: Path, el_che: str) -> None:
-    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_EL_CHE": el_che, "LOOP_SLEEP_S": "0.01"}
+    watched = tmp_path / "watched"
+    env = {"ELCHE_COORDINATOR": cluster.coordinator.address, "LOOP_EL_CHE": el_che, "LOOP_AWAITS": str(watched)}
     before = {job.job_id for job in cluster.client.jobs()}
     with running(mark, tmp_path / "loop", *TWO_RANKS, **env) as run:
         job = eventually(
             lambda: [one for one in cluster.client.jobs() if one.job_id not in before], "the job is there"
         )[0]
         assert job.name == "own_loop"
-        events = list(cluster.client.job(job.job_id).watch())
+        watching = cluster.client.job(job.job_id).watch()
+        first = next(watching)
+        watched.touch()
+        events = [first, *watching]
         run.ended()
         assert run.counted() == every_sample_once(3)
     epochs = [event for event in events if isinstance(event, EpochReport)]

@@ -20,6 +20,7 @@ EL_CHE = os.environ.get("LOOP_EL_CHE") == "1"
 SHARES = os.environ.get("LOOP_EL_CHE") == "shares"
 NOTES = Path(os.environ["LOOP_NOTES"])
 RESTS = os.environ.get("LOOP_RESTS", "")
+AWAITS = os.environ.get("LOOP_AWAITS", "")  # a file that is there once training may begin
 sleep = time.sleep
 
 
@@ -61,6 +62,8 @@ def main() -> None:
     if not SHARES:
         trainer.set_data_loader(loader, forward_input="x", names=("x", "y", "index"))
     trainer.set_loss_fn(None if SHARES else lambda context: mse_loss(context.output, context.batch["y"]))
+    while AWAITS and not Path(AWAITS).exists():
+        sleep(0.01)
     with (NOTES / f"rank-{trainer.rank}").open("a") as notes:
         for epoch in trainer.epochs(EPOCHS):
             for counted in step_by_shares(trainer, epoch, dataset) if SHARES else ():
