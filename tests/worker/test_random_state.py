@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elche_worker.device import rng
 from elche_worker.device.rng import seeded
 
 
@@ -12,6 +13,7 @@ class Generator(SimpleNamespace):
     """A device's generators, as PyTorch's module of its kind has them."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rng, "BUILT_FOR_CPU", False)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.in_use)
         monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(self.states))
         monkeypatch.setattr(torch.cuda, "set_rng_state_all", self.seed)
@@ -37,3 +39,14 @@ def test_devices_go_on_with_their_own_random_numbers_after_a_seeded_context(gene
     with seeded(7):
         assert generator.states == [7]
     assert generator.states == before
+
+
+def test_a_build_without_devices_keeps_no_seeds_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps each with the stack, formatted, for as long as the process lives."""
+    monkeypatch.setattr(rng, "BUILT_FOR_CPU", True)
+    num_kept = len(torch.cuda._queued_calls)
+    with seeded(7):
+        drawn = torch.rand(3)
+    rng.seed_all(7)
+    assert torch.equal(torch.rand(3), drawn)
+    assert len(torch.cuda._queued_calls) == num_kept
