@@ -19,6 +19,7 @@ from elche_coordinator.limits.open_jobs import RANK_BYTES
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.web import payloads
+from elche_coordinator.web.recorder import Recorder
 from support.effort import lines_run
 
 
@@ -160,6 +161,36 @@ def test_queued_jobs_are_not_described_again_each_second(tmp_path: Path) -> None
         first, *others = jobs.present_views()
         assert first.state == "cancelled"
         assert all(one is other for one, other in zip(others, before[1:], strict=True))
+        driver.stop()
+
+    in_loop(story)
+
+
+def test_ended_jobs_are_not_described_again_each_second(tmp_path: Path) -> None:
+    """As many are kept as `--keep-jobs` says, 10,000."""
+
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        recorder = Recorder()
+        names = [f"job-{number}" for number in range(100)]
+        for name in names:
+            submit(driver, name)
+            driver.handle(JobCancelled(job_id=JobId(name)))
+        await driver.durable()
+        jobs.artifacts |= dict.fromkeys(names[:50], "in the store")
+        before = jobs.present_views()
+        recorder.take_views(before)
+
+        def each_second() -> None:
+            recorder.take_views(jobs.present_views())
+
+        assert lines_run(each_second) < 30 * len(before)
+        assert all(one is other for one, other in zip(before, jobs.present_views(), strict=True))
+        jobs.artifacts["job-0"] = "no longer there"
+        assert jobs.present_views()[0].artifacts == "no longer there"
+        assert jobs.forget_oldest(10) == 90
+        assert [view.job_id for view in jobs.present_views()] == names[90:]
+        assert len(driver.core._kept_views) == 10
         driver.stop()
 
     in_loop(story)

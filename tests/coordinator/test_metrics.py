@@ -66,8 +66,8 @@ def test_a_slowdown_that_nobody_knows_makes_no_series(snapshot: MetricsSnapshot)
 
 def test_series_of_an_ended_job_expire_and_it_is_still_counted(snapshot: MetricsSnapshot) -> None:
     for ended_for_s, is_shown in ((EXPIRE_S - 1, True), (EXPIRE_S, False)):
-        job = replace(job_view(2), state="succeeded", ended_for_s=ended_for_s)
-        text = exported(replace(snapshot, jobs=[job], ended={"succeeded": 4}))
+        job = replace(job_view(2), state="succeeded", ended_s=7.0)
+        text = exported(replace(snapshot, now_s=7.0 + ended_for_s, jobs=[job], ended={"succeeded": 4}))
         assert ('elche_job_epoch{job="j-1"}' in text) == is_shown
         assert ('rank="1"' in text) == is_shown
         assert 'elche_jobs{state="succeeded"} 5.0' in text

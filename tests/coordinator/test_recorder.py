@@ -120,7 +120,7 @@ def test_jobs_that_are_forgotten_stay_forgotten() -> None:
     recorder = Recorder(Wall())
     running = [job_view(1, f"job-{index}") for index in range(MAX_JOBS + 20)]
     recorder.take_views(running)
-    ended = [replace(view, state="succeeded", ended_for_s=1.0) for view in running]
+    ended = [replace(view, state="succeeded", ended_s=1.0) for view in running]
     recorder.take_views(ended)
     recorder.take_views([*ended, job_view(1, "new")])
     kept = {name: len(one.events) for name, one in recorder.jobs.items()}
@@ -149,7 +149,7 @@ def test_why_a_job_failed_is_told_once() -> None:
     recorder.take_views([replace(view, state="stopping", reason=why, num_lost_ranks=1)])
     recorder.take_report("j-1", JobResult(outcome=Outcome.FAILED, error=why))
     for _ in range(3):
-        recorder.take_views([replace(view, state="failed", reason=why, num_lost_ranks=1, ended_for_s=0.1)])
+        recorder.take_views([replace(view, state="failed", reason=why, num_lost_ranks=1, ended_s=0.1)])
     told = [(one.kind, one.text) for one in recorder.jobs["j-1"].events]
     assert told == [("state", "training"), ("state", "stopping"), ("error", "failed: rank 1 was killed")]
 

@@ -31,6 +31,8 @@ class JobCatalogue:
         self._history = history
         self.artifacts: dict[str, str] = {}
         """By job that has ended, where its artifacts are, or why not yet."""
+        self._with: dict[str, tuple[JobView, JobView]] = {}
+        """By job with artifacts, the last view without and with them: all are asked for each second."""
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
@@ -108,9 +110,10 @@ class JobCatalogue:
         sizes = {one: self._size_bytes(one) for one in self.job_ids() if self.result(one) is not None}
         if len(self.job_ids()) <= keep_jobs and sum(sizes.values()) <= MAX_ENDED_BYTES:
             return 0
-        present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
+        recent = self._core.recent_view
+        present = (self._present_view(one, recent) for one in self._core.job_ids() if self.result(one) is not None)
         views = [view for view in present if view is not None]
-        views.sort(key=lambda view: -(view.ended_for_s or 0.0))
+        views.sort(key=lambda view: view.ended_s or 0.0)
         ended = [*self._history.jobs, *(view.job_id for view in views)]
         many = crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)
         for one in many:
@@ -121,6 +124,7 @@ class JobCatalogue:
             self._history.forget(old)
             for job_id in old:
                 self.artifacts.pop(job_id, None)
+                self._with.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
             if large:
                 gc.collect()  # a job's objects refer to each other, and the collector looks seldom
@@ -134,8 +138,13 @@ class JobCatalogue:
         return num_bytes + (RANK_BYTES * len(result.ranks) if result is not None else 0)
 
     def _with_artifacts(self, view: JobView) -> JobView:
-        told = self.artifacts.get(view.job_id, "")
-        return replace(view, artifacts=told) if told else view
+        if not (told := self.artifacts.get(view.job_id, "")):
+            return view
+        plain, shown = self._with.get(view.job_id, (None, view))
+        if plain is not view or shown.artifacts != told:
+            shown = replace(view, artifacts=told)
+            self._with[view.job_id] = view, shown
+        return shown
 
     def _present_view(self, job_id: JobId, view: Callable[[JobId, float], JobView | None]) -> JobView | None:
         """The job's view; one of id and state only if describing it fails, so that others are still shown."""

@@ -95,7 +95,7 @@ class Coordinator:
         self.keys: dict[str, JobId] = {}
         """Keys of submissions, with their jobs."""
         self._kept_views: dict[JobId, JobView] = {}
-        """Views of queued jobs that no event has named or changed since."""
+        """Views of queued and ended jobs that no event has named or changed since."""
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
         """Handles one event at time `now_s` (seconds, monotonic); returns the commands that follow, in order."""
@@ -198,13 +198,14 @@ class Coordinator:
         return replace(view, reason=self._placing.reason(placed))
 
     def recent_view(self, job_id: JobId, now_s: float) -> JobView | None:
-        """As `view`, but a queued job's view is kept until an event names or changes the job, so that its reason and
-        waiting time may be old. Callers ask for all jobs every second, and most jobs of a long queue only wait.
+        """As `view`, but the view of a queued or ended job is kept until an event names or changes the job, so that a
+        queued job's reason and waiting time may be old. Callers ask for all jobs every second: most of a long queue
+        only wait, and most of all have ended.
         """
         if (kept := self._kept_views.get(job_id)) is not None:
             return kept
         view = self.view(job_id, now_s)
-        if view is not None and view.state == JobPhase.QUEUED and not view.ranks:
+        if view is not None and (view.ended_s is not None or (view.state == JobPhase.QUEUED and not view.ranks)):
             self._kept_views[job_id] = view
         return view
 
@@ -474,6 +475,7 @@ class Coordinator:
         for job_id in gone:
             for jobs in self.tables().values():
                 jobs.pop(job_id, None)
+            self._kept_views.pop(job_id, None)
         self.keys = {key: job_id for key, job_id in self.keys.items() if job_id not in gone}
 
     def _set_timers(self, job: Job) -> None:

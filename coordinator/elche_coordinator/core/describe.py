@@ -76,13 +76,13 @@ class JobView(views.JobView):
     discarded_samples: int = 0
     checkpoint_age_s: float | None = None
     queue_wait_s: float = 0.0
-    ended_for_s: float | None = None
-    """Seconds since it ended; None while it has not."""
+    ended_s: float | None = None
+    """When it ended, by the coordinator's clock; None while it has not."""
 
 
 def to_json(view: JobView) -> dict[str, object]:
     """The view as plain values, for the record of a job that has ended."""
-    return dict(plain(replace(view, ended_for_s=None)))
+    return dict(plain(replace(view, ended_s=None)))  # the clock of the next run is another
 
 
 def from_json(state: Mapping[str, Any]) -> JobView:
@@ -93,6 +93,7 @@ def from_json(state: Mapping[str, Any]) -> JobView:
     )
     checkpoints = tuple(Checkpoint(**one) for one in state["checkpoints"])
     counts = Counts(**state.get("counts", {}))  # earlier versions have none
+    state = {name: value for name, value in state.items() if name != "ended_for_s"}  # earlier versions have it
     return JobView(**{**state, "ranks": ranks, "checkpoints": checkpoints, "counts": counts})
 
 
@@ -165,7 +166,7 @@ def _describe(job: Job, state: str, reason: str, ranks: tuple[RankView, ...], no
         num_regroups=max(0, job.generation_id - 1),
         num_lost_ranks=job.roster.num_lost,
         queue_wait_s=job.began_s.get(JobPhase.STARTING, ended_s or now_s) - queued_s,
-        ended_for_s=None if ended_s is None else now_s - ended_s,
+        ended_s=ended_s,
     )
 
 

@@ -24,6 +24,8 @@ EXPIRE_S = 15 * 60
 class MetricsSnapshot:
     """All values that are exported, at one moment."""
 
+    now_s: float = 0.0
+    """By the coordinator's clock."""
     jobs: list[JobView] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     """State to number of jobs, of earlier runs of the coordinator."""
@@ -58,6 +60,7 @@ def snapshot(
         "rank": sum(one.is_connected for of_job in streams.ranks.values() for one in of_job.values()),
     }
     return MetricsSnapshot(
+        now_s=driver.now_s,
         jobs=catalogue.present_views(),
         ended=Counter(view.state for view in catalogue.past_views()),
         num_agents=len(hosts),
@@ -187,7 +190,8 @@ class SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the snapshot."""
-        shown = [job for job in self._snapshot.jobs if (job.ended_for_s or 0.0) < EXPIRE_S]
+        since_s = self._snapshot.now_s - EXPIRE_S
+        shown = [job for job in self._snapshot.jobs if job.ended_s is None or job.ended_s > since_s]
         yield from _job_metrics(shown)
         yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
         yield from _coordinator_metrics(self._snapshot)

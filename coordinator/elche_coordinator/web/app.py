@@ -118,7 +118,7 @@ class Web:
         try:
             while True:
                 self._take_views()
-                await self._save([view for view in self._views if view.ended_for_s is not None], only_durable=True)
+                await self._save([view for view in self._views if view.ended_s is not None], only_durable=True)
                 await self._save_running()
                 await asyncio.sleep(EVERY_S)
         finally:
@@ -149,7 +149,7 @@ class Web:
         times_s = {
             view.job_id: self._saved_at_s.get(view.job_id, 0.0)
             for view in self._views
-            if view.ended_for_s is None and view.job_id in recordings
+            if view.ended_s is None and view.job_id in recordings
         }
         self._saved_at_s = times_s
         oldest = min(times_s, key=lambda job_id: times_s[job_id], default=None)

@@ -192,19 +192,19 @@ class Recorder:
         """Records all jobs as they are now."""
         now = self._wall()
         for view in views:
-            if view.ended_for_s is not None and view.job_id not in self.jobs:
+            if view.ended_s is not None and view.job_id not in self.jobs:
                 continue  # it was dropped
             recording = self._recording(view.job_id)
-            if recording.last is view and view.state == "queued":
-                continue  # as before: views of jobs that wait are kept
+            if recording.last is view and (view.state == "queued" or view.ended_s is not None):
+                continue  # as before: the core keeps such views
             for kind, text in _differences(recording.last, view):
                 self._note(recording, kind, text)
-            has_ended = recording.last is not None and recording.last.ended_for_s is not None
+            has_ended = recording.last is not None and recording.last.ended_s is not None
             recording.last = view
-            if view.ended_for_s is not None:
+            if view.ended_s is not None:
                 self._ended.setdefault(view.job_id)
-            if view.ended_for_s is not None and recording.ended_at is None:
-                recording.ended_at = now - view.ended_for_s
+            if view.ended_s is not None and recording.ended_at is None:
+                recording.ended_at = now
             if (view.num_epochs or view.state in ("training", "waiting", "paused")) and not has_ended:
                 recording.add(view, now)
 
@@ -260,8 +260,8 @@ def _differences(before: JobView | None, now: JobView) -> Iterator[tuple[str, st
     """Events (kind, text) for changes between two views that have no report. The end of a job has one with the reason,
     so a stopping job gets no reason here.
     """
-    is_over = now.ended_for_s is not None or now.state == "stopping"
-    if (before is None or before.state != now.state) and now.ended_for_s is None:
+    is_over = now.ended_s is not None or now.state == "stopping"
+    if (before is None or before.state != now.state) and now.ended_s is None:
         tells = not is_over and now.reason not in ("trains", now.state)
         yield "state", f"{now.state}: {now.reason}" if tells else now.state
     if before is None:
