@@ -137,6 +137,7 @@ class Averaging:
         self._group = group
         self._running = self._thread.submit(self._run, group, row, sent, state)
         self._running.add_done_callback(self._on_ended)
+        # `abandon` may have come before `_running` was set, and found nothing to abort: the loop would wait forever.
         if group.generation in self._abandoned:
             self._begin_abort(self._running, group)
         if self._waits_for_check:
@@ -201,10 +202,13 @@ class Averaging:
 
         def end() -> None:
             while not running.done():
+                # An abort that raises is repeated: if it ended this thread, the loop would wait for its collective
+                # forever.
                 with suppress(Exception):
                     group.abort()
                 wait([running], ABORT_AGAIN_S)
 
+        # A daemon: an abort that hangs in the driver must not keep the process from exiting.
         threading.Thread(target=end, name="abort", daemon=True).start()
 
     def _on_ended(self, ended: Future[AverageResult]) -> None:

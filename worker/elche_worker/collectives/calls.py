@@ -180,6 +180,8 @@ class Calls:
         others = [number for number in self._members if number != self._number]
         start = self._num_looks * NUM_READ % len(others)
         self._num_looks += 1
+        # Also those of the first rank, so that all are compared with one: of ranks read in turn, two that differ may
+        # never be looked at together.
         chosen = dict.fromkeys([others[0], *(others[start:] + others[:start])[:NUM_READ]])
         return {number: json.loads(store.get(str(number))) for number in chosen if store.check([str(number)])}
 
@@ -217,6 +219,7 @@ class Calls:
         notice(self.difference)
         if (report := self.on_stuck()) is not None:
             report(self.difference)
+        # Not `sys.exit`, which ends this thread alone: the main thread is in a call that nothing in Python interrupts.
         os._exit(1)
 
 

@@ -123,6 +123,7 @@ def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
     found = []
     for tensor in tensors:
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+        # MPS has no float64.
         exact = torch.float32 if flat.device.type == "mps" else torch.float64
         norm = torch.linalg.vector_norm(flat, dtype=exact).clamp(min=1e-30)
         found.append(torch.stack([flat.sum(dtype=exact), flat[::2].sum(dtype=exact)]) / norm)
@@ -161,6 +162,7 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
         if world.rank:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
                 # What does not change is not written: a graph may need it, and autograd takes any write for a change.
+                # `torch.equal` on a GPU would have the host wait for the device, at each buffer.
                 if part.is_cuda or not torch.equal(part, raw_bytes(tensor)):
                     # A tensor that was made in inference mode can be written there only.
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():

@@ -141,7 +141,9 @@ def whole_squares(step: torch.Tensor) -> torch.Tensor:
     if not step.numel():
         return torch.zeros(len(step), dtype=SQUARES, device=step.device)
     least, greatest = step.aminmax(dim=1, keepdim=True)
+    # A row of zeros has no largest value, and 0 / 0 would make its norm NaN.
     largest = torch.maximum(-least, greatest).clamp_(min=torch.finfo(step.dtype).tiny)
+    # Of 2**24 at most, the square is exact in float32; float64 adds 2**29 of them exactly, in any order.
     whole = step.div_(largest).mul_(DIGITS).round_().square_()
     portions = torch.split(whole, max(1, PORTION // step.shape[1]))
     sums = torch.cat([portion.sum(dim=1, dtype=SQUARES) for portion in portions])
@@ -170,6 +172,7 @@ def mean_squares(
     # norms have no sign: a negative one says that not all have moved the row
     total = torch.where(by_all, total, -total)
     raw = torch.cat(group.all_gather(_packed(total))).view(SENT)[: len(squares)]
+    # The sign bit, not `< 0`: the norm of a row that nobody has moved is -0.
     return _unpacked(raw.view(torch.uint8)), ~raw.signbit()
 
 

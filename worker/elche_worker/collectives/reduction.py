@@ -239,6 +239,7 @@ class Reduction:
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         self.has_header, self._header_s = True, time.perf_counter()
+        # Before any value is sent: with tensors of different sizes NCCL's next collective would hang, or corrupt data.
         check_together(rows)
         source = self._options.source(rows)
         weights = self._options.weights(rows)
@@ -250,6 +251,7 @@ class Reduction:
             weights[source] = 1  # without samples anywhere, as in the first round, the result is the source's model
         if group.size > 1:
             values = where(group, self._layout.device)
+            # Before the steps are measured: what was not sent yet is a part of this rank's step.
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
                 spread = self._exchange_spread(values, weights)
@@ -297,6 +299,8 @@ class Reduction:
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()  # not `mul_(0)`: NaN and infinity times 0 are NaN
                 group.all_reduce(exact)
+                # By a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds otherwise than a CPU's
+                # division.
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _send_unsent(self, group: Collectives, fraction: float) -> None:

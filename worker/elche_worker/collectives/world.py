@@ -147,6 +147,7 @@ class World:
         ranks = dist.get_process_group_ranks(self.group)
         timeout = BUILD_TIMEOUT if self.generation else _timeout_of(self.group)
         with lost_peers_named():
+            # Otherwise all processes of the script would have to make this call, also those that are not of this loop.
             group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         if self.generation:
             _set_timeout(group)
@@ -181,6 +182,7 @@ class World:
 
     def regroup(self, store: Store, *, generation: int, position: int, size: int) -> None:
         """Replaces the present group by a new one of the ranks that are left. Raises `PeerLost`."""
+        # First: gloo's destructor waits until its queued collectives have ended, and these wait for the lost rank.
         self.give_up(self.generation)
         if dist.is_initialized():
             dist.destroy_process_group()
