@@ -43,6 +43,7 @@ class BoundsWatch:
         """
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []
+        # NaN equals nothing: an empty tensor, and each tensor in the first round, has no bound.
         before, self._before[dtype] = self._before.get(dtype, [[nan, nan]] * len(now)), now
         reports = [
             (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)

@@ -35,7 +35,7 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
             if not folder.is_dir():
                 _fetch(launch, channel, folder)
         os.chdir(folder)

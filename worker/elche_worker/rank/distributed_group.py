@@ -69,6 +69,8 @@ class DistributedGroup(ReplicaGroup):
         store = PrefixStore(_place(launch), self._store)
         try:
             dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
+            # A group for each thread that calls collectives: gloo matches calls by their order, and the order in which
+            # threads call differs between processes.
             self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
             self._world = World(self._acts, torch.device("cpu"))
             self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -181,6 +181,7 @@ class RankLoop:
         """True if the rank may train a batch now, once one is ready. False until it has a version: the first round
         gives every rank the same model.
         """
+        # A replay applies each result after the same batch as the recorded run, and waits there for a late one.
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
         return self._replica.version > 0 and self._replica.generations.in_use is not None and self.local_step < limit
@@ -218,6 +219,7 @@ class RankLoop:
                     raise UnknownMessage("ConverseResponse", name)
                 case unreachable:
                     assert_never(unreachable)
+        # At last: what the coordinator sent before the order to leave, such as `keep_best`, is done.
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
         if self._stops_alone:

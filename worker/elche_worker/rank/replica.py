@@ -555,6 +555,7 @@ class Replica:
         if has_newer_steps:
             self.checkpoints.capture.finish_copy()
             self.layout.swap()
+        # No `finally`: an error in here ends the rank, whose model nobody reads any more.
         yield
         self._reshard()
         if has_newer_steps:
