@@ -195,6 +195,7 @@ class Averaging:
             self._begin_abort(running, group)
 
     def _begin_abort(self, running: Future[AverageResult], group: Collectives) -> None:
+        # The loop and the session's thread may both come here with the same round: one thread aborts it.
         with self._starts_abort:
             if self._aborted is running:
                 return

@@ -129,6 +129,7 @@ class Calls:
         self.begin(call)
         self.end()
         self._has_left = True
+        # The store has ended with rank 0's process: then nobody is left whom this rank could tell.
         with suppress(RuntimeError):
             self._publish()
 

@@ -208,6 +208,7 @@ class Reduction:
         if not self._agree(True):
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
         # From here on nothing can fail: kept state changes only once every process has the whole result.
+        # Before the step: a newcomer makes it from what it has just received, as the others from what they had.
         self._memories.update(handed.memories)
         self._step(spread, is_first=is_first, num_samples=sum(one.weight for one in rows))
         ended_s = time.perf_counter()

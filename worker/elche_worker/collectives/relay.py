@@ -107,6 +107,7 @@ class Relay:
         except RoundAborted as broken:
             self._ask_verdict(broken)
         finally:
+            # Ends gRPC's thread, which would otherwise wait for further requests of this round forever.
             self._outgoing.put(None)
 
     def abort(self) -> None:
@@ -142,6 +143,7 @@ class Relay:
                 data = self._receive()
                 start = (index - AHEAD) * length
                 expected = min(length, num_bytes - start) * (self.size if is_of_rows else 1)
+                # The source of a broadcast is answered with nothing, since it has the values.
                 if data or not may_be_empty:
                     if len(data) != expected:
                         raise RoundAborted(f"the coordinator has sent {len(data)} bytes of {expected}")
