@@ -105,6 +105,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 source = tar.extractfile(info)
                 assert source is not None
+                # `O_EXCL`: an archive with one path twice is refused, since nobody knows which of the files is meant.
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
     except (tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError) as error:

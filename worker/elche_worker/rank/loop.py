@@ -317,6 +317,7 @@ class RankLoop:
         audit, version = self._replica.audit, outcome.version
         audit.committed(round_id=outcome.round, version=version, global_step=outcome.global_step)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
+        # With `checkpoint_fn` it is written once that was called, in `use_result`.
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
             self._group.send(act)

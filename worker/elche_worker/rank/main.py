@@ -167,6 +167,7 @@ def _train(
             if take_back():
                 print("elche: at SIGTERM the rank commits its work and leaves: the job's own handler is not called")
             loop.run()
+            # Kept until here: autograd has only weak references to them.
             del accumulators
     except (Leave, StoppedAlone, CollectiveFailed):
         raise

@@ -158,6 +158,7 @@ class Replica:
         self.checkpoints = RoundCheckpoints(self._new_capture(), writer)
         if parts.loaded is not None:
             self._resume(parts.loaded)
+        # After the resume: the file's head says from which version and samples this process goes on.
         self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
 
     def _new_capture(self) -> CheckpointCapture:
@@ -362,6 +363,7 @@ class Replica:
         # If no leased samples of an epoch are left here, this round may complete it, and its result may be evaluated.
         ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
         self._reshard()
+        # The last round's checkpoint may still be copied out of the flat buffers, which this round fills.
         self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
@@ -553,6 +555,7 @@ class Replica:
         """
         has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
         if has_newer_steps:
+            # Swapped before, this rank's newer steps would be copied into the checkpoint.
             self.checkpoints.capture.finish_copy()
             self.layout.swap()
         # No `finally`: an error in here ends the rank, whose model nobody reads any more.
