@@ -91,6 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     Raises `ValueError`, naming the tensor, for a type that the format does not have.
     """
+    # Files are little-endian, and values are written as they are in memory.
     assert sys.byteorder == "little"
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
