@@ -111,6 +111,7 @@ class _Forked:
     """A forked process that runs a function, which reports one text; its other output is not shown."""
 
     def __init__(self, do: Callable[[IO[str]], object]) -> None:
+        # A file and no pipe: nobody reads while it runs, and a process that has filled a pipe stands still.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
         parent = os.getpid()
