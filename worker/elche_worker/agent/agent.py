@@ -227,6 +227,7 @@ class Agent:
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""
+        # First: the ends of ranks that follow are this agent's doing, and are not reported as losses.
         self._stopped.set()
         self._processes.close()
         if self._call is not None:
@@ -529,10 +530,12 @@ class Agent:
 
     def _secret(self, name: str) -> str | None:
         """The value of a secret that a job asks for by name; read each time, since it may change."""
+        # A name with a folder in it could be that of any file of this host.
         if self._secrets_dir is None or Path(name).name != name:
             return None
         try:
             text = (self._secrets_dir / name).read_text(encoding="utf-8").rstrip("\n")
+            # No environment variable can have a null character, and starting the rank would raise.
             return None if "\0" in text else text
         except (OSError, UnicodeDecodeError):
             return None
