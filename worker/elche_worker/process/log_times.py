@@ -91,6 +91,7 @@ class TimesReader:
             whole = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             for line in whole.splitlines():
                 size, at_s = map(int, line.split())
+                # Sorted in any case, as `bisect` needs them: a rank may have written anything into the file.
                 self._sizes.append(max(size, self._sizes[-1] if self._sizes else 0))
                 self._times.append(min(max(0, at_s), MAX_TIME_S))
             self._num_read += len(whole) + (1 if whole else 0)
