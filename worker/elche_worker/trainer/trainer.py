@@ -570,6 +570,7 @@ class Trainer:
         """
         if self._is_closed:
             return
+        # First: what follows may raise, and the exit handler calls `close` again.
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
         if self in _open:
