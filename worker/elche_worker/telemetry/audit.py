@@ -45,6 +45,7 @@ class AuditLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            # Unbuffered: what Python still held would be lost with a process that is killed.
             self._file = draft.open("wb", buffering=0)
             self.flush()
             draft.rename(path)  # whole: a process may be killed at any moment, and one that has no head is damaged
