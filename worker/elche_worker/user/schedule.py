@@ -127,6 +127,7 @@ class LearningRates:
     def set_lr(self, lr: float) -> None:
         """Sets the rate of every parameter group, factors included."""
         self._check_unscheduled("set_lr")
+        # With a factor of 0 the rate is 0, whatever is set.
         self._set_bases([_checked("the learning rate", lr) / ((self.scale * self.factor) or 1.0)] * len(self._bases))
 
     def scale_lr(self, factor: float) -> None:
