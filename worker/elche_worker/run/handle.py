@@ -41,6 +41,8 @@ class Handle:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Otherwise Ctrl-C would reach it as well, and `cancel` be a second signal, which ends it without a
+            # checkpoint.
             start_new_session=True,
         )
         self._metrics: queue.Queue[EpochMetrics | None] = queue.Queue()
@@ -117,6 +119,7 @@ class Handle:
         """Yields the newest view at intervals until the process has ended; the last one has the result's state."""
         is_over = False
         while not is_over:
+            # Looked at first: whatever has come until the end is then yielded below.
             is_over = self._process.poll() is not None and not self._threads[0].is_alive()
             view, result = self._view, self._result
             if view is not None:
