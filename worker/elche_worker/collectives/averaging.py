@@ -123,6 +123,7 @@ class Averaging:
         is_pinned = self.place is not ValuesPlace.PAGEABLE
         self._layout.place(group.device if self.place is ValuesPlace.DEVICE else CPU, is_pinned=is_pinned)
         self._layout.gather_buffers(keep=keeps_snapshot)
+        # Copied now: the source broadcasts them only after the values, when it has trained on.
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         sent = Sent.of(self._layout) if self._layout.is_divided else None

@@ -23,7 +23,7 @@ from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-"""Seconds in which all ranks of a group must connect."""
+"""Time in which all ranks of a group must connect."""
 ATTEMPTS = 5
 """Tries to make gloo's device when something else in the process began to listen at the same moment."""
 _new_device = threading.Lock()

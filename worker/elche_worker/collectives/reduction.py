@@ -285,6 +285,7 @@ class Reduction:
             return 0
         level = level_of(rows[self._options.source(rows)].level)
         why = self._choice.learn(level, rows, self._header_s, averaging_s, is_exact=is_exact)
+        # Each rank has measured times of its own, and the source's choice alone counts.
         if why and is_source:
             record_event(why)
         return level
@@ -432,6 +433,8 @@ class Reduction:
             kind: {
                 "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
+                # Of a sharded model each process knows the rows of its part, and the leader alone writes what is no
+                # piece.
                 "spread": [] if self._layout.is_divided else memory.spread.tensors(),
             }
             for kind, memory in self._memories.items()

@@ -31,7 +31,7 @@ OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 ON_ONE_GPU = "Duplicate GPU detected"
 """NCCL's words, in src/init.cc."""
 BUILD_TIMEOUT = timedelta(seconds=30)
-"""Seconds in which a new group must form, whose members are all present."""
+"""Time in which a new group must form, whose members are all present."""
 _calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
 """The calls of each process group. Several loops of one process may share a group; their calls are counted together."""
 
