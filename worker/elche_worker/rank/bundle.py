@@ -94,6 +94,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
         with tarfile.open(fileobj=archive, mode="r|gz") as tar:
             for info in tar:
                 num_files, num_bytes = num_files + 1, num_bytes + info.size
+                # Through a link, a file that comes after it could be written anywhere on this host.
                 if not info.isreg():
                     raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
                 # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack

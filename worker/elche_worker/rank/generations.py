@@ -11,7 +11,7 @@ from elche_worker.rank.acts import JoinGeneration
 
 class GroupBuild:
     """Builds the group of a generation on a thread of its own. A forgotten build is not waited for: it may hang for
-    half a minute if a rank has died.
+    minutes if a rank has died.
     """
 
     def __init__(

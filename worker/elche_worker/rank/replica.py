@@ -362,8 +362,8 @@ class Replica:
         is_new_group = self._use_generation(act.row.generation)
         # If no leased samples of an epoch are left here, this round may complete it, and its result may be evaluated.
         ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
+        # `finish_copy`: the last round's checkpoint may still be copied out of the flat buffers that this round fills.
         self._reshard()
-        # The last round's checkpoint may still be copied out of the flat buffers, which this round fills.
         self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
@@ -554,8 +554,8 @@ class Replica:
         kept the result, since it could not know that it would be needed (protocol P12.3): the newer steps then stay.
         """
         has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
+        # `swap` waits for the copy: else this rank's newer steps would get into the checkpoint.
         if has_newer_steps:
-            # Swapped before, this rank's newer steps would be copied into the checkpoint.
             self.checkpoints.capture.finish_copy()
             self.layout.swap()
         # No `finally`: an error in here ends the rank, whose model nobody reads any more.
