@@ -292,8 +292,8 @@ class Layout:
         changes, sizes = [], []
         for kind, flat in self.flat_buffers.items():
             num, trained = self.num_trained(kind), self.trained(kind)
+            # Of a snapshot in place, result - snapshot: a difference of its own would be one more copy of the model.
             if self.is_kept:
-                # In place, result - snapshot: a difference of its own would be one more copy of the model.
                 self._snapshot[kind].neg_().add_(flat)
                 changes += _norms(torch.split(self._snapshot[kind][:num], [entry.size for entry in trained]))
             else:
