@@ -118,6 +118,7 @@ class _Forked:
         self.pid = os.fork()
         if self.pid == 0:
             self._run(do, writing, parent)
+        # Closed here, so that the pipe ends with the child.
         os.close(writing)
 
     def _run(self, do: Callable[[IO[str]], object], writing: int, parent: int) -> NoReturn:
