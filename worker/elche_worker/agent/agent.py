@@ -327,6 +327,7 @@ class Agent:
 
     def _inject_fault(self, order: agent_pb2.InjectFault) -> None:
         """Breaks a rank, or this process, on request of somebody who tests what the cluster survives."""
+        # A newer coordinator may know faults that this agent does not: naming one would raise, and end all ranks here.
         if order.fault not in Fault.values():
             log.warning("ignored a fault that only newer versions of elche know")
             return
@@ -504,6 +505,7 @@ class Agent:
 
     def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
         """Environment variables of a script with its own loop. Raises `ElcheError` if rank 0 was not started here."""
+        # Otherwise an index would be wrong below, and end this agent with all of its ranks.
         if start.rank >= len(start.loop_slots):
             raise ElcheError(f"the order names the devices of {len(start.loop_slots)} ranks")
         if start.rank == 0:  # it is started first

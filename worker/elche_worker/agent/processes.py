@@ -352,6 +352,7 @@ class SpawnerProcess:
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
         how = [LATER] if compiles_later else []
+        # Closed here, or this process would not see the spawner's end.
         with other:
             self._process = subprocess.Popen(
                 [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", *how, str(other.fileno())],

@@ -184,6 +184,7 @@ class _Ghost:
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):
+            # Other ranks wait until all members have answered.
             abandoned = rank_pb2.Abandoned(generation=command.abandon.generation)
             self.session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
         # Once: when the order comes again, the draft has become the checkpoint, and none is left to finish.
