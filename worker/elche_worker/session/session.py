@@ -174,6 +174,7 @@ class Session:
             if self._closing.is_set():
                 break
             self._on_away()
+            # Another reason is told at once.
             if (what != logged or time.monotonic() - logged_s >= LOG_EVERY_S) and not self._is_leaving:
                 logged, logged_s = what, time.monotonic()
                 notice(f"the coordinator {what} ({reason}); this rank goes on, and tries again")
