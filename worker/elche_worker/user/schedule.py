@@ -260,6 +260,7 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
         children: list[LRScheduler] = scheduler._schedulers
         return rates_at(children[index], step - milestones[index - 1] if index else step)
     if isinstance(scheduler, OneCycleLR):
+        # It raises beyond its end.
         step = min(step, scheduler.total_steps)
     if isinstance(scheduler, CosineAnnealingWarmRestarts):
         scheduler.step(step)  # to a position
