@@ -66,8 +66,8 @@ def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) ->
 
 
 def check_alike_at_end(model: nn.Module, text: str, world: World) -> None:
-    """As `check_still_alike`, of a result of `comparable`, at a loop's end, with the ranks that have ended theirs: it
-    waits for no others. So it may raise on the last one alone.
+    """Like `check_still_alike`, at a loop's end: compares `text`, a result of `comparable`, with those of the ranks
+    whose loops have ended, and does not wait for others. So it may raise on the last rank only.
     """
     if text:
         _check_figures(model, {rank: one for rank, one in world.publish_end(text).items() if one})
@@ -132,8 +132,8 @@ def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
 
 @torch.no_grad()
 def begin_as_rank_0(model: nn.Module, world: World) -> bool:
-    """Copies rank 0's parameters and buffers to every rank, bit for bit. Returns True if its parameters were others
-    there, as where the script draws them without a seed.
+    """Copies rank 0's parameters and buffers to every rank, bit for bit. Returns True if any rank had other parameters
+    before, as where the script draws them without a seed.
     """
     text = "" if world.size == 1 else comparable(model, [])
     gathered = [json.loads(one)[1] for one in world.gather_texts(text) if one]

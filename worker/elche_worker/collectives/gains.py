@@ -78,8 +78,8 @@ class Spread:
             known.masked_fill_(~is_finite, 0.0)
 
     def add_round(self, of_steps: torch.Tensor, of_mean: torch.Tensor, by_all: torch.Tensor, part: float) -> None:
-        """Takes in the norms of a round, from which the next one learns. `by_all`: True for rows that all ranks have
-        moved; of what their gains have above 1 `part` is learned.
+        """Takes in the norms of a round, from which the next one learns. `by_all` is True for rows that all ranks have
+        moved: of the part of their gains that is above 1, the fraction `part` is learned.
         """
         self.newest_of_steps = torch.where(by_all, of_steps * part + of_mean * (1 - part), of_steps)
         self.newest_of_mean = of_mean
@@ -178,8 +178,8 @@ def mean_squares(
 
 def gain_part(merge: str, most: float, *, overlaps: bool) -> float:
     """Part of a gain above 1 that is taken, of rows that all ranks have moved; `most` is the largest gain. A row that
-    some ranks have left as it was needs all of its gain, which makes the mean of the others. `merge` is "adascale", or
-    "rows", which takes none.
+    only some ranks have moved needs its whole gain, which makes the mean over these ranks of it. `merge` is
+    "adascale", or "rows", which takes none.
     """
     if merge == "rows":
         return 0.0

@@ -137,6 +137,7 @@ class Meeting:
     def _end(self, pid: int) -> None:
         """Tells the others that this process has ended, so that one that waits for it in `next` raises."""
         if os.getpid() == pid:  # not in a forked child, which inherits the handler
+            # The process of rank 0, which has the store, may have ended before.
             with suppress(RuntimeError):
                 assert self._store is not None
                 self._store.set(f"end of {self.number}", str(self._num_groups))

@@ -232,9 +232,9 @@ class World:
         self._is_own = False
 
     def publish_end(self, text: str) -> dict[int, str]:
-        """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
-        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then. With
-        "" there is nothing to compare.
+        """Publishes this rank's text at its loop's end, and returns the texts to compare it with, by rank. Waits for
+        other ranks only if the store ends with this process, since they could not ask later. With "" there is nothing
+        to compare.
         """
         if self.size == 1:
             return {self.rank: text}
