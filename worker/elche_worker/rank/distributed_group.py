@@ -92,6 +92,7 @@ class DistributedGroup(ReplicaGroup):
     def abandon(self, generation: int) -> None:
         self._num_abandoned += 1
         given = self._store, _abandoned(self._launch, self._num_abandoned), str(generation).encode()
+        # On a thread: the session's, on which this is called, must not wait for an answer of the coordinator.
         threading.Thread(target=_set, args=given, name="abandon", daemon=True).start()
 
     def receive(self) -> Act:

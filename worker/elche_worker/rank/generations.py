@@ -31,6 +31,7 @@ class GroupBuild:
     def _run(self) -> None:
         try:
             self.group.set_result(self._connect(self.act))
+        # Whatever it is: without an outcome `finish` would wait forever.
         except BaseException as error:
             self.group.set_exception(error)
         self._wake()

@@ -375,6 +375,7 @@ class Replica:
             group,
             row,
             keeps_snapshot=self._job.overlaps,
+            # What may be asked for later of a rank that is alone (P4.10).
             keeps_result=act.may_be_checkpoint or act.keeps_result or is_new_group or ends_leases,
             state=self._join_state.give(),
         )

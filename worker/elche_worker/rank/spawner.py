@@ -366,6 +366,7 @@ def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
         _import(*FOR_ALL)
         if not (compiles_later and _put_off_compiler()):
             _import(COMPILER)
+    # First, since garbage that is frozen stays for good.
     gc.collect()
     gc.freeze()  # the collector does not write to frozen objects, so that their pages stay shared with the ranks
     os.environ["SPT_NOENV"] = "1"  # otherwise titles overwrite the environment that /proc shows
