@@ -13,8 +13,8 @@ BOUND_DTYPE = torch.float64
 
 
 def keep_within(values: torch.Tensor, ends: Sequence[float], *others: torch.Tensor) -> None:
-    """Keeps a tensor's values, in place, between two ends; those of which one of the others is beyond an end may be as
-    far beyond.
+    """Keeps a tensor's values, in place, between two ends. Where a value of one of the others is beyond an end, the
+    tensor's may be as far beyond it.
     """
     least, most = ends
     for end, further, nearer in ((least, torch.minimum, torch.maximum), (most, torch.maximum, torch.minimum)):
