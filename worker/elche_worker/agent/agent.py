@@ -299,6 +299,7 @@ class Agent:
                 self._begin_delivery(self._deliver_log, response.send_log)
             case "store_artifacts":
                 self._begin_delivery(self._store_artifacts, response.store_artifacts)
+            # On threads: these wait for other processes and hosts, and the next order must not wait for them.
             case "send_stacks":
                 threading.Thread(target=self._send_stacks, args=(response.send_stacks,), daemon=True).start()
             case "open_link":
@@ -563,7 +564,9 @@ def _size(file: BinaryIO) -> int:
 
 
 def _rest(path: Path, files: RankFiles, offset: int, of_sha256: str) -> Iterator[agent_pb2.DeliverRequest]:
-    """A file with its checksum, from the offset on if it is the one of that checksum; with signs of life before it."""
+    """Yields a file's checksum, then its content: from `offset` on if the checksum is `of_sha256`, else all of it.
+    While the checksum is computed, yields empty messages.
+    """
     try:
         with files.read(path) as file:
             digest, said_s = hashlib.sha256(), time.monotonic()
@@ -605,7 +608,7 @@ def _log_parts(
 
 
 def _whole(parts: Iterator[agent_pb2.DeliverRequest]) -> Iterator[agent_pb2.DeliverRequest]:
-    """The parts; where a name in the order can be no file's, why there are none: otherwise a client waits for them."""
+    """The parts; if the order has a name that no file can have, the reason instead, since a client waits for either."""
     try:
         yield from parts
     except (OSError, ValueError) as error:

@@ -212,6 +212,7 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
         threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
     agent.run()
     sys.stderr.flush()
+    # An ordinary exit would abort the process while a thread waits for standard input.
     os._exit(0)
 
 
