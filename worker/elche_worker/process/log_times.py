@@ -34,6 +34,7 @@ class TimesWriter:
     """Notes when a rank writes; in the rank's process."""
 
     def __init__(self, log_path: str) -> None:
+        # To append: once the file was emptied, a write goes to its new end.
         self._file = os.open(times_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._next_s = 0.0
 
