@@ -56,6 +56,7 @@ class Handle:
         self._view: dict[str, Any] | None = None
         """The newest view."""
         self._errors: list[str] = []
+        # One for each pipe: the process would stand still once one of them is full.
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
