@@ -122,6 +122,7 @@ class Averaging:
             return
         is_pinned = self.place is not ValuesPlace.PAGEABLE
         self._layout.place(group.device if self.place is ValuesPlace.DEVICE else CPU, is_pinned=is_pinned)
+        # On the stream that computes: the next forward pass changes buffers, and `order_change` holds up only the step.
         self._layout.gather_buffers(keep=keeps_snapshot)
         # Copied now: the source broadcasts them only after the values, when it has trained on.
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}

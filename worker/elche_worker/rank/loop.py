@@ -123,6 +123,7 @@ class RankLoop:
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
+        # Last: the session's thread calls it from here on.
         control.on_abandon = self._abort_at_once
 
     @property

@@ -157,6 +157,7 @@ def _train(
     take_back: Callable[[], bool],
 ) -> None:
     loop: RankLoop | None = None
+    # Before the file is loaded, in which another process of the group may fail already.
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
     try:

@@ -368,6 +368,7 @@ class Replica:
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
+        # Written before the collective: the others may have this rank's values although it is killed in it.
         self.audit.entered(row)
         group = self.generations.standing(row.generation)
         self.averaging.place = self._round_memory.place(group, self.local_step)

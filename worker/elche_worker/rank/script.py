@@ -40,7 +40,7 @@ def become_script(launch: Launch) -> NoReturn:
     file.flush()
     os.set_inheritable(file.fileno(), True)
     module = "elche_worker.rank.script"
-    # `-P`: a file of the job's folder must not hide a module that this program imports.
+    # `-P`: no file of the working directory is to hide a module that this program imports.
     os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", module, str(file.fileno())])
 
 

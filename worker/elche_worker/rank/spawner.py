@@ -209,7 +209,7 @@ class Spawner:
         for other in self._launches:
             os.close(other)
         self._selector.close()
-        # Kept open here, they would hide the spawner's end from the agent, and the agent's from the spawner.
+        # Kept open here, it would hide the spawner's end from the agent.
         self._agent.close()
         os.close(self._wakeup)
         os.close(self._wake)

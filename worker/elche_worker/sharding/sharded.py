@@ -322,6 +322,7 @@ class Sharded:
             parameter.grad = mean.to(parameter.dtype)
 
     def _before_forward(self, *_: Any) -> None:
+        # A backward pass that has raised leaves it True, and the next one would not average the scalars.
         self._is_averaging_due = False
         if self._is_stale:
             self._give_back()
