@@ -59,8 +59,8 @@ def test_apples_gpu_has_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_the_most_memory_of_a_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
     """On a Mac, whose system counts bytes, it was shown as 1024 times as much."""
-    monkeypatch.setattr(kinds.sys, "platform", platform)
-    monkeypatch.setattr(kinds.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
     assert Host().memory(torch.device("cpu")).peak == 3000 * unit
 
 
