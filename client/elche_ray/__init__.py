@@ -74,6 +74,7 @@ def run(
             tls=tls,
         )
         client = stack.enter_context(Client(coordinator, token=token, tls=tls))
+        # Before `up`: it also ends agents of a fleet that is started in part.
         stack.callback(ray.down, fleet.name)
         ray.up(fleet)
         wanted = {"num_ranks": scaling.num_ranks, "min_ranks": 1, **options}
@@ -90,9 +91,11 @@ def _coordinator(host: str) -> Iterator[tuple[str, str]]:
     """Context with a coordinator on an address that the cluster's nodes reach: its HOST:PORT, and its token's file."""
     with TemporaryDirectory(prefix="elche-ray-") as folder:
         file = Path(folder, "token")
+        # Closed to others before it has anything that they could read.
         file.touch(mode=0o600)
         file.write_text(secrets.token_urlsafe(32), encoding="utf-8")
         arguments = ["--listen", f"{host}:0", "--http", "off", "--data", folder, "--grace", "0", "--exit-with-stdin"]
+        # Without this process's own settings, such as its token or certificates for another coordinator.
         environment = {name: text for name, text in os.environ.items() if not name.startswith("ELCHE_")}
         with (
             Path(folder, "log").open("w") as log,

@@ -56,6 +56,14 @@ def test_apples_gpu_has_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kind_of(mps).memory(mps).total == kind_of(torch.device("cpu")).memory(mps).total > GIB
 
 
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_most_memory_of_a_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+    """On a Mac, whose system counts bytes, it was shown as 1024 times as much."""
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    assert Host().memory(torch.device("cpu")).peak == 3000 * unit
+
+
 @pytest.mark.parametrize(("share", "limits"), [("4", [0.25]), ("1", []), (None, [])])
 def test_a_process_has_its_part_of_a_gpu_that_is_offered_several_times(
     monkeypatch: pytest.MonkeyPatch, share: str | None, limits: list[float]

@@ -227,6 +227,7 @@ class Agent:
 
     def stop(self) -> None:
         """Ends the stream and every rank on this host."""
+        # First: the ends of ranks that follow are this agent's doing, and are not reported as losses.
         self._stopped.set()
         self._processes.close()
         if self._call is not None:
@@ -298,6 +299,7 @@ class Agent:
                 self._begin_delivery(self._deliver_log, response.send_log)
             case "store_artifacts":
                 self._begin_delivery(self._store_artifacts, response.store_artifacts)
+            # On threads: these wait for other processes and hosts, and the next order must not wait for them.
             case "send_stacks":
                 threading.Thread(target=self._send_stacks, args=(response.send_stacks,), daemon=True).start()
             case "open_link":
@@ -326,6 +328,7 @@ class Agent:
 
     def _inject_fault(self, order: agent_pb2.InjectFault) -> None:
         """Breaks a rank, or this process, on request of somebody who tests what the cluster survives."""
+        # A newer coordinator may know faults that this agent does not: naming one would raise, and end all ranks here.
         if order.fault not in Fault.values():
             log.warning("ignored a fault that only newer versions of elche know")
             return
@@ -503,6 +506,7 @@ class Agent:
 
     def _loop_environment(self, start: agent_pb2.StartRank, folder: Path) -> dict[str, str]:
         """Environment variables of a script with its own loop. Raises `ElcheError` if rank 0 was not started here."""
+        # Otherwise an index would be wrong below, and end this agent with all of its ranks.
         if start.rank >= len(start.loop_slots):
             raise ElcheError(f"the order names the devices of {len(start.loop_slots)} ranks")
         if start.rank == 0:  # it is started first
@@ -529,10 +533,12 @@ class Agent:
 
     def _secret(self, name: str) -> str | None:
         """The value of a secret that a job asks for by name; read each time, since it may change."""
+        # A name with a folder in it could be that of any file of this host.
         if self._secrets_dir is None or Path(name).name != name:
             return None
         try:
             text = (self._secrets_dir / name).read_text(encoding="utf-8").rstrip("\n")
+            # No environment variable can have a null character, and starting the rank would raise.
             return None if "\0" in text else text
         except (OSError, UnicodeDecodeError):
             return None
@@ -558,7 +564,9 @@ def _size(file: BinaryIO) -> int:
 
 
 def _rest(path: Path, files: RankFiles, offset: int, of_sha256: str) -> Iterator[agent_pb2.DeliverRequest]:
-    """A file with its checksum, from the offset on if it is the one of that checksum; with signs of life before it."""
+    """Yields a file's checksum, then its content: from `offset` on if the checksum is `of_sha256`, else all of it.
+    While the checksum is computed, yields empty messages.
+    """
     try:
         with files.read(path) as file:
             digest, said_s = hashlib.sha256(), time.monotonic()
@@ -600,7 +608,7 @@ def _log_parts(
 
 
 def _whole(parts: Iterator[agent_pb2.DeliverRequest]) -> Iterator[agent_pb2.DeliverRequest]:
-    """The parts; where a name in the order can be no file's, why there are none: otherwise a client waits for them."""
+    """The parts; if the order has a name that no file can have, the reason instead, since a client waits for either."""
     try:
         yield from parts
     except (OSError, ValueError) as error:

@@ -41,6 +41,7 @@ class JobFolders:
         if self._known.get(job_id) == folder:
             return
         self._known[job_id] = folder
+        # Relative, so that a work folder may be moved to another disk or host.
         text = str(folder.relative_to(self._work_dir) if folder.is_relative_to(self._work_dir) else folder)
         try:
             (self._kept / RECORDS).mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,7 @@ class JobFolders:
             self._kept.mkdir(parents=True, exist_ok=True)
             keep_out(self._kept)
             draft = self._draft(secrets.token_hex(16))
+            # `link`, not `rename`, which would replace the id that another agent has made meanwhile.
             with suppress(FileExistsError):  # another agent was first
                 os.link(draft, path)
             draft.unlink()

@@ -87,6 +87,7 @@ def measure(address: str, secret: bytes, *, only_connects: bool = False) -> Link
     """
     try:
         with socket.create_connection(split_address(address), CONNECT_S) as one:
+            # `settimeout` limits each call alone: a peer that sends a byte now and then would take forever.
             ending = threading.Timer(WAIT_S, _end, (one,))
             ending.start()
             try:

@@ -179,6 +179,7 @@ def main(
         split_addresses(coordinator)
         if interface:
             interface_address(interface)
+            # `=`: NCCL would otherwise take each interface whose name begins with this one.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         agent = Agent(
             coordinator,
@@ -211,6 +212,7 @@ def serve(agent: "Agent", *, exit_with_stdin: bool) -> NoReturn:
         threading.Thread(target=_stop_with_stdin, args=(agent.stop,), daemon=True).start()
     agent.run()
     sys.stderr.flush()
+    # An ordinary exit would abort the process while a thread waits for standard input.
     os._exit(0)
 
 
@@ -222,6 +224,7 @@ def leave_on_signals(leave: Callable[[], None]) -> None:
 
     def on_signal(number: int, _: object) -> None:
         nonlocal is_leaving
+        # On a thread: the handler interrupts this one at any line, also where it has locks that leaving needs.
         if number != signal.SIGHUP or not is_leaving:
             threading.Thread(target=leave).start()
         is_leaving = True

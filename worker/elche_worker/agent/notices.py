@@ -16,6 +16,7 @@ ANSWER_S = 2.0
 """Limit in seconds for the metadata service to answer."""
 MAX_BYTES = 64 << 10
 """Most bytes of an answer that are read."""
+# Without the proxies of the environment: the service answers for the machine that asks, which would be the proxy's.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -352,6 +352,7 @@ class SpawnerProcess:
         before = confinement.command() if confinement is not None else []
         self._socket, other = socket.socketpair()
         how = [LATER] if compiles_later else []
+        # Closed here, or this process would not see the spawner's end.
         with other:
             self._process = subprocess.Popen(
                 [*before, sys.executable, "-u", "-P", "-m", "elche_worker.rank", *how, str(other.fileno())],
@@ -359,6 +360,8 @@ class SpawnerProcess:
                 stdout=output,
                 pass_fds=[other.fileno()],
                 env=environment,
+                # Otherwise Ctrl-C in the agent's terminal would end the spawner, and with it all ranks, whose work is
+                # to be committed.
                 start_new_session=True,
             )
         self._reports = self._socket.makefile("rb")
@@ -442,6 +445,7 @@ def _is_gone(pid: int) -> bool:
 def _state_of(pid: int | None) -> str | None:
     """The letter of a process's state, such as T for stopped; None without such a process, or without /proc."""
     try:
+        # From the last parenthesis on: the program's name, in parentheses, may have some itself, and spaces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None

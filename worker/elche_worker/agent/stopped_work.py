@@ -184,8 +184,10 @@ class _Ghost:
         if command.HasField("shutdown"):
             self.released = command.shutdown.reason or "the job is over"
         elif command.HasField("abandon"):
+            # Other ranks wait until all members have answered.
             abandoned = rank_pb2.Abandoned(generation=command.abandon.generation)
             self.session.send(rank_pb2.ConverseRequest(abandoned=abandoned))
+        # Once: when the order comes again, the draft has become the checkpoint, and none is left to finish.
         elif not self.path and command.HasField("round_outcome") and command.round_outcome.HasField("checkpoint"):
             answer = self._write(command.round_outcome)
             self.session.send(answer)
@@ -197,6 +199,7 @@ class _Ghost:
         try:
             if not self.left.draft or outcome.round != self.left.round:
                 raise OSError("the rank was stopped before it was written")
+            # The last part of its name alone: an order must not write outside of the job's folder.
             path = draft.with_name(Path(outcome.checkpoint.name).name)
             size_bytes = finish(draft, path, json.loads(outcome.checkpoint.training))
         except (OSError, ValueError, RecursionError) as error:

@@ -122,7 +122,9 @@ class Averaging:
             return
         is_pinned = self.place is not ValuesPlace.PAGEABLE
         self._layout.place(group.device if self.place is ValuesPlace.DEVICE else CPU, is_pinned=is_pinned)
+        # On the stream that computes: the next forward pass changes buffers, and `order_change` holds up only the step.
         self._layout.gather_buffers(keep=keeps_snapshot)
+        # Copied now: the source broadcasts them only after the values, when it has trained on.
         self._buffers = self._layout.copied_buffers() if keeps_snapshot else {}
         # While training goes on, a sharded model's forward gathers its parameters: its shards are not accessible then.
         sent = Sent.of(self._layout) if self._layout.is_divided else None
@@ -137,6 +139,7 @@ class Averaging:
         self._group = group
         self._running = self._thread.submit(self._run, group, row, sent, state)
         self._running.add_done_callback(self._on_ended)
+        # `abandon` may have come before `_running` was set, and found nothing to abort: the loop would wait forever.
         if group.generation in self._abandoned:
             self._begin_abort(self._running, group)
         if self._waits_for_check:
@@ -194,6 +197,7 @@ class Averaging:
             self._begin_abort(running, group)
 
     def _begin_abort(self, running: Future[AverageResult], group: Collectives) -> None:
+        # The loop and the session's thread may both come here with the same round: one thread aborts it.
         with self._starts_abort:
             if self._aborted is running:
                 return
@@ -201,10 +205,13 @@ class Averaging:
 
         def end() -> None:
             while not running.done():
+                # An abort that raises is repeated: if it ended this thread, the loop would wait for its collective
+                # forever.
                 with suppress(Exception):
                     group.abort()
                 wait([running], ABORT_AGAIN_S)
 
+        # A daemon: an abort that hangs in the driver must not keep the process from exiting.
         threading.Thread(target=end, name="abort", daemon=True).start()
 
     def _on_ended(self, ended: Future[AverageResult]) -> None:

@@ -129,13 +129,14 @@ class Calls:
         self.begin(call)
         self.end()
         self._has_left = True
+        # The store has ended with rank 0's process: then nobody is left whom this rank could tell.
         with suppress(RuntimeError):
             self._publish()
 
     def publish_end(self, loop: int, text: str, *, limit_s: float) -> dict[int, str]:
-        """Publishes this rank's `text` at the end of its loop of this number. Returns those that it is to be compared
-        with, by rank: the first rank's, and on the first rank all others'. Of ranks whose loop has not ended in
-        `limit_s` there is none: they compare theirs with this one.
+        """Publishes this rank's `text` at the end of its loop of this number. Returns the texts to compare it with, by
+        rank: on the first rank those of all others, on the others that of the first. A rank whose loop has not ended
+        within `limit_s` is left out: it compares the two when it ends.
         """
         store, texts = self._store, {self._number: text}
         wanted = set(self._members if self._number == self._members[0] else self._members[:1]) - {self._number}
@@ -180,6 +181,8 @@ class Calls:
         others = [number for number in self._members if number != self._number]
         start = self._num_looks * NUM_READ % len(others)
         self._num_looks += 1
+        # Also those of the first rank, so that all are compared with one: of ranks read in turn, two that differ may
+        # never be looked at together.
         chosen = dict.fromkeys([others[0], *(others[start:] + others[:start])[:NUM_READ]])
         return {number: json.loads(store.get(str(number))) for number in chosen if store.check([str(number)])}
 
@@ -217,6 +220,7 @@ class Calls:
         notice(self.difference)
         if (report := self.on_stuck()) is not None:
             report(self.difference)
+        # Not `sys.exit`, which ends this thread alone: the main thread is in a call that nothing in Python interrupts.
         os._exit(1)
 
 

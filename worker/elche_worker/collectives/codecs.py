@@ -60,6 +60,7 @@ class Int8:
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scales = blocks.abs().amax(dim=2, keepdim=True).div_(127)
+        # Not below `tiny`: a block of zeros has scale 0, and what int8 becomes of 0 / 0 differs between processors.
         steps = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
         return steps.view(torch.uint8), scales.view(torch.uint8)
 
@@ -75,6 +76,7 @@ class Int4:
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         fine = blocks.view(*blocks.shape[:2], -1, FINE_BLOCK)
+        # Rounded to what is sent before it divides: the decoder multiplies by that, and not by the exact scale.
         scales = fine.abs().amax(dim=3).div_(7).to(torch.bfloat16)
         steps = fine.div(scales.float().clamp_(min=torch.finfo(torch.float32).tiny).unsqueeze(3)).round_().add_(8)
         return _packed(steps.to(torch.uint8), 4).flatten(2), scales.view(torch.uint8)
@@ -126,6 +128,7 @@ def _two_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     of_large = are_large.float()
     num_large = of_large.sum(dim=2)
     large = torch.linalg.vecdot(magnitudes, of_large)
+    # Not below 0, which the difference of two sums may be by rounding; by at least 1, where all values are large.
     small = (total.squeeze(2) - large).clamp_(min=0).mul_(length / (length - num_large).clamp_(min=1))
     large.mul_(length / num_large.clamp(min=1))
     codes = are_large.view(torch.uint8) << 1

@@ -68,6 +68,8 @@ class Compression:
         encoded = deque(start(work.encode, at) for at in places[:2])
         sums: deque[Future[torch.Tensor]] = deque()
         stored: list[Future[None]] = []
+        # Collectives are called on this thread only, in an order that follows from the sizes: all ranks must have the
+        # same.
         for number in range(len(places) + 1):
             if number < len(places):
                 received = group.all_to_all(encoded.popleft().result())

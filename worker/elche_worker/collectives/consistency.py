@@ -66,8 +66,8 @@ def check_still_alike(model: nn.Module, rates: Sequence[float], world: World) ->
 
 
 def check_alike_at_end(model: nn.Module, text: str, world: World) -> None:
-    """As `check_still_alike`, of a result of `comparable`, at a loop's end, with the ranks that have ended theirs: it
-    waits for no others. So it may raise on the last one alone.
+    """Like `check_still_alike`, at a loop's end: compares `text`, a result of `comparable`, with those of the ranks
+    whose loops have ended, and does not wait for others. So it may raise on the last rank only.
     """
     if text:
         _check_figures(model, {rank: one for rank, one in world.publish_end(text).items() if one})
@@ -123,6 +123,7 @@ def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
     found = []
     for tensor in tensors:
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+        # MPS has no float64.
         exact = torch.float32 if flat.device.type == "mps" else torch.float64
         norm = torch.linalg.vector_norm(flat, dtype=exact).clamp(min=1e-30)
         found.append(torch.stack([flat.sum(dtype=exact), flat[::2].sum(dtype=exact)]) / norm)
@@ -131,8 +132,8 @@ def _figures(tensors: Iterable[torch.Tensor]) -> list[list[float]]:
 
 @torch.no_grad()
 def begin_as_rank_0(model: nn.Module, world: World) -> bool:
-    """Copies rank 0's parameters and buffers to every rank, bit for bit. Returns True if its parameters were others
-    there, as where the script draws them without a seed.
+    """Copies rank 0's parameters and buffers to every rank, bit for bit. Returns True if any rank had other parameters
+    before, as where the script draws them without a seed.
     """
     text = "" if world.size == 1 else comparable(model, [])
     gathered = [json.loads(one)[1] for one in world.gather_texts(text) if one]
@@ -161,6 +162,7 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
         if world.rank:
             for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
                 # What does not change is not written: a graph may need it, and autograd takes any write for a change.
+                # `torch.equal` on a GPU would have the host wait for the device, at each buffer.
                 if part.is_cuda or not torch.equal(part, raw_bytes(tensor)):
                     # A tensor that was made in inference mode can be written there only.
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():

@@ -78,8 +78,8 @@ class Spread:
             known.masked_fill_(~is_finite, 0.0)
 
     def add_round(self, of_steps: torch.Tensor, of_mean: torch.Tensor, by_all: torch.Tensor, part: float) -> None:
-        """Takes in the norms of a round, from which the next one learns. `by_all`: True for rows that all ranks have
-        moved; of what their gains have above 1 `part` is learned.
+        """Takes in the norms of a round, from which the next one learns. `by_all` is True for rows that all ranks have
+        moved: of the part of their gains that is above 1, the fraction `part` is learned.
         """
         self.newest_of_steps = torch.where(by_all, of_steps * part + of_mean * (1 - part), of_steps)
         self.newest_of_mean = of_mean
@@ -141,7 +141,9 @@ def whole_squares(step: torch.Tensor) -> torch.Tensor:
     if not step.numel():
         return torch.zeros(len(step), dtype=SQUARES, device=step.device)
     least, greatest = step.aminmax(dim=1, keepdim=True)
+    # A row of zeros has no largest value, and 0 / 0 would make its norm NaN.
     largest = torch.maximum(-least, greatest).clamp_(min=torch.finfo(step.dtype).tiny)
+    # Of 2**24 at most, the square is exact in float32; float64 adds 2**29 of them exactly, in any order.
     whole = step.div_(largest).mul_(DIGITS).round_().square_()
     portions = torch.split(whole, max(1, PORTION // step.shape[1]))
     sums = torch.cat([portion.sum(dim=1, dtype=SQUARES) for portion in portions])
@@ -170,13 +172,14 @@ def mean_squares(
     # norms have no sign: a negative one says that not all have moved the row
     total = torch.where(by_all, total, -total)
     raw = torch.cat(group.all_gather(_packed(total))).view(SENT)[: len(squares)]
+    # The sign bit, not `< 0`: the norm of a row that nobody has moved is -0.
     return _unpacked(raw.view(torch.uint8)), ~raw.signbit()
 
 
 def gain_part(merge: str, most: float, *, overlaps: bool) -> float:
     """Part of a gain above 1 that is taken, of rows that all ranks have moved; `most` is the largest gain. A row that
-    some ranks have left as it was needs all of its gain, which makes the mean of the others. `merge` is "adascale", or
-    "rows", which takes none.
+    only some ranks have moved needs its whole gain, which makes the mean over these ranks of it. `merge` is
+    "adascale", or "rows", which takes none.
     """
     if merge == "rows":
         return 0.0

@@ -57,6 +57,8 @@ class Meeting:
         else:  # as torch's own does, which would wait for the others in silence
             is_here = self.number == 0
             self._wait_until(lambda: is_here or self.is_there, lambda: [0])
+            # `multi_tenant`: a script that calls init_process_group itself has the same address, and may share this
+            # server.
             store = dist.TCPStore(*self._address, size, is_here, wait_for_workers=False, multi_tenant=True)
         self._store = PrefixStore("elche", store)
         atexit.register(self._end, os.getpid())
@@ -116,6 +118,7 @@ class Meeting:
             if waited_s > NOTICE_S and lacking and not has_printed:
                 has_printed = True
                 notice(f"rank {self.number} waits in Trainer.setup for rank {names}")
+            # Later trainers have no time limit: between two of them the script may train on one rank for hours.
             if waited_s > LIMIT_S and self._num_groups <= 1:
                 raise Misuse(f"{self._which}: rank {names} has not come in {LIMIT_S:.0f} s; {AS_MANY}")
             time.sleep(POLL_S)
@@ -134,6 +137,7 @@ class Meeting:
     def _end(self, pid: int) -> None:
         """Tells the others that this process has ended, so that one that waits for it in `next` raises."""
         if os.getpid() == pid:  # not in a forked child, which inherits the handler
+            # The process of rank 0, which has the store, may have ended before.
             with suppress(RuntimeError):
                 assert self._store is not None
                 self._store.set(f"end of {self.number}", str(self._num_groups))

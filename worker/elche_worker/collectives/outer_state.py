@@ -25,7 +25,9 @@ class OuterState:
     spread: Spread
     """Empty unless the job has `merge="adascale"`."""
     mean: torch.Tensor
-    """The moving average of the parameters and buffers that rounds average; empty unless the job has one."""
+    """The moving average of the parameters and buffers that rounds average; empty unless the job has one. Each rank
+    computes it, and different processors may round its last bits differently.
+    """
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, in the order in which they are broadcast."""

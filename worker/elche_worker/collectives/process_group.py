@@ -23,7 +23,7 @@ from elche_worker.model.layout import CPU
 from elche_worker.process.interfaces import listening_address
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-"""Seconds in which all ranks of a group must connect."""
+"""Time in which all ranks of a group must connect."""
 ATTEMPTS = 5
 """Tries to make gloo's device when something else in the process began to listen at the same moment."""
 _new_device = threading.Lock()
@@ -91,6 +91,7 @@ class ProcessGroupCollectives:
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent_bytes += rows.nbytes * (self.size - 1) // self.size
         received, sent = torch.empty_like(rows), rows.contiguous()
+        # Without sizes both tensors are cut into equal parts.
         self._run(rows, lambda group: [group.alltoall_base(received, sent, [], [])])
         return received
 
@@ -128,6 +129,7 @@ class ProcessGroupCollectives:
         """Shuts this rank's gloo connections, which ends its operation within some 10 ms (gloo's own abort ends none),
         then aborts NCCL's communicator. Every rank must do so: shutting a connection wakes only its two ends.
         """
+        # gloo first: NCCL's abort may block for as long as its driver does.
         if self._own is not None:
             shut_connections({self._own}, self._others)
         if self._on_device is not None:

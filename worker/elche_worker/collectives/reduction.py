@@ -208,6 +208,7 @@ class Reduction:
         if not self._agree(True):
             raise CollectiveFailed("another process of this replica group did not get its part of the result")
         # From here on nothing can fail: kept state changes only once every process has the whole result.
+        # Before the step: a newcomer makes it from what it has just received, as the others from what they had.
         self._memories.update(handed.memories)
         self._step(spread, is_first=is_first, num_samples=sum(one.weight for one in rows))
         ended_s = time.perf_counter()
@@ -239,6 +240,7 @@ class Reduction:
         group.begin(row.round)
         rows = [Row(*tensor.tolist()) for tensor in group.all_gather(torch.tensor(astuple(row)))]
         self.has_header, self._header_s = True, time.perf_counter()
+        # Before any value is sent: with tensors of different sizes NCCL's next collective would hang, or corrupt data.
         check_together(rows)
         source = self._options.source(rows)
         weights = self._options.weights(rows)
@@ -250,6 +252,7 @@ class Reduction:
             weights[source] = 1  # without samples anywhere, as in the first round, the result is the source's model
         if group.size > 1:
             values = where(group, self._layout.device)
+            # Before the steps are measured: what was not sent yet is a part of this rank's step.
             self._send_unsent(group, 0.0 if is_first else weights[group.position] / sum(weights))
             if self._merges_by_rows and not is_first:
                 spread = self._exchange_spread(values, weights)
@@ -282,6 +285,7 @@ class Reduction:
             return 0
         level = level_of(rows[self._options.source(rows)].level)
         why = self._choice.learn(level, rows, self._header_s, averaging_s, is_exact=is_exact)
+        # Each rank has measured times of its own, and the source's choice alone counts.
         if why and is_source:
             record_event(why)
         return level
@@ -297,6 +301,8 @@ class Reduction:
             if exact.numel():
                 exact.mul_(own) if own else exact.zero_()  # not `mul_(0)`: NaN and infinity times 0 are NaN
                 group.all_reduce(exact)
+                # By a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds otherwise than a CPU's
+                # division.
                 exact.div_(torch.full((), total, dtype=exact.dtype, device=exact.device))
 
     def _send_unsent(self, group: Collectives, fraction: float) -> None:
@@ -427,6 +433,8 @@ class Reduction:
             kind: {
                 "moments": [self._stored(kind, one) for one in memory.moments],
                 "num_steps": memory.num_steps,
+                # Of a sharded model each process knows the rows of its part, and the leader alone writes what is no
+                # piece.
                 "spread": [] if self._layout.is_divided else memory.spread.tensors(),
             }
             for kind, memory in self._memories.items()

@@ -46,6 +46,8 @@ class Relay:
 
     def begin(self, round_id: int) -> None:
         self._round = round_id
+        # A queue for each round: the thread in which gRPC reads the requests of a stream that broke would take from
+        # this one.
         outgoing: queue.SimpleQueue[averaging_pb2.AverageRequest | None] = queue.SimpleQueue()
         outgoing.put(
             averaging_pb2.AverageRequest(join=averaging_pb2.JoinRound(generation=self.generation, round=round_id))
@@ -105,6 +107,7 @@ class Relay:
         except RoundAborted as broken:
             self._ask_verdict(broken)
         finally:
+            # Ends gRPC's thread, which would otherwise wait for further requests of this round forever.
             self._outgoing.put(None)
 
     def abort(self) -> None:
@@ -140,6 +143,7 @@ class Relay:
                 data = self._receive()
                 start = (index - AHEAD) * length
                 expected = min(length, num_bytes - start) * (self.size if is_of_rows else 1)
+                # The source of a broadcast is answered with nothing, since it has the values.
                 if data or not may_be_empty:
                     if len(data) != expected:
                         raise RoundAborted(f"the coordinator has sent {len(data)} bytes of {expected}")

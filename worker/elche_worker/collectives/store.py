@@ -83,6 +83,7 @@ class CoordinatorStore(Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Sets the key if it has the expected value, or is missing and none is expected."""
         request = store_pb2.CompareSetRequest(key=key, expected=_bytes(expected), desired=_bytes(desired))
+        # May be repeated: if the first attempt had set it, the second returns the desired value too.
         return bytes(self._call(self._stub.CompareSet, request).value)
 
     def delete_key(self, key: str) -> bool:

@@ -31,7 +31,7 @@ OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 ON_ONE_GPU = "Duplicate GPU detected"
 """NCCL's words, in src/init.cc."""
 BUILD_TIMEOUT = timedelta(seconds=30)
-"""Seconds in which a new group must form, whose members are all present."""
+"""Time in which a new group must form, whose members are all present."""
 _calls_of: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()
 """The calls of each process group. Several loops of one process may share a group; their calls are counted together."""
 
@@ -147,6 +147,7 @@ class World:
         ranks = dist.get_process_group_ranks(self.group)
         timeout = BUILD_TIMEOUT if self.generation else _timeout_of(self.group)
         with lost_peers_named():
+            # Otherwise all processes of the script would have to make this call, also those that are not of this loop.
             group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         if self.generation:
             _set_timeout(group)
@@ -181,6 +182,7 @@ class World:
 
     def regroup(self, store: Store, *, generation: int, position: int, size: int) -> None:
         """Replaces the present group by a new one of the ranks that are left. Raises `PeerLost`."""
+        # First: gloo's destructor waits until its queued collectives have ended, and these wait for the lost rank.
         self.give_up(self.generation)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -230,9 +232,9 @@ class World:
         self._is_own = False
 
     def publish_end(self, text: str) -> dict[int, str]:
-        """Publishes this rank's text at its loop's end, and returns those that it is to be compared with, by rank.
-        Waits for no other rank, but where the store ends with this process for a while: others cannot ask then. With
-        "" there is nothing to compare.
+        """Publishes this rank's text at its loop's end, and returns the texts to compare it with, by rank. Waits for
+        other ranks only if the store ends with this process, since they could not ask later. With "" there is nothing
+        to compare.
         """
         if self.size == 1:
             return {self.rank: text}

@@ -305,6 +305,7 @@ class LeaseLoader:
         """Stops fetching, ends worker processes and drops ready batches."""
         self._is_stopped = True
         self._num_left = 0
+        # The thread sleeps in one of two places: without leases, or without room.
         self._news.release()
         with self._room:
             self._ready.clear()
@@ -423,6 +424,7 @@ def _new_loader(
 ) -> "DataLoader[Any]":
     return DataLoader(
         fetch,  # type: ignore[arg-type]  # it has what a loader needs of a Dataset
+        # `_next_indices` never returns None, so that the sampler never ends.
         batch_sampler=iter(next_indices, None),
         collate_fn=fetch.collate,
         num_workers=num_workers,
@@ -430,6 +432,8 @@ def _new_loader(
         worker_init_fn=_begin_worker(os.getpid()),
         multiprocessing_context="fork" if num_workers else None,  # spawned workers could not import the user's file
         pin_memory=pins_memory,
+        # A loader draws a seed for its worker processes: from the default generator it would take one of training's
+        # numbers.
         generator=torch.Generator().manual_seed(0),
     )
 

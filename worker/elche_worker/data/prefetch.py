@@ -185,6 +185,7 @@ class CudaTransfer(DeviceTransfer):
         # Memory has run out: half as many from now on, and none until the next `plan` has measured what is free.
         self._max_depth, self._depth = len(batches) // 2, 0
         on_host = [to_device(self.receive(data, event), HOST) for data, event in batches]
+        # `to_device` copies asynchronously: these batches would be read before they are complete.
         self._streams.finish_compute()
         return on_host
 

@@ -127,6 +127,7 @@ def _read(fetch: Fetch, index: int, seed: int, until_s: float) -> tuple[list[lis
     for number in range(NUM_READS):
         if reads and time.monotonic() > until_s:
             break
+        # Each time another seed: with equal ones an augmented sample comes out alike here, and otherwise on a GPU.
         with seeded(seed + number):
             before = host_state()
             samples = fetch.__getitems__([index])
@@ -187,7 +188,9 @@ def _as_array(value: Any) -> npt.NDArray[Any] | None:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.dim() > MAX_DIMS:
             return None
+        # numpy takes no view that is conjugated or negated only when it is read.
         value = value.detach().cpu().resolve_conj().resolve_neg()
+        # numpy has neither bfloat16 nor float8.
         value = (value.float() if value.dtype.is_floating_point and value.element_size() < 4 else value).numpy()
     elif not isinstance(value, bool | int | float | complex | np.generic) and not hasattr(value, "__array_interface__"):
         return None
@@ -204,6 +207,7 @@ def _of_array(array: npt.NDArray[Any]) -> list[float]:
     if array.dtype.kind in "biu" and (array.size == 1 or (array.dtype.itemsize >= 4 and array.ndim <= 2)):
         return [0.0, *shape, *_hash(values.astype(np.int64).tobytes())]
     values = np.concatenate([values.real, values.imag]) if array.dtype.kind == "c" else values
+    # NaN is not equal to itself: a sample with one would count as random.
     values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     some = values[:: math.ceil(values.size / NUM_ENTRIES) or 1][:NUM_ENTRIES]
     greatest = np.abs(values).max() if values.size else 0.0

@@ -11,6 +11,7 @@ the functions that are called here.
 
 import os
 import resource
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,8 @@ class Host:
         page_bytes, used = os.sysconf("SC_PAGE_SIZE"), 0
         with suppress(OSError, ValueError, IndexError), open("/proc/self/statm") as statm:
             used = int(statm.read().split()[1]) * page_bytes
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # In KiB, and on macOS in bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         machine, limit = os.sysconf("SC_PHYS_PAGES") * page_bytes, memory_limit_bytes()
         return MemoryUse(used=used, peak=peak, total=machine if limit is None else min(machine, limit))
 

@@ -19,6 +19,7 @@ def seed_all(seed: int) -> None:
     # For each kind of device that is not in use yet, torch.manual_seed formats the stack and keeps it: 1 ms, for good.
     (torch.default_generator if BUILT_FOR_CPU else torch).manual_seed(seed)
     random.seed(seed)
+    # numpy refuses larger seeds.
     np.random.seed(seed % 2**32)
 
 

@@ -111,12 +111,14 @@ class _Forked:
     """A forked process that runs a function, which reports one text; its other output is not shown."""
 
     def __init__(self, do: Callable[[IO[str]], object]) -> None:
+        # A file and no pipe: nobody reads while it runs, and a process that has filled a pipe stands still.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             self._run(do, writing, parent)
+        # Closed here, so that the pipe ends with the child.
         os.close(writing)
 
     def _run(self, do: Callable[[IO[str]], object], writing: int, parent: int) -> NoReturn:

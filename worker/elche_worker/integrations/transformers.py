@@ -157,6 +157,7 @@ class ElcheCallback(TrainerCallback):
         assert self._elche is not None
         self._give_back()
         self._elche.average_gradients()
+        # Without a limit it clips nothing, and returns the norm all the same.
         self._norm = nn.utils.clip_grad_norm_(self._elche.model.parameters(), self._max_norm or math.inf)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:

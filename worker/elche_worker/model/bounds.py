@@ -13,8 +13,8 @@ BOUND_DTYPE = torch.float64
 
 
 def keep_within(values: torch.Tensor, ends: Sequence[float], *others: torch.Tensor) -> None:
-    """Keeps a tensor's values, in place, between two ends; those of which one of the others is beyond an end may be as
-    far beyond.
+    """Keeps a tensor's values, in place, between two ends. Where a value of one of the others is beyond an end, the
+    tensor's may be as far beyond it.
     """
     least, most = ends
     for end, further, nearer in ((least, torch.minimum, torch.maximum), (most, torch.maximum, torch.minimum)):
@@ -43,6 +43,7 @@ class BoundsWatch:
         """
         ends = [torch.stack(one.aminmax()) if one.numel() else one.new_full((2,), nan) for one in tensors]
         now: list[list[float]] = torch.stack(ends).tolist() if ends else []
+        # NaN equals nothing: an empty tensor, and each tensor in the first round, has no bound.
         before, self._before[dtype] = self._before.get(dtype, [[nan, nan]] * len(now)), now
         reports = [
             (1.0, end) if end == known and 2 <= int((tensor == end).sum()) < tensor.numel() else (0.0, 0.0)

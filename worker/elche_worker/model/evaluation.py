@@ -154,6 +154,7 @@ def _add_tensor(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor
             f"{file_name}: eval_step() returned {name!r} of shape {tuple(value.shape)}, and of shape "
             f"{tuple(before.shape)} for a batch before it: only tensors of one shape can be summed"
         )
+    # A copy: the job may keep the tensor, and change it with the next batch.
     tensors[name] = value.clone() if before is None else before + value
     size_bytes = sum(8 * tensor.numel() for tensor in tensors.values())
     if size_bytes > MAX_SUM_BYTES:

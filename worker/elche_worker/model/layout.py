@@ -292,6 +292,7 @@ class Layout:
         changes, sizes = [], []
         for kind, flat in self.flat_buffers.items():
             num, trained = self.num_trained(kind), self.trained(kind)
+            # Of a snapshot in place, result - snapshot: a difference of its own would be one more copy of the model.
             if self.is_kept:
                 self._snapshot[kind].neg_().add_(flat)
                 changes += _norms(torch.split(self._snapshot[kind][:num], [entry.size for entry in trained]))
@@ -317,6 +318,8 @@ class Layout:
                     continue
                 if entry.moment in NOT_NEGATIVE:
                     # The next step divides by its root, and would be huge for a value near 0.
+                    # The lower end is infinite: `keep_within` then lets the sum be as small as the smaller of its two,
+                    # and no smaller.
                     ends = [math.inf, math.inf]
                 for tensor, result, change in alike(entry.tensor, view, correction):
                     newer = tensor.clone() if ends != UNBOUNDED else None
@@ -477,6 +480,7 @@ def _materialize(optimizer: Optimizer) -> None:
     """
     if optimizer.state:
         return
+    # Weight decay, too: optimizers that add it to the gradient would begin with moments that are not zero.
     changed = ("lr", "weight_decay")
     kept: list[dict[str, Any]] = [
         {key: group[key] for key in changed if key in group} for group in optimizer.param_groups
@@ -549,6 +553,7 @@ def _fast_digest(raw: torch.Tensor) -> int:
     finds faults, not attacks.
     """
     num_words = raw.numel() // 8 - raw.numel() // 8 % COLUMNS
+    # Only bytes that begin at a multiple of 8 can be viewed as words.
     if raw.storage_offset() % 8:
         raw = raw.clone()
     rest = raw[8 * num_words :].to(torch.int64)

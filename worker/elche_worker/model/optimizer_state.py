@@ -22,6 +22,7 @@ def check_is_alike(optimizer: Optimizer, saved: Groups, path: str) -> None:
             f"job's have {_listed(sizes)}"
         )
     for group, then in zip(optimizer.param_groups, saved, strict=True):
+        # `initial_lr` is put there by torch's schedulers.
         new, gone = sorted(group.keys() - then.keys()), sorted(then.keys() - group.keys() - {"initial_lr"})
         if new and gone:  # one of them alone: a version of it that has more options, or one that keeps figures there
             raise InvalidJob(

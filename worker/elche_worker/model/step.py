@@ -300,6 +300,7 @@ class TrainStep:
         for part, part_size in parts:
             with self._autocast():
                 loss, recorded = _loss_of(self._job.train_step(self._called, part), self._file_name)
+            # Gradients of parts add up, so that each part counts by its samples.
             loss = loss if len(parts) == 1 else loss * (part_size / size)
             self._backward(loss if weight == 1 else loss * weight)
             total = loss if total is None else total.detach() + loss.detach()
@@ -389,6 +390,7 @@ class TrainStep:
             self._sharded.sync_gradients()
         if self._job.max_grad_norm is not None:
             for optimizer in self._optimizers:
+                # In fp16 gradients are scaled up: clipped as they are, hardly anything of them would be left.
                 self.scaler.unscale_(optimizer)
             clipped = _stepped(self._optimizers) if self._sharded is None else self._model.parameters()
             norm: Any = nn.utils.clip_grad_norm_(clipped, self._job.max_grad_norm)

@@ -34,6 +34,7 @@ def without_copies(named: Iterable[Named]) -> list[Named]:
     chosen: set[str] = set()
     for _, group in groupby(sorted(tensors, key=lambda one: storage_of(one[1])), lambda one: storage_of(one[1])):
         sharing = list(group)
+        # Reversed twice, so that of tied tensors the first one's name stays.
         distinct = {place_of(one): (name, one) for name, one in reversed(sharing)}
         chosen |= set(_covering(list(distinct.values())[::-1])) if len(distinct) > 1 else {sharing[0][0]}
     return [(name, one) for name, one in tensors if name in chosen]

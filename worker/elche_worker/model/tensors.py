@@ -77,6 +77,7 @@ def placed(value: Any, target: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
+    # None: each process cuts its part from its own copy of the value, and nothing is sent.
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
@@ -90,6 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     Raises `ValueError`, naming the tensor, for a type that the format does not have.
     """
+    # Files are little-endian, and values are written as they are in memory.
     assert sys.byteorder == "little"
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -224,6 +226,7 @@ def copied(value: Any, into: Any = None) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(into, torch.Tensor) and into.shape == value.shape and into.dtype == value.dtype:
             return into.copy_(value.detach())
+        # Contiguous, since `to` keeps strides, and a file has values in the order of indices.
         return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
         old = into if isinstance(into, Mapping) else {}

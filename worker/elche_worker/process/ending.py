@@ -29,12 +29,14 @@ def end(code: int) -> NoReturn:
     _flush_files()  # first, since a handler may not return
     with suppress(BaseException):
         atexit._run_exitfuncs()
+    # Again: handlers have written their last lines.
     _flush_files()
     os._exit(code)
 
 
 def _flush_files() -> None:
     """Flushes open files: text files before the binary ones that they write to."""
+    # Not `isinstance`, which asks `__class__`: lazy objects and proxies of user code load what they stand for then.
     files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
     for one in sorted(files, key=lambda file: not isinstance(file, io.TextIOBase)):
         with suppress(Exception):  # closed, full, or a class of the user's

@@ -34,6 +34,7 @@ class TimesWriter:
     """Notes when a rank writes; in the rank's process."""
 
     def __init__(self, log_path: str) -> None:
+        # To append: once the file was emptied, a write goes to its new end.
         self._file = os.open(times_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._next_s = 0.0
 
@@ -91,6 +92,7 @@ class TimesReader:
             whole = file.read(MAX_READ_BYTES).rpartition(b"\n")[0]
             for line in whole.splitlines():
                 size, at_s = map(int, line.split())
+                # Sorted in any case, as `bisect` needs them: a rank may have written anything into the file.
                 self._sizes.append(max(size, self._sizes[-1] if self._sizes else 0))
                 self._times.append(min(max(0, at_s), MAX_TIME_S))
             self._num_read += len(whole) + (1 if whole else 0)

@@ -46,6 +46,7 @@ class RankFiles:
             file.write(IGNORES_ALL.encode())
 
     def _open(self, path: Path, flags: int) -> int:
+        # Without `O_NONBLOCK` the agent would wait in here for a pipe's other end.
         flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         if self._changeable is None:
             opened = os.open(path, flags, 0o600)

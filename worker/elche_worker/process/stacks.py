@@ -27,6 +27,7 @@ STATES = {
 
 def write_when_asked(log_path: str) -> None:
     """Has this process write the stacks of its threads to a file beside its log when `SIGNAL` arrives."""
+    # To append: the agent empties the file before it asks, and a write goes to its new end.
     descriptor = os.open(_path(log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
 

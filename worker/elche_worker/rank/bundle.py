@@ -35,7 +35,7 @@ def enter_folder(launch: Launch, channel: grpc.Channel) -> None:
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
             if not folder.is_dir():
                 _fetch(launch, channel, folder)
         os.chdir(folder)
@@ -94,6 +94,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
         with tarfile.open(fileobj=archive, mode="r|gz") as tar:
             for info in tar:
                 num_files, num_bytes = num_files + 1, num_bytes + info.size
+                # Through a link, a file that comes after it could be written anywhere on this host.
                 if not info.isreg():
                     raise InvalidJob(f"the folder of the job has {info.name[:200]!a}, which is not a regular file")
                 # Checked by the sizes in the archive's headers before anything is written: a small archive may unpack
@@ -105,6 +106,7 @@ def unpack(archive: IO[bytes], folder: Path) -> None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 source = tar.extractfile(info)
                 assert source is not None
+                # `O_EXCL`: an archive with one path twice is refused, since nobody knows which of the files is meant.
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o700), "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
     except (tarfile.TarError, EOFError, ValueError, TypeError, FileExistsError, NotADirectoryError) as error:

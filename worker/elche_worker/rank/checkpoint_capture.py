@@ -155,6 +155,7 @@ def _copy(
         target = local_of(old[name]) if name in old else None
         form = local_of(live[name])
         if target is None or target.shape != form.shape or target.dtype != form.dtype:
+            # In the form of the model's tensor: rounds have complex numbers as pairs.
             target = torch.empty(form.shape, dtype=form.dtype)
         assign(target, view)
         data.weights[name] = Piece.of(live[name], target) if is_divided(live[name]) else target

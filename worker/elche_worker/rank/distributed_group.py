@@ -69,6 +69,8 @@ class DistributedGroup(ReplicaGroup):
         store = PrefixStore(_place(launch), self._store)
         try:
             dist.init_process_group(backend, store=store, rank=self.position, world_size=self.size)
+            # A group for each thread that calls collectives: gloo matches calls by their order, and the order in which
+            # threads call differs between processes.
             self._acts: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
             self._world = World(self._acts, torch.device("cpu"))
             self._checkpoints: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -90,6 +92,7 @@ class DistributedGroup(ReplicaGroup):
     def abandon(self, generation: int) -> None:
         self._num_abandoned += 1
         given = self._store, _abandoned(self._launch, self._num_abandoned), str(generation).encode()
+        # On a thread: the session's, on which this is called, must not wait for an answer of the coordinator.
         threading.Thread(target=_set, args=given, name="abandon", daemon=True).start()
 
     def receive(self) -> Act:

@@ -11,7 +11,7 @@ from elche_worker.rank.acts import JoinGeneration
 
 class GroupBuild:
     """Builds the group of a generation on a thread of its own. A forgotten build is not waited for: it may hang for
-    half a minute if a rank has died.
+    minutes if a rank has died.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class GroupBuild:
     def _run(self) -> None:
         try:
             self.group.set_result(self._connect(self.act))
+        # Whatever it is: without an outcome `finish` would wait forever.
         except BaseException as error:
             self.group.set_exception(error)
         self._wake()

@@ -123,6 +123,7 @@ class RankLoop:
         self._headers = Headers()
         self._report_times = ReportTimes()
         self._loggers = Loggers(job.loggers, launch.job_id)
+        # Last: the session's thread calls it from here on.
         control.on_abandon = self._abort_at_once
 
     @property
@@ -181,6 +182,7 @@ class RankLoop:
         """True if the rank may train a batch now, once one is ready. False until it has a version: the first round
         gives every rank the same model.
         """
+        # A replay applies each result after the same batch as the recorded run, and waits there for a late one.
         is_replayed = self._averaging.is_running and self._rounds.apply_step > -inf
         limit = min(self._rounds.limit_step, self._rounds.apply_step) if is_replayed else self._rounds.limit_step
         return self._replica.version > 0 and self._replica.generations.in_use is not None and self.local_step < limit
@@ -218,6 +220,7 @@ class RankLoop:
                     raise UnknownMessage("ConverseResponse", name)
                 case unreachable:
                     assert_never(unreachable)
+        # At last: what the coordinator sent before the order to leave, such as `keep_best`, is done.
         if self._control.leaving is not None:
             raise Leave(self._control.leaving)
         if self._stops_alone:
@@ -315,6 +318,7 @@ class RankLoop:
         audit, version = self._replica.audit, outcome.version
         audit.committed(round_id=outcome.round, version=version, global_step=outcome.global_step)
         calls_back = outcome.HasField("checkpoint") and self._job.checkpoint_fn is not None
+        # With `checkpoint_fn` it is written once that was called, in `use_result`.
         if not calls_back:
             act = ResolveCheckpoint(outcome.round, outcome.version, outcome.HasField("checkpoint"))
             self._group.send(act)

@@ -157,6 +157,7 @@ def _train(
     take_back: Callable[[], bool],
 ) -> None:
     loop: RankLoop | None = None
+    # Before the file is loaded, in which another process of the group may fail already.
     if launch.group_size > 1:
         await_failure(launch, channel, lambda failure: _pass_on(failure, session))
     try:
@@ -167,9 +168,11 @@ def _train(
             if take_back():
                 print("elche: at SIGTERM the rank commits its work and leaves: the job's own handler is not called")
             loop.run()
+            # Kept until here: autograd has only weak references to them.
             del accumulators
     except (Leave, StoppedAlone, CollectiveFailed):
         raise
+    # Also `SystemExit`: user code that calls sys.exit() would otherwise look like a rank that was told to leave.
     except BaseException as error:
         leave_if_forked(error)
         failure = _failure(error, launch, loop.local_step if loop is not None else None)
@@ -273,6 +276,7 @@ def _prepare(
     loop = RankLoop(launch, job, parts, control=control, session=session, channel=channel, streams=streams)
     session.last_words = loop.finish
     loop.rehearse(warms_up=launch.warms_up)
+    # The others rehearse too: a rank is ready when all of its processes are.
     group.exchange(None)
     dataset, loaded = parts.dataset, parts.loaded
     built = parts.built
@@ -327,6 +331,7 @@ def build(
     built = build_model(job, device, file_name, sharding_of(job, file_name))
     accumulators = pin_accumulators(built.model) if built.sharded is None else []
     own_state = build_own_state(job, built.model, file_name)
+    # After the model, which all ranks draw alike; from here on each draws numbers of its own.
     seed_all(job.seed + launch.rank + MEMBER_SEED * launch.member)
     layout = Layout(built.model, built.all_optimizers, buffers=job.buffers, optimizer_state=job.optimizer_state)
     loaded, no_checkpoint = _load_checkpoint(launch, layout, built)
@@ -381,9 +386,9 @@ def build(
 
 
 def _load_checkpoint(launch: Launch, layout: Layout, built: Built) -> tuple[Loaded | None, str]:
-    """Reads the checkpoint from which the job resumes; None if it starts from scratch. Every rank reads it; of a
-    sharded model each process reads its part. Where it is not, on a host with a disk of its own, also says so: the rank
-    may get the others' model.
+    """Reads the checkpoint from which the job resumes; None if it starts from scratch, or if this host does not have
+    the checkpoint. Also returns why not in the latter case, in which the rank may get the others' model. Every rank
+    reads it; of a sharded model each process reads its part.
     """
     if not launch.resume:
         return None, ""

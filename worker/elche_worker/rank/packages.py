@@ -56,6 +56,7 @@ def enter_packages(requirements: Sequence[str], cache: Path) -> None:
         with _lock(folder, ".build", fcntl.LOCK_EX):
             if not folder.is_dir():
                 _install(requirements, pins, folder)
+            # The time of the last use, by which `_remove_old` chooses.
             os.utime(folder)
             _in_use.append(_lock(folder, ".use", fcntl.LOCK_SH))  # until this process ends
         _remove_old(cache)

@@ -158,6 +158,7 @@ class Replica:
         self.checkpoints = RoundCheckpoints(self._new_capture(), writer)
         if parts.loaded is not None:
             self._resume(parts.loaded)
+        # After the resume: the file's head says from which version and samples this process goes on.
         self.audit = Audited(self._new_audit() if job.audit and parts.group.is_leader else None, options)
 
     def _new_capture(self) -> CheckpointCapture:
@@ -361,11 +362,13 @@ class Replica:
         is_new_group = self._use_generation(act.row.generation)
         # If no leased samples of an epoch are left here, this round may complete it, and its result may be evaluated.
         ends_leases = any(not self._leased[epoch] for epoch in self.meter.work.epochs)
+        # `finish_copy`: the last round's checkpoint may still be copied out of the flat buffers that this round fills.
         self._reshard()
         self.checkpoints.capture.finish_copy()
         self.replica_group.share_buffers(self.layout)
         at_entry = self.checkpoints.capture.capture_at_entry() if act.may_be_checkpoint else None
         row = replace(act.row, layout_hash=self.layout.hash)
+        # Written before the collective: the others may have this rank's values although it is killed in it.
         self.audit.entered(row)
         group = self.generations.standing(row.generation)
         self.averaging.place = self._round_memory.place(group, self.local_step)
@@ -373,6 +376,7 @@ class Replica:
             group,
             row,
             keeps_snapshot=self._job.overlaps,
+            # What may be asked for later of a rank that is alone (P4.10).
             keeps_result=act.may_be_checkpoint or act.keeps_result or is_new_group or ends_leases,
             state=self._join_state.give(),
         )
@@ -552,9 +556,11 @@ class Replica:
         kept the result, since it could not know that it would be needed (protocol P12.3): the newer steps then stay.
         """
         has_newer_steps = self.local_step != self._result.local_step and self.layout.has_result
+        # `swap` waits for the copy: else this rank's newer steps would get into the checkpoint.
         if has_newer_steps:
             self.checkpoints.capture.finish_copy()
             self.layout.swap()
+        # No `finally`: an error in here ends the rank, whose model nobody reads any more.
         yield
         self._reshard()
         if has_newer_steps:

@@ -31,6 +31,7 @@ follows: several jobs may have the same output folder.
 
 def become_script(launch: Launch) -> NoReturn:
     """Replaces this process by one that runs the script."""
+    # The agent writes nothing to standard input and keeps it open: a script that reads it would wait forever.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     # In memory, not as an argument: the launch line has the rank's secret, and all users of the host can read
@@ -39,6 +40,7 @@ def become_script(launch: Launch) -> NoReturn:
     file.flush()
     os.set_inheritable(file.fileno(), True)
     module = "elche_worker.rank.script"
+    # `-P`: no file of the working directory is to hide a module that this program imports.
     os.execv(sys.executable, [sys.executable, "-u", "-P", "-m", module, str(file.fileno())])
 
 

@@ -86,6 +86,7 @@ class Spawner:
 
     def serve(self) -> None:
         """Returns when the agent has ended."""
+        # A handler that does nothing: without a Python handler the signal would not write to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # sent to all processes when a host shuts down: ranks leave in order first
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -198,14 +199,17 @@ class Spawner:
     def _leave(self, parent: int) -> None:
         """Detaches a forked process from the spawner: session, signals, file descriptors."""
         end_with_parent(parent)
+        # A session of its own, so that one `killpg` ends all that user code starts in it.
         os.setsid()
         adopt_orphans()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        # They hold the secrets of other ranks.
         for other in self._launches:
             os.close(other)
         self._selector.close()
+        # Kept open here, it would hide the spawner's end from the agent.
         self._agent.close()
         os.close(self._wakeup)
         os.close(self._wake)
@@ -298,6 +302,7 @@ def shorten_log(path: str, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = KEP
             file.seek(-kept_bytes, os.SEEK_END)
             end = file.read(kept_bytes)
             file.truncate(0)
+        # Opened anew, to append: what the rank has written since the truncation must stay.
         with open(path, "ab") as file:
             file.write(b"[the log was longer than %d MiB: only its end is kept]\n" % (max_bytes >> 20))
             file.write(end.partition(b"\n")[2] or end)
@@ -361,6 +366,7 @@ def serve(agent_fd: int, *, compiles_later: bool = False) -> None:
         _import(*FOR_ALL)
         if not (compiles_later and _put_off_compiler()):
             _import(COMPILER)
+    # First, since garbage that is frozen stays for good.
     gc.collect()
     gc.freeze()  # the collector does not write to frozen objects, so that their pages stay shared with the ranks
     os.environ["SPT_NOENV"] = "1"  # otherwise titles overwrite the environment that /proc shows

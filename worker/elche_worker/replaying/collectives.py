@@ -29,6 +29,7 @@ class Exchange:
         self._left[position] = tensor
         self._barrier.wait()
         found = list(self._left)
+        # Again: without it a rank would leave its next tensor before another one has read this one.
         self._barrier.wait()
         return found
 

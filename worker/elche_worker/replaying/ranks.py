@@ -149,6 +149,7 @@ class ReplayedRank:
             raise ReplayDiffers(f"{self.who} enters round {entry.round} with other work than in the run")
         results = self._rounds[entry.generation, entry.round].results.values()
         level = max((one.level for one in results), default=0)
+        # With the recorded level: from the times of the replay another one would follow.
         self.replica.enter_round(EnterRound(replace(row, level=level), keeps_result=True))
 
     def apply(self) -> AppliedResult | None:

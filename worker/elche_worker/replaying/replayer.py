@@ -102,7 +102,9 @@ class _Replayer:
         return course.next - began
 
     def _has_all(self, course: _Course) -> bool:
-        """True if the round whose outcome is next was entered by all that do so. Where nobody has a result it is."""
+        """True if the round whose outcome is next was entered by all ranks that entered it in the run; always if no
+        rank had its header.
+        """
         one = course.records[course.next]
         known = self.recording.rounds[one.generation, one.round]
         needs_all = known.results or known.has_header

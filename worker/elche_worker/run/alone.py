@@ -338,6 +338,7 @@ def _batches(loader: LeaseLoader, wake: threading.Event, num_samples: int) -> It
     while num_samples > 0:
         if not loader.is_in_step:
             wake.wait()
+            # Before it looks: a batch that comes meanwhile sets it again.
             wake.clear()
         while loader.is_ready:
             batch = loader.take()

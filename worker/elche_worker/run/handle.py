@@ -41,6 +41,8 @@ class Handle:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Otherwise Ctrl-C would reach it as well, and `cancel` be a second signal, which ends it without a
+            # checkpoint.
             start_new_session=True,
         )
         self._metrics: queue.Queue[EpochMetrics | None] = queue.Queue()
@@ -54,6 +56,7 @@ class Handle:
         self._view: dict[str, Any] | None = None
         """The newest view."""
         self._errors: list[str] = []
+        # One for each pipe: the process would stand still once one of them is full.
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
@@ -117,6 +120,7 @@ class Handle:
         """Yields the newest view at intervals until the process has ended; the last one has the result's state."""
         is_over = False
         while not is_over:
+            # Looked at first: whatever has come until the end is then yielded below.
             is_over = self._process.poll() is not None and not self._threads[0].is_alive()
             view, result = self._view, self._result
             if view is not None:

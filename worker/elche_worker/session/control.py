@@ -140,6 +140,7 @@ class Rounds:
     @property
     def limit_step(self) -> float:
         """The local step at which the rank stops."""
+        # While the coordinator is away, a granted round takes the place of the last announced one.
         return min(self.throttle_step, max(self.last_step, self.alone_step))
 
     def learn(self, command: rank_pb2.SyncNow) -> None:

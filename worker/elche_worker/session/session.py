@@ -145,6 +145,7 @@ class Session:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the conversation, and waits up to `timeout_s` until the coordinator has read it."""
+        # Set first: a stream that opens only now looks at it, and ends itself.
         self._closing.set()
         self._outbound.close()
         self._thread.join(timeout_s)
@@ -165,12 +166,15 @@ class Session:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     what = "refuses this rank"
             finally:
+                # Only where a stream was open: each failed try would otherwise count as if the coordinator had been
+                # there.
                 if self.is_connected:
                     self._away_since_s = time.monotonic()
                 self._outbound.close()
             if self._closing.is_set():
                 break
             self._on_away()
+            # Another reason is told at once.
             if (what != logged or time.monotonic() - logged_s >= LOG_EVERY_S) and not self._is_leaving:
                 logged, logged_s = what, time.monotonic()
                 notice(f"the coordinator {what} ({reason}); this rank goes on, and tries again")
@@ -191,6 +195,7 @@ class Session:
                 if kind == "welcome":
                     self.store = command.welcome.store
                     self._outbound.open(outgoing, command.welcome.taken)
+                    # A copy: other threads send meanwhile.
                     for message in list(self._newest.values()):
                         outgoing.put(message)
                     if self._closing.is_set():  # `close` found no stream that it could end
@@ -204,6 +209,7 @@ class Session:
                     # Only now: a command that was not handled must be sent again on the next stream.
                     self._outbound.num_received = command.seq or self._outbound.num_received
         finally:
+            # Ends gRPC's thread, which would otherwise wait for further requests of this stream forever.
             outgoing.put(None)
         return "it closed the stream"
 

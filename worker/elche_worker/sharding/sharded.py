@@ -107,6 +107,7 @@ class Sharded:
         """Hook on all optimizers while gathered parameters are kept."""
         self._is_stale = False
         """True if an optimizer has changed the shards of gathered parameters."""
+        # Prepended: `fully_shard`'s own hook takes parameters that are gathered already as they are, stale ones too.
         self._hooks = [module.register_forward_pre_hook(self._before_forward, prepend=True)]
         if not strategy.reshards_after_forward:
             self._hooks.append(module.register_forward_hook(self._watch_steps))
@@ -321,6 +322,7 @@ class Sharded:
             parameter.grad = mean.to(parameter.dtype)
 
     def _before_forward(self, *_: Any) -> None:
+        # A backward pass that has raised leaves it True, and the next one would not average the scalars.
         self._is_averaging_due = False
         if self._is_stale:
             self._give_back()

@@ -45,6 +45,7 @@ class AuditLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            # Unbuffered: what Python still held would be lost with a process that is killed.
             self._file = draft.open("wb", buffering=0)
             self.flush()
             draft.rename(path)  # whole: a process may be killed at any moment, and one that has no head is damaged
@@ -84,6 +85,7 @@ class AuditLog:
         """Adds a round's result: its version, the job's samples in it, those of them whose values were left out of the
         average, digests of header and parameters, and with `compress="auto"` the level of compression, at most 15.
         """
+        # A digest may be 0: the flag says if there is one.
         flags = LEFT_OUT * is_left_out | NOT_FINITE * (not is_finite) | HAS_DIGEST * (digest is not None)
         flags |= level << LEVEL_BIT
         result = pack("<QQQQQI", generation, round_id, version, samples, left_out, num_rows)
@@ -132,6 +134,7 @@ class AuditLog:
             self._buffer.clear()
             return
         try:
+            # An unbuffered write may write a part only, without an error.
             if self._file.write(self._buffer) != len(self._buffer):
                 raise OSError("no space is left")
         except OSError as error:

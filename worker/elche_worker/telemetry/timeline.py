@@ -47,6 +47,7 @@ class SpanRecorder:
         self._flush()
 
     def _flush(self) -> None:
+        # As many as there are now: other threads add spans meanwhile, and an empty deque raises.
         spans = [self._spans.popleft() for _ in range(len(self._spans))]
         kept = spans[:MAX_SPANS]
         message = rank_pb2.Spans(num_dropped=len(spans) - len(kept))

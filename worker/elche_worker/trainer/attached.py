@@ -93,11 +93,12 @@ class CoordinatorAttachment(Attachment):
         self._is_leaving = False
         """True once the loop has ended: commands have no effect any more."""
         self._timeline: SpanRecorder | None = None
+        self._clock: tuple[float, float] | None = None
+        """(sent, received): times of the last clock message by the coordinator's and by this host's clock, in s."""
+        # After all that commands write: they are received on the session's thread from here on.
         self._session = Session(channel, secret, on_command=self._receive, on_lost=self._lose)
         send_events_to(self._session.report_event)
         self._gauges = GaugeSampler(world.device)
-        self._clock: tuple[float, float] | None = None
-        """(sent, received): times of the last clock message by the coordinator's and by this host's clock, in s."""
         self._is_device = world.device.type != "cpu"
         self._num_batches = 0
         self._num_samples = 0

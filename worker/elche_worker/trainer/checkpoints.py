@@ -224,6 +224,7 @@ class LoopCheckpoints:
             plan,
             {
                 "random": at_step.random,
+                # Loaders as of the step's end: by now they may have given out the next batch.
                 "registered": {name: one.state_dict() for name, one in self._registered.items()} | at_step.loaders,
                 "begun": self.resumption.begun,
                 "frozen": _frozen_in(self._model),

@@ -67,6 +67,7 @@ class Optimizers:
         """Moves the states to the devices of their parameters."""
         for one in self:
             if one.state:
+                # PyTorch moves each state to its parameter's device as it loads it.
                 one.load_state_dict(one.state_dict())
 
     def state_dict(self) -> dict[str, Any]:

@@ -274,6 +274,7 @@ class Stepper:
         self.clock.slow_down()
         self.clock.end_batch()
         self._batch_ms = self._take_times()
+        # Before `run`, which may average again after a loss: a request that is taken is cleared.
         measured, requests = self._measure(), take_requests()
         self._is_normalised = False
         requests = [*requests, *mark(self.num_given, self._place_of(keys))]

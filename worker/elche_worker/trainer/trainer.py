@@ -149,6 +149,8 @@ class Trainer:
                 has_el_che = chosen.has_el_che and (config is not None or trainer.is_mixed)
                 world.agree(problem_of_synced(model, world.device.type, has_el_che=has_el_che))
                 trainer._stepper.begin(has_el_che=has_el_che)
+            # Not in any case: `train()` would also switch modules that are to stay in eval mode, such as a frozen
+            # teacher.
             if not model.training:
                 model.train()
             if world.rank == 0:
@@ -570,6 +572,7 @@ class Trainer:
         """
         if self._is_closed:
             return
+        # First: what follows may raise, and the exit handler calls `close` again.
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
         if self in _open:

@@ -85,6 +85,7 @@ def load_job(source: str, file_name: str, name: str = "") -> JobDefinition:
     module = ModuleType("elche_job")
     module.__file__ = file_name
     sys.modules["elche_job"] = module
+    # So that tracebacks show the file's lines, which may not be on this host. None: it is not looked for there.
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     package, root = package_of(source, file_name)
     if package:

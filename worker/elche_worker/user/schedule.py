@@ -127,6 +127,7 @@ class LearningRates:
     def set_lr(self, lr: float) -> None:
         """Sets the rate of every parameter group, factors included."""
         self._check_unscheduled("set_lr")
+        # With a factor of 0 the rate is 0, whatever is set.
         self._set_bases([_checked("the learning rate", lr) / ((self.scale * self.factor) or 1.0)] * len(self._bases))
 
     def scale_lr(self, factor: float) -> None:
@@ -259,6 +260,7 @@ def rates_at(scheduler: LRScheduler, step: int) -> list[float]:
         children: list[LRScheduler] = scheduler._schedulers
         return rates_at(children[index], step - milestones[index - 1] if index else step)
     if isinstance(scheduler, OneCycleLR):
+        # It raises beyond its end.
         step = min(step, scheduler.total_steps)
     if isinstance(scheduler, CosineAnnealingWarmRestarts):
         scheduler.step(step)  # to a position
