@@ -1,21 +1,25 @@
 """One catalogue of all jobs: of this run and of earlier ones, with an end only when that is durable."""
 
 import asyncio
+import gc
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pytest
 
 from elche.errors import UnknownJob
+from elche.settings import AgreedSettings
 from elche_coordinator.archive import catalogue as module
-from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.catalogue import JOB_BYTES, RANK_BYTES, JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
 from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted, LoopAttached, LoopLeft
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.driver import Driver
-from elche_coordinator.limits.open_jobs import RANK_BYTES
+from elche_coordinator.simulator.simulation import RankModel, Simulation
 from elche_coordinator.storage import tape
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.web import payloads
@@ -134,8 +138,8 @@ def test_of_ended_jobs_those_of_who_takes_most_room_are_forgotten(
             driver._clock_offset_s += 1.0
         await asyncio.wait_for(driver.durable(), 10)
         each = jobs._size_bytes("wide-0")
-        assert 100 * RANK_BYTES < each < 300 * RANK_BYTES
-        assert 0 < jobs._size_bytes("small") < RANK_BYTES
+        assert 100 * RANK_BYTES < each < 200 * RANK_BYTES
+        assert JOB_BYTES < jobs._size_bytes("small") < JOB_BYTES + RANK_BYTES
         monkeypatch.setattr(module, "MAX_ENDED_BYTES", 3 * each)
         assert jobs.forget_oldest(10_000) == 2
         assert jobs.job_ids() == ["small", "wide-2", "wide-3"]
@@ -145,6 +149,30 @@ def test_of_ended_jobs_those_of_who_takes_most_room_are_forgotten(
         driver.stop()
 
     in_loop(story)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 16])
+def test_an_ended_job_takes_the_memory_that_is_counted(num_ranks: int) -> None:
+    """A fifth of it was counted: 10,000 small jobs took a gigabyte."""
+    settings = AgreedSettings(epochs=1, batch_size=16, dataset_size=500, averaging="overlapped")
+    simulation = Simulation(settings=settings, ranks=[RankModel(batch_ms=3)] * num_ranks, check=False, sync_ms=2)
+    simulation.run()
+    (job,) = simulation.core.jobs.values()
+    others = [simulation, simulation.core, *vars(simulation).values(), *vars(simulation.core).values()]
+    counted = JOB_BYTES + num_ranks * RANK_BYTES
+    assert counted / 2 < memory_of(job, others) < counted
+
+
+def memory_of(value: object, others: list[object]) -> int:
+    """Bytes of all objects that the value refers to, without code and what only others have."""
+    seen, left, num_bytes = {id(one) for one in others}, [value], 0
+    while left:
+        one = left.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType | BuiltinFunctionType):
+            seen.add(id(one))
+            num_bytes += sys.getsizeof(one)
+            left.extend(gc.get_referents(one))
+    return num_bytes
 
 
 def test_queued_jobs_are_not_described_again_each_second(tmp_path: Path) -> None:
