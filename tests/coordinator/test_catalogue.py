@@ -213,6 +213,7 @@ def test_ended_jobs_are_not_described_again_each_second(tmp_path: Path) -> None:
             recorder.take_views(jobs.present_views())
 
         assert lines_run(each_second) < 30 * len(before)
+        assert jobs.known_view("job-99") is before[99]
         assert all(one is other for one, other in zip(before, jobs.present_views(), strict=True))
         jobs.artifacts["job-0"] = "no longer there"
         assert jobs.present_views()[0].artifacts == "no longer there"

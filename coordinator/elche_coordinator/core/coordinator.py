@@ -188,6 +188,8 @@ class Coordinator:
         job = self.jobs.get(job_id)
         if job is None:
             return None
+        if job.result is not None and (kept := self._kept_views.get(job_id)) is not None:
+            return kept
         if (training := self.trainings.get(job_id)) is not None:
             view = describe_training(training, now_s)
         else:
