@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Reporter:
                 self._changed.wait_for(lambda: self._is_new or self._is_closed)
                 status, is_new, self._is_new = dict(self._status), self._is_new, False
             if is_new:
-                with suppress(OSError, ValueError):
+                with suppress(OSError, ValueError, HTTPException):
                     self._report(status)
             with self._changed:
                 if self._is_closed and not self._is_new:
