@@ -110,6 +110,7 @@ class JobCatalogue:
             return 0
         present = (self.view(job_id) for job_id in self._core.job_ids() if self.result(job_id) is not None)
         views = [view for view in present if view is not None]
+        # By their ends: the core has jobs in the order of submission.
         views.sort(key=lambda view: -(view.ended_for_s or 0.0))
         ended = [*self._history.jobs, *(view.job_id for view in views)]
         many = crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)
