@@ -149,6 +149,7 @@ class JobRecording:
     def add(self, view: JobView, now: float) -> None:
         """Adds the figures of a view, unless the last row is too recent."""
         at = self.moments.at
+        # A clock that is set back must not end the recording.
         if at and 0 <= now - at[-1] < 0.9 * self.every_s:
             return
         for rank in view.ranks:
@@ -204,6 +205,7 @@ class Recorder:
             if view.ended_for_s is not None:
                 self._ended.setdefault(view.job_id)
             if view.ended_for_s is not None and recording.ended_at is None:
+                # By the view's own time: it may have been made a while after the end.
                 recording.ended_at = now - view.ended_for_s
             if (view.num_epochs or view.state in ("training", "waiting", "paused")) and not has_ended:
                 recording.add(view, now)
