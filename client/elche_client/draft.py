@@ -52,6 +52,8 @@ class Draft:
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
+        # Before the file is closed, and with it the lock is gone: another process may then have begun a part of this
+        # name.
         if not self._stays or not self.size_bytes:
             self._path.unlink(missing_ok=True)
         self._file.close()
@@ -100,11 +102,13 @@ class Draft:
 def _owned(path: Path) -> BufferedRandom | None:
     """The file, made if it is not there, which no other process has as long as it is open; None if one has it."""
     try:
+        # Not "w+b": that would empty the part of a process that has the lock.
         file = path.open("a+b")
     except OSError:
         return None
     with suppress(OSError):  # another process has it, or has just finished it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open and lock its former owner may have renamed it to the model: then the lock is one on the model.
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     file.close()

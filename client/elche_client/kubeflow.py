@@ -73,6 +73,7 @@ class Reporter:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        # One report may be under way, and one is left to send.
         self._thread.join(2 * LIMIT_S)
 
     def _run(self) -> None:
@@ -86,6 +87,8 @@ class Reporter:
             with self._changed:
                 if self._is_closed and not self._is_new:
                     return
+                # New figures do not end this wait, or there would be a report for each event; they are sent together
+                # after it.
                 self._changed.wait_for(lambda: self._is_closed, self._every_s)
 
     def _report(self, status: Mapping[str, Any]) -> None:
