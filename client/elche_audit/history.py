@@ -199,7 +199,9 @@ def _parts(one: AuditedRound, attempt: Attempt) -> list[Part]:
 
 
 def _mark_silent(one: AuditedRound, parts: list[Part]) -> None:
-    """Ranks that died before they had the result: they were left out if all samples left out are explained by that."""
+    """Marks as left out what ranks brought that died before they had the result: all of it if that makes the number of
+    samples that were left out, else one part that does.
+    """
     rest = one.result.left_out - sum(part.samples for part in parts if part.is_left_out)
     silent = [part for part in parts if part.file.name not in one.results]
     chosen = silent if rest == sum(part.samples for part in silent) else [p for p in silent if p.samples == rest][:1]
