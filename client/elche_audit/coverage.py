@@ -62,6 +62,7 @@ def overlaps(pieces: Iterable[CoveredPiece]) -> list[str]:
             if last is not None and piece.start < last.end:
                 end = min(piece.end, last.end)
                 found.append(f"{words(epoch, piece.start, end)} twice: by {last.source}, and by {piece.source}")
+            # The one that reaches furthest: a long piece may overlap several that begin after it.
             if last is None or piece.end > last.end:
                 last = piece
     return found
@@ -83,6 +84,8 @@ def difference(one: Ranges, other: Ranges) -> tuple[int, int, int] | None:
     """The first positions that are in exactly one of the two, as (epoch, start, end); None if there are none."""
     for epoch in sorted({*one, *other}):
         edges: dict[int, int] = {}
+        # A sweep over the edges. Ranges of either are disjoint: a balance of 0 means that both have a position, or
+        # neither.
         for ranges, weight in ((one, 1), (other, -1)):
             for start, end in ranges.get(epoch, []):
                 edges[start] = edges.get(start, 0) + weight

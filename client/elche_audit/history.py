@@ -149,12 +149,14 @@ def _decide(run: RunFolder, attempt: Attempt, next_base: int | None) -> None:
         if one.results:
             candidates.setdefault(one.version, []).append(one)
     evidence = Evidence.of(run, attempt.number, attempt.files, next_base)
+    # In this order, since each committed round takes the batches that those before it have left.
     for version in sorted(candidates):
         _choose(attempt, version, candidates[version], evidence)
 
 
 def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
     found: dict[tuple[int, int], AuditedRound] = {}
+    # In rank order, as the parts of a round are in the coordinator's record.
     for file in sorted(files, key=lambda file: (file.start.rank, file.start.incarnation)):
         for entry in file.rounds:
             key = (entry.generation, entry.round)
@@ -168,6 +170,7 @@ def _rounds(files: Iterable[RankFile]) -> list[AuditedRound]:
 def _choose(attempt: Attempt, version: int, candidates: list[AuditedRound], evidence: Evidence) -> None:
     """Decides which of the rounds with this version are committed, and books their parts."""
     committed = [one for one in candidates if evidence.shows(one)]
+    # What ranks were told comes first; the coordinator's record, which is itself to be checked, last.
     if not committed and len(candidates) == 1 and version in evidence.used:
         committed = candidates
     if not committed:
@@ -196,7 +199,9 @@ def _parts(one: AuditedRound, attempt: Attempt) -> list[Part]:
 
 
 def _mark_silent(one: AuditedRound, parts: list[Part]) -> None:
-    """Ranks that died before they had the result: they were left out if all samples left out are explained by that."""
+    """Marks as left out what ranks brought that died before they had the result: all of it if that makes the number of
+    samples that were left out, else one part that does.
+    """
     rest = one.result.left_out - sum(part.samples for part in parts if part.is_left_out)
     silent = [part for part in parts if part.file.name not in one.results]
     chosen = silent if rest == sum(part.samples for part in silent) else [p for p in silent if p.samples == rest][:1]

@@ -89,6 +89,7 @@ class _Judge:
         for file in self._run.files:
             for lease in dict.fromkeys(batch.lease for batch in file.batches):
                 owner = owners.setdefault((file.attempt, lease), file)
+                # Each attempt counts its leases anew, and a process that was in no round does not know its attempt.
                 if owner is not file and file.attempt:
                     found.append(f"lease {lease} was given twice: to {owner.who}, and to {file.who}")
         self._refute(found)
@@ -148,6 +149,7 @@ class _Judge:
             one = attempt.rounds.get(version)
             if one is None:
                 lacking.append(f"no file has the round that made version {version} of attempt {attempt.number}")
+                # Without its number of samples, the next one's cannot be checked.
                 break
             self._check_round(one, samples)
             samples = one.result.samples
@@ -300,6 +302,7 @@ class _Judge:
                 verdict.notes.append(f"{samples} of {total} samples are in version {verdict.version} so far")
             return
         verdict.state = result["state"]
+        # The record has no number for epochs that were not begun.
         told = [*result["committed_samples"], *[0] * len(self._sizes)]
         if self._is_whole:
             self._refute(

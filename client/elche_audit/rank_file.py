@@ -11,7 +11,7 @@ MAGIC, FORMAT = b"ELCHEAUD", 2
 """The first bytes of every file, and the number of its format."""
 HEAD = Struct("<8sHHI")
 CRC = Struct("<I")
-"""The checksum after each record: a record that was cut off by the process's end is recognized by it."""
+"""The checksum after each record, of all bytes before it but the checksums."""
 MAX_START_BYTES = 1 << 20
 """Largest description of the process, which follows the head."""
 MAX_EPOCHS = 1 << 20
@@ -84,6 +84,7 @@ class Start:
         """Raises `ValueError` for values that no rank has."""
         numbers = [self.rank, self.incarnation, self.version, self.samples, self.epochs]
         numbers += [self.dataset_size, self.batch_size, 0 if self.max_steps is None else self.max_steps]
+        # Not isinstance: to Python, true and false are numbers, too.
         if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in numbers):
             raise ValueError
         if not isinstance(self.job, str) or not isinstance(self.resume, str) or not isinstance(self.drop_last, bool):
@@ -104,6 +105,7 @@ class Start:
         total = kept * self.epochs
         if self.max_steps is not None:
             total = min(total, self.max_steps * self.batch_size)
+        # `drop_last` keeps nothing of a dataset that is smaller than a batch, and range takes no step of 0.
         return [min(kept, total - start) for start in range(0, total, kept or 1)]
 
     @property
@@ -279,6 +281,7 @@ def read(path: Path) -> RankFile:
         if end + CRC.size > len(data):
             file.torn_bytes = len(data) - at
             return file
+        # Continues the checksum before it: a record that is left out, repeated or moved is noticed as well.
         crc = crc32(data[at:end], crc)
         if CRC.unpack_from(data, end)[0] != crc:
             raise Damaged(f"{path.name} is damaged at byte {at}: the checksum of a record does not match")
@@ -349,6 +352,7 @@ class _Reader:
         self._cut += batch.size
         if batch.step != self._step:
             self._add_problem(f"batch {batch.step} follows batch {self._step - 1}")
+            # Counts on from what is told: one missing batch is one problem, not one for each batch after it.
             self._step = batch.step
         self._file.batches.append(batch)
         self._file.records.append(batch)

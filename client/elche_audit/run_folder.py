@@ -82,6 +82,7 @@ def read_run(folder: Path, *others: Path) -> RunFolder:
     _read_record(folder, run)
     _read_rounds(folder, run)
     for path in sorted(path for one in folders for path in (one / "checkpoints" / run.job).glob("*/manifest.json")):
+        # Such a folder is a checkpoint that is still being written, or whose writer was killed.
         if not path.parent.name.startswith("."):
             _read_checkpoint(path, run)
     return run

@@ -128,6 +128,8 @@ async def _each(new_client: Callable[[], Client], begin: Callable[[Client], Iter
     """Yields a call's stream, read on a thread, over a connection of its own; closing the generator closes the
     connection, which ends the call and the thread.
     """
+    # A thread that waits in a gRPC call ends only when the channel is closed, which must not end the client's other
+    # calls.
     client, loop = new_client(), asyncio.get_running_loop()
     room = threading.Semaphore(64)  # items that the thread may be ahead, so that a slow reader bounds memory
     received: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()

@@ -69,6 +69,7 @@ def packed(folder: Path) -> Iterator[Bundle]:
 
 
 def _pack(folder: Path, names: Sequence[str], archive: Path) -> None:
+    # A name and a time in gzip's header would give equal folders other checksums, so that each one is uploaded again.
     with archive.open("wb") as raw, gzip.GzipFile("", "wb", LEVEL, raw, mtime=0) as zipped:  # noqa: SIM117
         with tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name in names:
@@ -151,6 +152,8 @@ def _add(tar: tarfile.TarFile, folder: Path, name: str) -> None:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
             info = tarfile.TarInfo(name)
+            # The size of the open file: if it grows meanwhile, the rest is left out; if it shrinks, `addfile` raises an
+            # OSError.
             info.size = about.st_size
             info.mode = 0o755 if about.st_mode & stat.S_IXUSR else 0o644
             tar.addfile(info, file)

@@ -85,6 +85,8 @@ class Authority:
                 .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
                 .add_extension(x509.SubjectAlternativeName(names), critical=False)
                 .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+                # Python 3.13, and whoever checks strictly (RFC 5280), refuses a certificate that does not name its
+                # issuer's key.
                 .add_extension(signed_by, critical=False)
                 .sign(authority_key, hashes.SHA256())
             )
@@ -203,6 +205,7 @@ def _key_text(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replaces a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
+    # Created with its mode, in a new file: if the mode were set later, others could open the key before.
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -136,12 +136,15 @@ class Chaos:
                 except TimeoutError:
                     if next_s < limit_s:
                         self._break_something()
+                        # From the planned time, not from now: the time that a call takes would shift all later faults.
                         next_s += self._dice.expovariate(1 / self._mtbf_s)
                     continue
                 self.course.add(event, time.monotonic() - began_s)  # type: ignore[arg-type]  # there are no processes
 
     def _break_something(self) -> None:
         fault, seconds = self._dice.choice(self._faults), self._dice.uniform(*STOPPED_S)
+        # Drawn in any case, as is the time: if draws depended on the ranks there are, equal seeds would give other
+        # faults.
         place = self._dice.random()
         victims = self.course.victims
         if not victims and fault not in OF_COORDINATOR:

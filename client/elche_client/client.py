@@ -358,6 +358,7 @@ class Client:
                             draft.add(part.data, part.offset, part.sha256)
                     return draft.finish()
                 except Unreachable:
+                    # As long as nothing has come this is -inf: an address at which nobody answers fails at once.
                     came_s = time.monotonic() if draft.has_grown else came_s
                     if time.monotonic() - came_s > RECONNECT_S:
                         raise
@@ -382,6 +383,8 @@ class Client:
                     yield from lines.add(part.rank, part.data)
                 yield from lines.rest()
             finally:
+                # Whoever stops reading closes this generator: without the cancel, the call and its log streams would
+                # stay open.
                 call.cancel()  # type: ignore[no-untyped-call]
 
     def timeline(self, job_id: str) -> str:
@@ -432,6 +435,8 @@ class Client:
                     if isinstance(event, JobResult):
                         return
             finally:
+                # Whoever stops reading closes this generator: without the cancel, the coordinator would go on sending
+                # to the call.
                 call.cancel()  # type: ignore[no-untyped-call]
         raise Unreachable(f"the coordinator at {self.address} ended the watch before job {job_id} ended")
 

@@ -104,6 +104,7 @@ def save(contexts: Contexts) -> None:
     path = config_path()
     if path.parts[0] == "~":
         raise InvalidContext(f"this user has no home directory to keep contexts in: set HOME, or {CONFIG} to a file")
+    # Another file, with the process's id: two commands at a time would write into one another's draft.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,7 @@ def token_of(coordinator: str) -> str:
     if token := read_token():
         return token
     chosen = load().chosen()
+    # Otherwise --coordinator with a wrong address would send this coordinator's token to whoever listens there.
     if chosen is None or chosen.coordinator != coordinator or not chosen.token_file:
         return ""
     return read_token({FILE_VARIABLE: os.path.expanduser(chosen.token_file)})

@@ -106,6 +106,7 @@ def _devices() -> Iterator[Finding]:
     """Tries the devices in another process, which a broken driver may crash or hang."""
     if find_spec("torch") is None or find_spec("elche_worker") is None:
         return
+    # Without -P, `-m` would import from the working directory first, such as a user's own queue.py or types.py.
     command = [sys.executable, "-P", "-m", "elche_worker.device.build"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEVICES_LIMIT_S)
@@ -317,6 +318,7 @@ def _calls(address: str) -> Iterator[Finding]:
         yield Finding("access", State.FAULT, str(error), "docs/security.md says who may call it, with what")
         return
     yield Finding("access", State.OK, f"a call takes {median(took_s) * 1e3:.1f} ms")
+    # A call that is not as slow one way as the other, like the first, which connects, adds half of the difference.
     skew_s = min(skews_s, key=abs)
     if answer.now and abs(skew_s) > MAX_SKEW_S:
         text = f"the coordinator's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"

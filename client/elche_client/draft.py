@@ -20,9 +20,9 @@ MAX_NAME_BYTES = 255
 class Draft:
     """Context with a job's model as far as it has come: `FILE.JOB.SHA256.part`, beside its target.
 
-    The SHA-256 is that of the whole model, so that parts of two models never mix. One process writes a part at a time;
-    what another one begins, or comes without a SHA-256 (from an older coordinator or worker), does not stay. Methods
-    raise `OSError`.
+    The SHA-256 is that of the whole model, so that parts of two models never mix. One process at a time writes such a
+    file. A second one writes another, which is removed when its download breaks off, as is one without a SHA-256 (from
+    an older coordinator or worker). Methods raise `OSError`.
     """
 
     def __init__(self, target: Path, job_id: str) -> None:
@@ -52,6 +52,8 @@ class Draft:
     def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
+        # Before the file is closed, and with it the lock is gone: another process may then have begun a part of this
+        # name.
         if not self._stays or not self.size_bytes:
             self._path.unlink(missing_ok=True)
         self._file.close()
@@ -98,13 +100,15 @@ class Draft:
 
 
 def _owned(path: Path) -> BufferedRandom | None:
-    """The file, made if it is not there, which no other process has as long as it is open; None if one has it."""
+    """Opens the file, or makes it, with a lock until it is closed; None if another process holds the lock."""
     try:
+        # Not "w+b": that would empty the part of a process that has the lock.
         file = path.open("a+b")
     except OSError:
         return None
     with suppress(OSError):  # another process has it, or has just finished it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open and lock its former owner may have renamed it to the model: then the lock is one on the model.
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     file.close()

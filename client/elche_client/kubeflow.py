@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Reporter:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        # One report may be under way, and one is left to send.
         self._thread.join(2 * LIMIT_S)
 
     def _run(self) -> None:
@@ -80,11 +82,13 @@ class Reporter:
                 self._changed.wait_for(lambda: self._is_new or self._is_closed)
                 status, is_new, self._is_new = dict(self._status), self._is_new, False
             if is_new:
-                with suppress(OSError, ValueError):
+                with suppress(OSError, ValueError, HTTPException):
                     self._report(status)
             with self._changed:
                 if self._is_closed and not self._is_new:
                     return
+                # New figures do not end this wait, or there would be a report for each event; they are sent together
+                # after it.
                 self._changed.wait_for(lambda: self._is_closed, self._every_s)
 
     def _report(self, status: Mapping[str, Any]) -> None:

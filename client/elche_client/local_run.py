@@ -155,6 +155,7 @@ class LocalRun:
             options = replace(options, settings={**options.settings, "group_size": group_size})
         self.folder = make_folder(self.out, Path(self.options.name or self.path.stem).name)
         self._write_command(self.folder, source, options)
+        # Unbuffered: `elche replay` and `elche audit` have each round that a killed run has heard of.
         self._cadence = (self.folder / CADENCE).open("ab", buffering=0)
         self._start_log_tail(self.folder)
         address = self._start_coordinator(coordinator, self.folder)
@@ -221,6 +222,8 @@ class LocalRun:
         self.processes.kill()
         if hint := self._hint():
             begin = "\n" if os.isatty(2) else ""  # in case a line, or the panel, is being printed
+            # Within a signal's handler: a print that it has interrupted holds the stream's lock, and a second one would
+            # fail.
             os.write(2, f"{begin}elche: {printable(hint)}\n".encode())
 
     def _record(self, event: Shown) -> None:
@@ -284,6 +287,7 @@ class LocalRun:
             raise ProcessError(f"the coordinator did not start in {START_TIMEOUT_S:.0f} s (log: {log})") from None
         if isinstance(notification, ProcessOutput) and notification.line.startswith(LISTENING):
             address, page = notification.line.removeprefix(LISTENING).split()[0], self._print_page(log)
+            # At the same addresses: agent, ranks, this command and an open page know no others.
             coordinator.restart_with(["--listen", address, "--http", page, *rest])
             return address
         if isinstance(notification, ProcessExited):

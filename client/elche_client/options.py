@@ -120,7 +120,7 @@ def has_own_loop(path: Path) -> bool:
         try:
             tree = ast.parse(read_source(file))
         except (InvalidJob, SyntaxError, ValueError):
-            continue
+            continue  # whoever runs the file says what is wrong with it, and where
         if file == path and _defines_job(tree):
             return False
         uses_loop = uses_loop or _uses_loop(tree)

@@ -88,11 +88,13 @@ def make_plans(requests: Sequence[PlanRequest]) -> list[Plan]:
             assert process.stdin is not None
             process.stdin.write(json.dumps(asdict(request)))
             process.stdin.close()
+            # `communicate` flushes the pipe if there is one, and raises ValueError for a closed one.
             process.stdin = None
         return [_plan_of(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            # Reads the pipes to their end, closes them, and takes the exit code: no zombie is left.
             process.communicate()
 
 

@@ -75,6 +75,8 @@ class ChildProcess:
         log_file = self.log.open("ab") if self.log else None
         try:
             return subprocess.Popen(
+                # Without -P, `-m` would import from the working directory first, such as a user's own queue.py or
+                # types.py.
                 [sys.executable, "-P", "-m", self._module, *arguments],
                 stdin=subprocess.PIPE,  # closed when this process ends, on which the child exits
                 stdout=subprocess.PIPE if self._captures_stdout else self._output or log_file,
@@ -120,6 +122,7 @@ class ChildProcess:
     def ask_to_end(self) -> None:
         """Sends SIGTERM, and does not wait."""
         with self._lock:
+            # With the lock: of a restart at this moment the signal below reaches the new process.
             self._again = None
         self._process.terminate()
 
@@ -133,6 +136,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kills the process and its session."""
+        # Without the lock: a signal's handler calls this, and the code that it has interrupted may hold it.
         self._again = None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -170,6 +174,7 @@ class ChildProcesses:
 
     def stop(self) -> None:
         while self._processes:
+            # It stays in the list meanwhile, so that a second Ctrl-C kills it, too.
             self._processes[-1].stop()
             self._processes.pop()
 

@@ -17,8 +17,8 @@ POLL_S = 0.1
 STAMP_BYTES = 20
 """Length of the time before each line."""
 MAX_LINES = 50
-"""Most lines of all ranks that are shown per poll, the newest; others are only counted. So a rank that prints megabytes
-is not slowed by the terminal."""
+"""Most lines of all ranks that are shown per poll, the newest; others are only counted. So the display keeps up with
+ranks that print megabytes."""
 MAX_LINE_CHARS = 1000
 """Longest line that is shown; of a longer one, its beginning."""
 MAX_OPEN_BYTES = 64 * 1024

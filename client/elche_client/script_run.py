@@ -118,6 +118,7 @@ class ScriptRun(LocalRun):
                     elif not isinstance(notification, ProcessOutput):
                         self._show(notification, progress)
                         if isinstance(notification, JobResult):
+                            # By identity: results of two jobs may be equal.
                             self._results |= {job: one for job, one in list(self._come.items()) if one is notification}
                             self._end_soon(is_over=notification.state is not JobState.SUCCEEDED)
         except Interrupted as interrupted:
@@ -129,6 +130,7 @@ class ScriptRun(LocalRun):
         """Jobs that have not ended, oldest first: a script need not close a trainer before it sets up the next one.
         From any thread.
         """
+        # A copy, made at once: the main thread may add a job while a watching thread is in this loop.
         return [job for job_id, job in list(self._jobs.items()) if job_id not in self._results]
 
     def _find_jobs(self, client: Client, *, at_once: bool = False) -> None:
@@ -145,6 +147,7 @@ class ScriptRun(LocalRun):
     def _take_in(self, job_id: str, notification: Notification) -> None:
         """Puts what is to be shown of a job into the queue: of several open ones only the newest one's views."""
         if isinstance(notification, JobResult):
+            # Before it is put into the queue: whoever takes it from there looks here for its job.
             self._come[job_id] = notification
         if not isinstance(notification, JobView) or job_id == self._open_jobs[-1].id:
             self.notifications.put(notification)

@@ -158,6 +158,7 @@ class Runner:
             print_notice(f"job {job.id} has no metric {name}: it evaluates {known}")
         elif view.state is JobState.FAILED:
             print_notice(f"job {job.id} has failed: {view.reason}")
+        # NaN is neither smaller nor larger than any number: with it, sorting the trials would give no order.
         return value if view.state is JobState.SUCCEEDED and value == value else None
 
     def ranked(self) -> list[tuple[int, int]]:

@@ -70,6 +70,7 @@ def _timeline(rows: list[dict[str, Any]]) -> Timeline:
     for row in rows:
         if "clock" in row:
             known = timeline.clocks.get(row["clock"])
+            # The quicker the exchange, the less the offset can be wrong. It is negative if a clock was set in between.
             if row["round_trip_s"] >= 0 and (known is None or row["round_trip_s"] / 2 < known[1]):
                 timeline.clocks[row["clock"]] = (row["ahead_s"], row["round_trip_s"] / 2)
     for row in rows:
@@ -261,6 +262,7 @@ def to_page(timeline: Timeline, title: str) -> str:
         "dropped": timeline.num_dropped,
     }
     template = (Path(__file__).parent / "timeline.html").read_text(encoding="utf-8")
+    # "</script>" in a text would end the page's script, and what follows it would be HTML.
     return template.replace("/*DATA*/null", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 

@@ -45,6 +45,7 @@ def upload(
     while True:
         try:
             with calling(address):
+                # Also after an upload without error: only the coordinator can say that the bundle is complete.
                 found = stub.FindBundle(
                     pb.FindBundleRequest(bundle=bundle.name), timeout=FIND_TIMEOUT_S, metadata=metadata
                 )

@@ -187,6 +187,7 @@ def _start_epoch(command: commands.SendLease) -> rank_pb2.StartEpoch:
 
 def _epoch_metrics(command: commands.SendEpochMetrics) -> rank_pb2.EpochMetrics:
     report = command.report
+    # The field has no presence: 0 would be a loss.
     loss = math.nan if report.loss is None else report.loss
     return to_message(report, rank_pb2.EpochMetrics, loss=loss, metrics=command.metrics, samples=report.committed)
 

@@ -100,6 +100,7 @@ async def _serve(
     encryption = Encryption(config.tls, asks_clients=config.asks_certificates) if config.tls is not None else None
     access = AccessInterceptor(credentials, audit, partial(rank_caller, driver))
     server, port = _new_server(config, access, encryption)
+    # Before the first event that starts a rank: its incarnation must not have been another process's (protocol P1.1).
     driver.core.begin_incarnations_at(history.last_incarnation + 1)
     timelines = Timelines(config.data / "timelines", driver, catalogue.owner)
     journals = JournalFiles(config.data / "journals", driver, catalogue.owner)
@@ -115,6 +116,7 @@ async def _serve(
     averaging_pb2_grpc.add_AveragingServiceServicer_to_server(AveragingServicer(driver), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(StoreServicer(driver), server)
     server.add_generic_rpc_handlers((health_handler(),))
+    # Before the jobs that go on, which are placed by them.
     driver.handle(QuotasSet(quotas=config.quotas))
     for unfinished in history.unfinished:
         driver.handle(unfinished)
@@ -132,6 +134,7 @@ async def _serve(
         await stop.asked.wait()
         await save_jobs(driver, stop, config.grace_s)
         log.info("stopping")
+        # Begun before the driver stops, so that no new calls come; open ones end as their streams are closed.
         stopping = asyncio.create_task(server.stop(GRACE_S))
         driver.stop()
         leadership.resign()
@@ -217,6 +220,7 @@ def server_options(num_files: int) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", MAX_STREAMS_OF_CONNECTION),
         ("grpc.server.max_pending_requests", MAX_CALLS),  # with more that wait to be looked at, it resets new ones
         ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
+        # Otherwise a second coordinator on this port would start, too, and get a part of the connections.
         ("grpc.so_reuseport", 0),
     ]
 

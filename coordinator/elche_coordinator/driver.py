@@ -156,6 +156,7 @@ class Driver:
         """
         self.require_running()
         entry = Entry(self.now_s, event, number, identity)
+        # First: what the event leads to waits for the number that it gets here.
         self._tape.add(entry)
         visible, commands, fault = self._take_in(entry)
         self.journals.note(self.core, entry.at_s, event, commands, fault)
@@ -196,10 +197,13 @@ class Driver:
         event, fault = entry.event, None
         self._note_stream(entry)
         if isinstance(event, JobSubmitted):
+            # Before the core may start ranks, for which the file's text is looked up in `_prepare`.
             self.sources.hold(event.job_id, event.spec.source_hash)
+        # Before the event, after which the core no longer knows who was on the host.
         lost_with_agent = self.core.ranks_of(event.agent_id) if isinstance(event, AgentLost) else []
         try:
             commands = self.core.handle(event, now_s=entry.at_s)
+        # Any exception: a bug that one job meets must not end all others.
         except Exception as error:
             log.exception("the core could not handle %s; this is a bug", type(event).__name__)
             job_id: str = getattr(event, "job_id", "")
@@ -256,9 +260,11 @@ class Driver:
             for visible in self._take_in(entry)[0]:
                 if isinstance(visible.command, Publish) and isinstance(visible.command.report, JobResult):
                     self.streams.end_job(visible.command.job_id)
+        # The core's clock goes on, so that deadlines and silences are as long as they were (protocol P22.3).
         last_s = recorded.entries[-1].at_s if recorded.entries else self.core.now_s
         self._clock_offset_s = last_s + min(recorded.age_s, MAX_AWAY_S) - self._loop.time()
         self.core.forget_ended()
+        # All that was repeated is on the tape: it may be sent again, and counts as received.
         for stream in self.streams:
             stream.settle()
         jobs = self.core.job_ids()
@@ -423,6 +429,7 @@ class Driver:
         in time.
         """
         stream = self.streams.of_rank(address_of(command))
+        # Pings are not kept: `ask_again` follows when it connects.
         if stream is not None and stream.num_connections:
             stream.pass_on(codec.rank_response(command))
             sent = PingSent(job_id=command.job_id, rank=command.rank, incarnation=command.incarnation)
@@ -440,6 +447,7 @@ class Driver:
     def _arm(self) -> None:
         """Sets the timer to the core's next deadline, if that has changed."""
         next_s = self.core.next_deadline_s()
+        # Each report of each rank comes here, and few change the next deadline.
         if next_s == self._armed_s:
             return
         if self._timer is not None:

@@ -22,6 +22,7 @@ def wait_for_order() -> list[str] | None:
         return None
     order = json.loads(line)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # On the descriptor, since gRPC and the interpreter itself write there, too.
     os.dup2(log, 2)
     os.close(log)
     arguments: list[str] = order["arguments"]

@@ -26,6 +26,7 @@ class LoopHealth:
         """Measures until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
+            # By the loop's own clock, by which `sleep` wakes.
             due_s = loop.time() + EVERY_S
             await asyncio.sleep(EVERY_S)
             self._lags_s.append(max(0.0, loop.time() - due_s))

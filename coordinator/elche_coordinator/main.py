@@ -158,6 +158,7 @@ def main(
         return
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are printed by this program, in one line
     try:
+        # Here, so that --help and a wrong option need not wait for gRPC and the packages of the database.
         from elche_coordinator.config import Config
         from elche_coordinator.daemon import serve
         from elche_coordinator.limits.open_files import raise_limit

@@ -19,8 +19,10 @@ from support.real_processes import eventually
 
 
 @contextmanager
-def receiver(folder: Path, *, refuses: int = 0) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
-    """The environment of a pod, and what the receiver has taken: it refuses the first ones."""
+def receiver(
+    folder: Path, *, refuses: int = 0, status: bytes = b""
+) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
+    """The environment of a pod, and what the receiver has taken: it refuses the first ones, with this status line."""
     taken: list[dict[str, Any]] = []
     left = refuses
 
@@ -30,6 +32,11 @@ def receiver(folder: Path, *, refuses: int = 0) -> Iterator[tuple[dict[str, str]
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             is_known = self.headers["Authorization"] == "Bearer of the pod"
             is_taken = is_known and left == 0
+            if left and status:
+                self.wfile.write(status)
+                self.close_connection = True
+                left -= 1
+                return
             left = max(0, left - 1)
             if is_taken:
                 taken.append(body["trainerStatus"])
@@ -97,13 +104,14 @@ def test_progress_metrics_and_the_end(tmp_path: Path) -> None:
         assert last["metrics"] == [{"name": "accuracy", "value": "0.987654"}]
 
 
-def test_what_was_not_taken_is_told_again(tmp_path: Path) -> None:
-    with receiver(tmp_path, refuses=1) as (environment, taken):
+@pytest.mark.parametrize("status", [b"", b"no HTTP\r\n\r\n"])
+def test_what_was_not_taken_is_told_again(tmp_path: Path, status: bytes) -> None:
+    with receiver(tmp_path, refuses=1, status=status) as (environment, taken):
         reporter = Reporter(environment, every_s=0.05)
         reporter.note(EpochReport(epoch=0, loss=1.5))
         eventually(lambda: reporter._is_new is False, "it was tried")
         reporter.note(view(2, 0))
-        eventually(lambda: taken, "it is told")
+        eventually(lambda: taken, "it is told", 20.0)
         assert taken[-1]["metrics"] == [{"name": "loss", "value": "1.5"}]
         assert taken[-1]["progressPercentage"] == 50
         reporter.close()

@@ -54,6 +54,23 @@ def test_ranks_that_disagree_on_the_file_fail_the_job_as_invalid(simulate, chang
     assert simulation.job.result.invalid
 
 
+def test_a_rank_that_is_started_again_with_other_settings_is_compared_with_one_that_trains(simulate):
+    simulation = simulate(ranks(5, 5, 5), dataset_size=20_000)
+    tell, seen = simulation.handle, set()
+
+    def tell_another(event):
+        if isinstance(event, RankReady):
+            changes = {"seed": 3} if event.rank in seen else {}
+            seen.add(event.rank)
+            event = replace(event, settings=replace(event.settings, **changes))
+        tell(event)
+
+    simulation.handle = tell_another
+    in_mid_training(simulation)
+    simulation.kill(1)
+    fails(simulation, "rank 1 was restarted with other settings", "ranks 0 and 1 differ in seed: 0 and 3")
+
+
 def sample(index, *figures):
     return SampleRead(index=index, values=tuple(ValueFigures(figures=one) for one in figures))
 

@@ -364,6 +364,7 @@ def test_the_others_go_on_without_a_rank_that_has_died() -> None:
     assert formed(loop.abandoned(2, 0)) == []
     assert formed(loop.abandoned(1, 0)) == [(1, 1, 0, 2), (2, 1, 1, 2)]
     assert loop.view.state == "training"
+    assert loop.view.counts.regroups == 1
     loop.handle(LoopLeft(**loop.of(1)))
     loop.handle(LoopLeft(**loop.of(2)))
     assert loop.result is not None

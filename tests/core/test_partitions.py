@@ -76,6 +76,18 @@ def test_a_link_that_is_well_again_in_time_costs_nothing_but_time(simulate):
     assert left_out(simulation) == []
 
 
+def test_who_could_not_reach_another_is_not_left_out_of_an_averaging_that_has_ended(simulate):
+    simulation = simulate(ranks(*FOUR), dataset_size=20_000)
+    in_mid_training(simulation)
+    simulation.part((1, 3))
+    simulation.run_until(lambda: simulation.sent(SendProbe), limit_s=5_000)
+    asked_s = simulation.clock.now_s
+    simulation.run_until(lambda: simulation.clock.now_s > asked_s + 0.5, limit_s=5_000)
+    simulation.part()
+    succeeds(simulation)
+    assert left_out(simulation) == []
+
+
 def test_an_averaging_that_takes_its_time_leaves_nobody_out(simulate):
     simulation = simulate(ranks(*FOUR), dataset_size=4000, sync_ms=30_000.0)
     succeeds(simulation)

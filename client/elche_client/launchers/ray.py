@@ -74,6 +74,7 @@ class Ray:
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=-1,
+            # Ray runs an actor's methods one after the other: beside `leave`, which waits, `host` would have no answer.
             max_concurrency=2,
             num_cpus=CPUS,
             num_gpus=fleet.gpus_per_agent,
@@ -129,11 +130,14 @@ class AgentActor:
             variable, _, file = name.partition("/")
             path = folder / variable / file if file else folder / variable
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            # Before there is any content: `write_text` itself would create a token that all users of the node can read.
             path.touch(mode=0o600)
             path.write_text(content, encoding="utf-8")
             variables[variable] = str(folder / variable)
         self._leaves = False
         self._process = subprocess.Popen(
+            # `exec`, so that SIGTERM (see `leave`) reaches the agent and not its shell; `--exit-with-stdin`, since
+            # `ray.kill` and a lost node end the actor without a signal to its child.
             ["/bin/sh", "-c", f"exec {command} --exit-with-stdin"],
             stdin=subprocess.PIPE,
             cwd=folder,
@@ -146,6 +150,7 @@ class AgentActor:
         self._process.wait()
         if not self._leaves:
             time.sleep(AGAIN_S)
+            # sys.exit would end this thread alone. Ray restarts an actor whose process ends (`max_restarts`).
             os._exit(1)
 
     def host(self) -> str:

@@ -62,12 +62,14 @@ class Slurm:
         there = [one for one in self.members(fleet.name) if one.state in (AgentState.WAITING, AgentState.RUNNING)]
         if lacking := max(0, fleet.num_agents - len(there)):
             _run(["sbatch", *self._options], script_of(fleet, lacking))
+        # Those that wait come first: their end costs nothing.
         too_many = sorted(there, key=lambda one: one.state is AgentState.RUNNING)[: len(there) - fleet.num_agents]
         if not lacking and too_many:
             _run(["scancel", *(one.id for one in too_many)])
 
     def members(self, name: str) -> list[FleetAgent]:
         listed = _run(
+            # Without --array, squeue shows all elements of an array that wait as one line.
             ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", f"--name={name}", f"--format={LINE}"]
         )
         return [

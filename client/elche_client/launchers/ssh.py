@@ -28,6 +28,8 @@ folder=$HOME/.elche/{name}/$(hostname)
 mkdir -p "$folder"
 cd "$folder"
 """
+# `9>&-` closes the lock in the agent: one that outlives its shell would hold it, and count as an agent that is
+# restarted. `setsid` does not fork here, since a background command leads no group: $! is the shell's own id.
 UP = """\
 exec 9>lock
 if [ -e leaves ]; then flock -w 60 9 || {{ echo 'the agent before it does not end' >&2; exit 1; }}

@@ -38,6 +38,7 @@ class _File(RotatingFileHandler):
             for number in crowded_out(sizes, MAX_BYTES):
                 lines[number] = b""
             joined.write_bytes(b"".join(lines))
+            # Before the oldest is removed: after a crash between the two, lines are there twice, and not gone.
             joined.replace(older)
             oldest.unlink()
 

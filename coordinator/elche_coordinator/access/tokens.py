@@ -57,6 +57,7 @@ class IssuedTokens:
             expires_at=expires_at,
             made_by=made_by,
         )
+        # Durable first: a token that works must work after a restart, too.
         self._store.add_token(token)
         self._grants[token.hash] = Grant(token)
         return token, text
@@ -72,6 +73,7 @@ class IssuedTokens:
                 break
         else:
             raise InvalidJob(f"no token has the id {token_id!r}; `elche token list` shows them")
+        # Durable first: a token that is said to be revoked must not be good again after a restart.
         self._store.remove_token(token_id)
         del self._grants[grant.token.hash]
         grant.revoked.set()

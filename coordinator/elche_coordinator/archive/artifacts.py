@@ -235,6 +235,7 @@ class Artifacts:
             raise _Away(f"{part.host} is not connected, which has {_described(part)}")
         kept = self._kept.get(view.job_id, {})
         there = {name for one in kept.values() for name in one["files"]}
+        # One copy of the record suffices: it goes to the first host that stores something.
         record = "" if RECORD in there else await asyncio.to_thread(self._record, view.job_id)
         root = self._store_of(view.job_id)
         order = agent_pb2.StoreArtifacts(
@@ -277,6 +278,8 @@ class Artifacts:
             )
         except Replaced as error:
             raise InvalidJob(str(error)) from None
+        # After the database has it: nothing is served from the store of which a restart would not know (protocol
+        # P13.7).
         self._kept.setdefault(view.job_id, {})[part.key] = entry
 
     def _record(self, job_id: str) -> str:

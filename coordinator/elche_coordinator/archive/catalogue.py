@@ -116,6 +116,7 @@ class JobCatalogue:
         recent = self._core.recent_view
         present = (self._present_view(one, recent) for one in self._core.job_ids() if self.result(one) is not None)
         views = [view for view in present if view is not None]
+        # By their ends: the core has jobs in the order of submission.
         views.sort(key=lambda view: view.ended_s or 0.0)
         ended = [*self._history.jobs, *(view.job_id for view in views)]
         many = crowded_out(((one, self.owner(one), 1) for one in ended), keep_jobs)

@@ -104,6 +104,7 @@ class History:
             rows.append(JobRow(id=job_id, record=json.dumps(rest)))
         try:
             if rows:
+                # Its spec and its file stay as they are in the row.
                 self._store.write(rows)
         except StoreFailed as error:
             log.error("the jobs that have failed cannot be recorded: %s", error.reason)

@@ -75,6 +75,7 @@ class RelayedRank:
             self._parts.get_nowait()
         while not self._answers.empty():
             self._answers.get_nowait()
+        # In a full queue the end needs no mark: `next_part` knows of it once the queue is empty.
         if not self._parts.full():
             self._parts.put_nowait(None)
 
@@ -259,6 +260,7 @@ async def take_part(
     try:
         while True:
             await asyncio.wait({getting, ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            # What was answered before the end is still sent.
             if not getting.done() and not member.has_answer:
                 break
             yield await getting

@@ -66,6 +66,7 @@ class Rendezvous:
         is_full = (held is None and len(self._values) >= MAX_KEYS) or num_bytes > MAX_BYTES
         if is_full or len(value) > MAX_VALUE_BYTES:
             raise TooMuch(f"the rendezvous store cannot take {len(value)} bytes under {key!r}")
+        # Before any change, since it may raise.
         self._hold(num_bytes - self._num_bytes)
         self._values[key] = value
         self._num_bytes = num_bytes

@@ -38,6 +38,7 @@ def continuation(job: Job) -> Continuation:
         attempt=job.attempt,
         last_incarnation=job.roster.last_incarnation,
         num_ranks=job.num_wanted,
+        # A job that has taken whatever was free begins with one rank and grows again (protocol P19.6).
         min_ranks=job.spec.min_ranks if job.spec.num_ranks else 1,
         resume=job.resume_point,
         end=job.result or job.decided_result() or _end_with_coordinator(job),

@@ -106,6 +106,7 @@ class Coordinator:
         except Refused as refused:
             for job in self._touched.values():  # an event that a phase table refuses concerns one job
                 job.refuse(refused.trigger, refused.state, "the phase has no place for it")
+        # Before slots are given: `place` goes by the queue and by who holds slots, as the event has left them.
         for job_id in self._touched:
             self._note_placed(job_id)
         if self._may_place:
@@ -417,6 +418,8 @@ class Coordinator:
             now = f"incarnation {record.incarnation}" if record else "not of the job"
             job.refuse(event, f"rank {event.rank} is {now}", f"this is of incarnation {event.incarnation}")
             return
+        # The others go on without its work, so what it says of work counts no more. Its end still has to free its
+        # slots.
         if record.is_ending and not isinstance(event, RankExited | RankStarted | StacksReported | SessionLost):
             job.refuse(event, f"rank {record.rank} is being ended", "the other ranks go on without it")
             return
@@ -426,6 +429,8 @@ class Coordinator:
                     event, f"rank {record.rank} is on {record.agent_id}", "no host speaks for another's processes"
                 )
             case RankExited() if (placed := self.placed.get(event.job_id)) is not None:
+                # A process with `LEFT_ALONE` has only lost others: one that is started again need not end so (protocol
+                # P19.6).
                 is_victim = event.exit_code < 0 or event.exit_code == LEFT_ALONE
                 death = Death.KILLED if is_victim else Death.BY_ITSELF
                 record.exit_code = event.exit_code
@@ -502,6 +507,7 @@ class Coordinator:
         self, job: PlacedJob, record: RankRecord, event: Event, death: Death, notice: str, log_tail: str = ""
     ) -> None:
         """Frees the slots of a process that has ended, and tells its job. Refuses a second report of the end."""
+        # By now the slot may be another job's: freed a second time, it would be given to two ranks.
         if record.phase is RankPhase.EXITED:
             job.refuse(event, f"rank {record.rank} is {record.phase}", "its process has exited already")
             return
@@ -529,6 +535,7 @@ class Coordinator:
 
     def _lose_agent(self, event: AgentLost) -> None:
         """Treats every rank on the lost host as exited."""
+        # First: with the host goes the record of which ranks are on its slots.
         lost = self._ranks_on(event.agent_id)
         self.fleet.leave(event.agent_id)
         for job_id, rank in lost:

@@ -249,10 +249,11 @@ def _add_loop(view: JobView, loop: Loop, now_s: float) -> JobView:
             samples=loop.num_samples,
             made_samples=loop.num_samples,
             rounds=progress.num_steps if progress is not None else 0,
-            regroups=view.num_regroups,
+            regroups=loop.generation_id,
             checkpoint_failures=loop.num_checkpoint_failures,
         ),
         metrics=loop.metrics,
+        num_regroups=loop.generation_id,  # generation 0 is the group that the script has made
         checkpoint_age_s=_age(loop.saved_at_s, now_s),
     )
     if progress is None:
@@ -344,6 +345,7 @@ def _describe_rank(
         loss=record.loss,
         throttled_s=record.gauges.throttled_ms / 1000,
         gauges=record.gauges,
+        # The view is read on another thread when /metrics is made, while the rank's own histogram is counted on.
         durations=record.durations.copy(),
         stalled_s=0.0 if silent_since_s is None else now_s - silent_since_s,
         agent_id=record.agent_id,

@@ -97,6 +97,7 @@ class Journals:
         for job_id in reached:
             if job_id not in core.jobs:
                 continue
+            # Nearly every event reaches one job, and then nothing has to be looked through.
             mine, refusals = commands, core.last_refusals
             if len(reached) > 1:
                 mine = [command for command in commands if command.job_id == job_id]

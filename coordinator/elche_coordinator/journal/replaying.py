@@ -133,6 +133,7 @@ def _handle(core: Coordinator, job_id: str, entry: RecordedEntry) -> dict[str, A
         "refusals": [{"state": one.state, "trigger": one.trigger, "why": one.why} for one in core.last_refusals],
         "error": error,
     }
+    # As a file gives it: tuples are lists there, and keys texts.
     written: dict[str, Any] = json.loads(json.dumps({name: value for name, value in answer.items() if value}))
     return written
 

@@ -40,6 +40,7 @@ def back_up(data: Path, to: Path) -> str:
         to.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
         with closing(sqlite3.connect(data / DATABASE)) as source, closing(sqlite3.connect(draft / DATABASE)) as copy:
+            # Before the copy: a coordinator that stops during it has told its ranks more than the copy knows.
             is_used = _is_used(data)
             source.backup(copy)  # in one step: page by page it would start over at each write
             if is_used:

@@ -111,5 +111,6 @@ class Leadership:
         """Gives the lease up, so that another takes over at once. All writes must be complete before."""
         self._ended.set()
         for thread in self._threads:
+            # A renewal may hang: then the lease runs out by itself.
             thread.join(timeout=LEASE_S)
         self._candidacy.close()

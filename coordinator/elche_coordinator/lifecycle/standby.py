@@ -82,6 +82,7 @@ async def lead(
     leadership: Leadership, store: SqlStore, shared: SharedBundles, config: Config, stop: asyncio.Event
 ) -> bool:
     """Waits until this coordinator leads, and prepares the database; returns False if it is stopped before."""
+    # Now: the moment at which it takes over would be too late to say so.
     _check_free(config.listen)
     encryption = Encryption(config.tls, asks_clients=False) if config.tls is not None else None
     async with waiting_page(config.http, encryption, lambda: leadership.problem):
@@ -159,6 +160,7 @@ def _check_free(address: str) -> None:
 
 def take_folder(data: Path) -> None:
     """Locks the folder against a second coordinator until this process exits. Raises `CannotStart`."""
+    # Never closed, since the lock would end with it.
     lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -52,6 +52,7 @@ class Stop:
         while os.read(sys.stdin.fileno(), 4096):
             pass
         with suppress(RuntimeError):  # the loop is over: this process could not start
+            # In this order: who waits for `asked` looks at `at_once` next.
             loop.call_soon_threadsafe(self.at_once.set)
             loop.call_soon_threadsafe(self.asked.set)
 

@@ -52,6 +52,7 @@ class WaitingPage:
         self._listener.on_protocol(writer.get_extra_info("peername"))
         self._num_connections += 1
         try:
+            # Counted nevertheless, and closed at once below: the count must fit the one in `finally`.
             if self._num_connections > MAX_CONNECTIONS:
                 return
             async with asyncio.timeout(ANSWER_S):

@@ -50,6 +50,7 @@ class Backlog:
 
     def settle(self, number: int) -> None:
         """All events up to the number are durable."""
+        # In order of their events, whichever stream they are of: the tape becomes durable in this order.
         while self._waiting and self._waiting[0][0] <= number:
             _, stream, user, num_bytes = self._waiting.popleft()
             self._num_bytes -= num_bytes

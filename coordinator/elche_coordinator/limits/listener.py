@@ -33,6 +33,7 @@ class Listener(socket.socket):
         connection, peer = super().accept()
         self.waiting[peer] = connection
         if len(self.waiting) > MAX_WAITING:
+            # Connections that were closed in their handshakes are told to nobody: they are seen by their lost file.
             self.waiting = {one: found for one, found in self.waiting.items() if found.fileno() >= 0}
         while len(self.waiting) > MAX_WAITING:
             with suppress(OSError):  # it has been reset

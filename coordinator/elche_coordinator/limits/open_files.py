@@ -14,6 +14,7 @@ OTHER_FILES = 600
 
 def raise_limit() -> int:
     """Raises the limit of open files as far as allowed, and returns it. Raises `CannotStart` if it is too low."""
+    # The soft limit is often 1024, since `select` knows no more; nothing here uses it.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -36,6 +36,7 @@ class Turns:
         line = self._lines.get(user)
         if line is None:
             line = self._lines[user] = _Line()
+            # `call_soon` from here runs after all that is ready now: that is one turn of the loop.
             asyncio.get_running_loop().call_soon(self._next, user, line)
         if line.num_bytes < TURN_BYTES and not line.waiting:
             line.num_bytes += num_bytes

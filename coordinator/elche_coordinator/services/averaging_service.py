@@ -47,6 +47,7 @@ class AveragingServicer(averaging_pb2_grpc.AveragingServiceServicer):
         join = first.join if first is not None else averaging_pb2.JoinRound()
         generation, round_id = GenerationId(join.generation), RoundId(join.round)
         seat = self._driver.core.position_in_round(address, generation, round_id)
+        # Also if another member has lost the round before: who joined it would wait for nothing.
         if seat is None:
             raise RelayAborted(f"round {round_id} is not open")
         position, size = seat

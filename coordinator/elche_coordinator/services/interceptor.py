@@ -140,6 +140,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             except Forbidden as error:
                 self._audit.note(caller, call, "", context.peer(), f"refused: {error}")
                 raise
+            # Counted before it waits for its turn: calls that wait are open, too.
             budget = self._agent_calls if NEEDED[method] is Role.AGENT else self._calls
             during.enter_context(budget.taking(caller.name))
             if call in FILE_CALLS:
@@ -168,6 +169,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
             async def pause(num_bytes: int) -> None:
                 await self._rank_turns.take(caller.user, num_bytes)
+                # Anew for each message: the job may have got more ranks.
                 NUM_RANKS.set(caller.num_ranks())
 
             async with aclosing(handler.stream_stream(await _parsed(handler, sent, pause), context)) as responses:
@@ -211,6 +213,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         async def of_caller(sent: Any, context: Context, payer: str) -> Any:
             request = await _parsed(handler, sent, lambda _: self._processor.pause(payer))
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
+            # Serialized here and not by gRPC, so that the caller is charged for it.
             serialize = handler.response_serializer or _as_it_is
             return serialize(await answer)
 
@@ -227,6 +230,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         finally:
             ending.cancel()
             answering.cancel()
+            # The handler must have ended before its call counts as closed.
             await asyncio.wait({answering})
 
     async def _audited(self, inner: Any, method: str, request: Any, context: Context) -> Any:
@@ -301,6 +305,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         finally:
             ending.cancel()
             getting.cancel()
+            # A generator that runs cannot be closed: `aclosing` would raise.
             await asyncio.wait({getting})
 
 

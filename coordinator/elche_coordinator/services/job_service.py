@@ -74,6 +74,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         known = self._catalogue.submitted_as(key)
         if known:
             HAS_CHANGED.set(False)
+            # The submission whose answer was lost may not be durable yet.
             await requests.taken(self._driver)
             return job_pb2.SubmitJobResponse(job_id=known)
         if request.finds:
@@ -100,6 +101,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         self._views.newest(request.job_id)
+        # Before the first view that is sent: no report may fall between the two.
         queue = self._driver.watchers.watch(request.job_id)
         try:
             async for response in self._responses(request.job_id, queue):

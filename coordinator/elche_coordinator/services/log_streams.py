@@ -64,6 +64,7 @@ async def _merged(
             part = await parts.get()
             if part is None:
                 num_open -= 1
+            # No rank has a log: that is an error of the call, not of one rank.
             elif part.error and len(problems) + 1 == len(ranks):
                 raise InvalidJob(part.error)
             else:

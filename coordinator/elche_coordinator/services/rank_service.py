@@ -61,6 +61,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         )
         self._driver.handle(attached)
         secrets = [self._driver.secrets.new(address) for address in self._driver.core.addresses(job_id)]
+        # The script trains on with these secrets: a restarted coordinator must know its job.
         await self._driver.durable()
         return rank_pb2.AttachResponse(job_id=job_id, secrets=secrets)
 

@@ -56,6 +56,7 @@ async def submit(driver: Driver, spec: JobSpec, key: str = "") -> JobId:
         async with asyncio.timeout(WRITE_S):
             await driver.durable()
     except TimeoutError:
+        # Its client is told that nothing was submitted, and may submit it again.
         driver.handle(JobCancelled(job_id=job_id))
         why = driver.writer.failing or f"the disk has not responded for {WRITE_S:.0f} s"
         raise TooMuch(f"the coordinator cannot write its records ({why}); the job was withdrawn") from None

@@ -56,6 +56,7 @@ class SharedViews:
     def _make_new(self, job_id: str) -> job_pb2.JobView:
         num_events, began_s = self._num_events(), self._now()
         message, ended_s = self._make(job_id), self._now()
+        # Taken out, so that it is put back as the newest: the oldest is dropped first.
         self._made.pop(job_id, None)
         self._made[job_id] = _Made(message, ended_s, ended_s - began_s, num_events)
         while len(self._made) > MAX_KEPT:

@@ -234,6 +234,7 @@ def _check_all(field: FieldDescriptor, name: str) -> Callable[[Any], bool]:
     something, or cannot tell, each is checked.
     """
     match field.cpp_type:
+        # Bytes have the same `cpp_type`. `ListFields` leaves empty lists out, so that `max` and `min` have a value.
         case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_STRING:
             most_characters = CHARACTERS.get(name, MAX_CHARACTERS)
             return lambda values: max(map(len, values)) <= most_characters

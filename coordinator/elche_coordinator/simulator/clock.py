@@ -36,6 +36,7 @@ class ProcessClock:
     def thaw(self) -> None:
         """The process continues."""
         self.is_frozen = False
+        # Taken over first: an action may freeze the process again, and then the rest is held anew.
         held, self._held = self._held, []
         for action in held:
             self.do(action)
@@ -51,6 +52,7 @@ class VirtualClock:
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Does the action at a time, or now when the time has passed."""
+        # It also keeps heapq from comparing two actions, which have no order.
         self._count += 1
         heapq.heappush(self._queue, (max(time_s, self.now_s), self._count, action))
 

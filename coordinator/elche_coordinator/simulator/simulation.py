@@ -267,6 +267,7 @@ class Simulation:
     def _arm(self) -> None:
         next_s = self.core.next_deadline_s()
         if next_s is not None:
+            # Those that were armed before stay in the queue; `_pass_deadline` asks again what is due.
             self.clock.at(next_s, self._pass_deadline)
 
     def _pass_deadline(self) -> None:

@@ -95,6 +95,7 @@ class Bundles:
             if found != offset:
                 raise Unreachable("another upload of this folder is further: continue from there")
             try:
+                # Before room is made, so that other uploads that begin meanwhile count it.
                 self._coming[name] = size_bytes
                 await asyncio.to_thread(self._make_room)
                 await self._append(name, size_bytes - found, chunks)
@@ -122,6 +123,7 @@ class Bundles:
             if num_bytes:
                 raise Unreachable(f"the upload has ended {num_bytes} bytes before its end")
             file.flush()
+            # On the disk before it gets its name: after a power cut that must not stand for half of a folder.
             await asyncio.to_thread(os.fsync, file.fileno())
 
     async def _next(self, chunks: AsyncIterator[bytes], left_s: float) -> bytes | None:
@@ -143,6 +145,8 @@ class Bundles:
             part.unlink()
             raise InvalidJob(f"the folder was damaged in transfer: its checksum is {digest[:12]}, not {name[:12]}")
         if self._shared is not None:
+            # Before the rename: with its name it counts as uploaded, and after a crash nobody would copy it to the
+            # store any more.
             self._shared.save(name, part)
         part.rename(self._path(name))
         log.info("bundle=%s complete, %d bytes", name[:12], self._path(name).stat().st_size)
@@ -151,6 +155,7 @@ class Bundles:
         """Removes unused bundles, abandoned uploads first, until there is room for all uploads. Raises `TooMuch`,
         without removing any.
         """
+        # A copy: this is a thread, and uploads begin and end on the event loop.
         coming, kept = dict(self._coming), []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -174,6 +179,7 @@ class Bundles:
             )
         for file_name in removed:
             if self._shared is not None and file_name.endswith(WHOLE):
+                # First: after a crash, a folder that is only in the store would come back (`SharedBundles.restore`).
                 self._shared.remove(_name(file_name))
             (self._folder / file_name).unlink(missing_ok=True)
             log.info("bundle=%s removed: there is no room for it any more", file_name[:12])

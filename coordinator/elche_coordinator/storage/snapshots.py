@@ -94,6 +94,7 @@ def join(common: bytes, parts: Mapping[str, bytes]) -> tuple[Coordinator, Stream
 def _without_jobs(core: Coordinator, streams: Streams) -> Iterator[None]:
     """Context in which core and streams contain only the common part."""
     tables, keys, ranks = core.tables(), core.keys, streams.ranks
+    # Emptied in place and put back without an await between, so that nobody sees the core without its jobs.
     core.keys, streams.ranks = {}, {}  # each job has its own key
     core.__dict__ |= {name: {} for name in tables}
     try:

@@ -124,6 +124,7 @@ class Tape:
             log.exception("the state cannot be saved; this is a bug. The tape goes on")
         else:
             self._batch.saved = saved
+            # The saved state has these events in it.
             self._batch.entries = []
             self._on_saved({job_id: len(part) for job_id, part in saved.parts.items()})
         self._num_since, self._num_bytes_saved = 0, self._writer.num_bytes
@@ -160,6 +161,8 @@ def read(store: SqlStore) -> Recorded | None:
             entries = list(_unpickled(pieces))
             state = join(saved.state, saved.parts)
             return Recorded(state, entries, saved.last + len(entries), age_s, frozenset(saved.parts))
+        # Whatever is wrong with it: jobs can go on from their checkpoints, and a coordinator that does not start helps
+        # nobody.
         except Exception as error:
             why = f"has left what cannot be read ({error!r})"
     if why:

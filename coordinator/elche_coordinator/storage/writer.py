@@ -112,6 +112,7 @@ class Writer:
                 batch.add(more)
             if self._write_until_done(batch):
                 self._on_written(batch.last)
+            # The None of `stop` may have been taken above, with the batches before it.
             if self._stopped.is_set() and self._queue.empty():
                 return
 
@@ -123,11 +124,13 @@ class Writer:
         for job_id, row in batch.rows.items():
             spec = batch.specs.get(job_id)
             try:
+                # Only this row is left out if it fails: on this thread, an error would end the writing of all jobs.
                 record = json.dumps(row)
                 encoded.append(
                     JobRow(
                         id=job_id,
                         record=record,
+                        # A replay does not go on after a restart (protocol P13.4), and its recording may be long.
                         spec=None if spec is None else json.dumps(asdict(replace(spec, replay=()))),
                         source=None if spec is None else spec.source_hash or None,
                     )

@@ -110,6 +110,7 @@ class Presence:
         """Reports the agent, if it is known, as lost with its ranks."""
         self._stopped.discard(agent_id)
         if agent_id in self._streams.agents:
+            # Before the event, after which the stream is not found any more.
             self._streams.agents[agent_id].close()
             self._handle(AgentLost(agent_id=agent_id))
 
@@ -137,6 +138,7 @@ class Presence:
         num_connections = stream.num_connections
 
         def judge() -> None:
+            # It has been back since: that it is away again, if it is, has a grace time of its own.
             if self._streams.agents.get(agent_id) is not stream or stream.num_connections != num_connections:
                 return
             ranks = [self._streams.of_rank(address) for address in self._core.ranks_of(agent_id)]

@@ -38,6 +38,7 @@ class SendQueue(Generic[Item]):
         if self.is_closed:
             return
         num_bytes = self._size_of(item)
+        # Without a bound on bytes each item counts 0, and the sum never exceeds 0.
         if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
             self.close()
         else:
@@ -70,5 +71,6 @@ class SendQueue(Generic[Item]):
 
     def _wake(self) -> None:
         taker, self._taker = self._taker, None
+        # The task that waits may have been cancelled, and its future with it.
         if taker is not None and not taker.done():
             taker.set_result(None)

@@ -100,6 +100,7 @@ class Stream(Generic[Message]):
     def resend(self) -> None:
         """Sends messages again that were not received before. Called once, at the beginning of a connection."""
         for message in list(self._kept):
+            # The rest follows by `show`, once it is durable: who acts on it before, acts on what a crash may undo.
             if message.seq <= self._num_visible:
                 self.pass_on(message)
 
@@ -122,11 +123,13 @@ class Stream(Generic[Message]):
 
     def show(self, number: int) -> None:
         """Allows messages up to the number to be sent."""
+        # From the end: thousands may be kept, of which only the newest are not shown yet.
         hidden = list(takewhile(lambda message: message.seq > self._num_visible, reversed(self._kept)))
         for message in reversed(hidden):
             if message.seq <= number:
                 self.pass_on(message)
         self._num_visible = max(self._num_visible, number)
+        # Nobody comes back to ask for it again.
         if not self.is_resumable:
             self.on_received(number)
         elif len(self._kept) > MAX_KEPT or self._num_kept_bytes > MAX_KEPT_BYTES:

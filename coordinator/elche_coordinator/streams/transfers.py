@@ -112,6 +112,7 @@ class Transfers:
         transfer = self._open.get(name)
         if transfer is None:
             raise InvalidJob(GONE)
+        # Both are waited for: a queue that is full of chunks for a client that has left is never emptied.
         putting = asyncio.ensure_future(transfer.queue.put(item))
         leaving = asyncio.ensure_future(transfer.left.wait())
         try:

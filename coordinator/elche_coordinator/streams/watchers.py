@@ -61,6 +61,7 @@ class Watchers:
         for action in self._on_published:
             try:
                 action(job_id, report)
+            # One action that fails must keep the report neither from the others nor from the watchers.
             except Exception:
                 log.exception("job=%s %s could not be recorded; this is a bug", job_id, type(report).__name__)
         try:

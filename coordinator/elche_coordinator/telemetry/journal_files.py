@@ -61,6 +61,7 @@ class JournalFiles:
             draft = self._path(extract.job_id).with_suffix(".draft")
             with gzip.open(draft, "wt", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in extract.lines())
+            # By a draft: a journal of which the disk took only a part would be replayed as if it were whole.
             draft.replace(self._path(extract.job_id))
             files = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
             owned = ((path, self._owner(path.name.partition(".")[0]), 1) for _, path in files)

@@ -193,6 +193,7 @@ class SnapshotCollector(Collector):
         since_s = self._snapshot.now_s - EXPIRE_S
         shown = [job for job in self._snapshot.jobs if job.ended_s is None or job.ended_s > since_s]
         yield from _job_metrics(shown)
+        # Not before the ranks have said their epochs: a job that waits or starts would export zeros.
         yield from _rank_metrics([(job.job_id, rank) for job in shown if job.num_epochs for rank in job.ranks])
         yield from _coordinator_metrics(self._snapshot)
         yield from _upkeep_metrics(self._snapshot)

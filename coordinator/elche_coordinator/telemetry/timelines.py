@@ -112,6 +112,7 @@ class Timelines:
     def _begin(self, job_id: str) -> None:
         """Opens the job's timeline, unless the job has ended. The present size of its file counts."""
         spec = self._driver.core.spec(JobId(job_id))
+        # One of a job that has ended would be ended by nothing, and count forever.
         if job_id in self._open or spec is None or self._driver.core.result(JobId(job_id)) is not None:
             return
         path = self._path(job_id)
@@ -140,7 +141,7 @@ class Timelines:
                         self._send_clock(job_id, clock_s)
                 await asyncio.sleep(EVERY_S)
         finally:
-            async with self._writing:  # waits for a write that was running when this was cancelled
+            async with self._writing:  # waits for a write that a reader of the timeline has begun
                 self._write(self._take())
 
     def _send_clock(self, job_id: str, now_s: float) -> None:
@@ -211,6 +212,7 @@ class Timelines:
     async def _flush(self) -> None:
         async with self._writing:
             if taken := self._take():
+                # Lines that were taken are written, also if who asked for it is cancelled.
                 await asyncio.shield(asyncio.to_thread(self._write, taken))
 
     def _take(self) -> dict[str, list[str]]:

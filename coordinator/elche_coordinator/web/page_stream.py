@@ -25,6 +25,7 @@ class PageStream:
     def message(self, parts: dict[str, Any]) -> str:
         """One server-sent event with the parts that have changed; parts that are None are left out."""
         texts = {
+            # Python would write NaN, which is no JSON, and browsers refuse the whole message.
             name: json.dumps(part, separators=(",", ":"), allow_nan=False)
             for name, part in parts.items()
             if part is not None

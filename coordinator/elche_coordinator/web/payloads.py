@@ -426,4 +426,5 @@ def _finite(value: float | None) -> float | None:
 def _cut(text: str, most: int) -> str:
     """At most `most` characters of a text, as valid UTF-8."""
     short = text if len(text) <= most else f"{text[: most - 1]}…"
+    # Half of a surrogate pair, as in a file's name that is not UTF-8, would fail the whole answer.
     return short.encode("utf-8", "replace").decode()

@@ -57,6 +57,7 @@ class Recordings:
         path, new = self._path(job_id), self._path(job_id).with_suffix(".new")
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # What a crash has left; with `O_EXCL` nothing is written through somebody's link.
             new.unlink(missing_ok=True)
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)

@@ -64,6 +64,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Registers the connection. If there are too many, closes the most expendable ones."""
         super().connection_made(transport)
+        # From here on it counts as a connection, not as a handshake.
         self._listener.on_protocol(transport.get_extra_info("peername"))
         self._opened[self] = None
         while len(self._opened) > MAX_CONNECTIONS and (one := next(self._expendable(), None)) is not None:
@@ -143,6 +144,7 @@ class WebServer:
         )
         config.load()
         self._server = _Server(config)
+        # Already bound, so that an address in use is an error at the start, and not of a task.
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return config.ssl
 

@@ -33,6 +33,7 @@ def _duty_of(
     if is_busy:
         stall_s = stalls.patience_s(record)
         # the allowed silence of `stalls`, with the shorter `EXPLAINED_S` in place of its `LEAST_S`
+        # Without batch times of its own it may compile or load: nobody knows how long that takes (protocol P20.3).
         hang_s = EXPLAINED_S + stall_s - LEAST_S if record.recent_ms else None
     elif generation.is_averaging(record):
         stall_s = LEAST_S + BATCHES * training.longest_averaging_ms / 1000

@@ -75,6 +75,7 @@ class FinalModel:
         elif best != training.version and checkpoint is None:
             self.model_is, self.best_problem = "last", "the best model has no checkpoint, which could not be written"
         else:
+            # The last version is in the final state itself, whether or not it became a checkpoint, too.
             path = checkpoint.path if checkpoint is not None and best != training.version else ""
             restores = training.settings.restore == "best"
             self._outbox.add(SendKeepBest(**saver.address(self._outbox.job_id), checkpoint=path, restores=restores))

@@ -38,6 +38,7 @@ class Line:
         while index < len(self.turns):
             turn = self.turns[index]
             yield turn[-1]
+            # A job that got its slots has left the line meanwhile: then the next one is at this index.
             index += index < len(self.turns) and self.turns[index] is turn
 
 

@@ -59,9 +59,10 @@ class LinkWatch:
         if first is not None:
             return self._watch(("group", first.id), first, 0.0 if first.failure else BUILD_S, now_s)
         assert standing is not None
+        # Before all have entered, a round waits for whoever is late, and links prove nothing.
         stuck = next((one for one in standing.rounds if len(one.entered) == len(one.targets)), None)
         if stuck is None or standing.abandoned is not None or all(rank in stuck.results for rank in stuck.targets):
-            self._watched = None
+            self._watched, self._asked = None, {}
             return None
         patience_s = max(STUCK_S, TIMES * longest_averaging_ms / 1000)
         return self._watch(("round", stuck.id), standing, patience_s, now_s)

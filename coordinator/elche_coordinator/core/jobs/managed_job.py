@@ -131,6 +131,7 @@ class ManagedJob(PlacedJob):
             self.refuse_now("SlotsRequested", "it has ended")
             return
         leaving = highest_staying(self.ranks, num_ranks)
+        # By process, not by rank: another process of the rank may be started later, on another slot.
         self._gives |= {record.incarnation for record in leaving}
         self.reason = f"{len(leaving)} ranks leave their slots to job {to}"
         self.leave(leaving, now_s)
@@ -179,6 +180,7 @@ class ManagedJob(PlacedJob):
 
     def _on_ready(self, record: RankRecord, event: RankReady, now_s: float) -> None:
         """Handles a rank that has read the user's file. When all have, and agree, the group forms."""
+        # First, since it refuses a `RankReady` that comes again, before anything is taken in from it.
         record.life.advance(RankTrigger.LOADED)
         is_first = self.run.membership is None
         if (other := self.run.other_data(record, event)) is not None:
@@ -403,6 +405,7 @@ class ManagedJob(PlacedJob):
         """
         is_open, accusation = self.is_open, None
         if is_open and death is not Death.WITH_HOST and not record.is_ending:
+            # Before the exit is noted: an exited rank counts as one that had nothing to train.
             accusation = self.run.blame(record, self._deaths, now_s)
         self.roster.note_exit(record, counts=is_open)
         self.silence.hangs.forget([record.rank])
@@ -414,7 +417,9 @@ class ManagedJob(PlacedJob):
             self._on_lost(record, now_s)
             self._schedule_restart(record, now_s)
             self.roster.report_lost(record, notice)
+        # `is_first` is asked last, because it counts the death.
         elif death is Death.KILLED and self._is_starting_with_others(record) and self._deaths.is_first(record):
+            # The others have loaded the file already: to go back would have all of them load it again.
             self.places.missing[record.rank] = now_s
             self.roster.report_lost(record, f"{notice}; it is started again")
         elif is_open and self._goes_back(is_violent=death is not Death.BY_ITSELF):
@@ -443,6 +448,8 @@ class ManagedJob(PlacedJob):
         failure = self.run.training.lose(record)
         if failure is None and self.phase is not JobPhase.FINISHING:
             failure = self.run.membership.on_lost(record, now_s)
+        # After `training.lose`, which has chosen who writes the final state again: that rank stores the best model,
+        # too.
         self.run.model.lose(record, self.run.training)
         self._go_on(failure, generation, now_s)
         self._hold_or_go_on(now_s)
@@ -526,6 +533,7 @@ class ManagedJob(PlacedJob):
         # without a number of ranks it begins on whatever slots are free
         least = self.spec.min_ranks if self.spec.num_ranks else 1
         self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
+        # Before the new run, whose counts begin at 0: counters that fall are resets to Prometheus.
         self._counted = self.counts
         self.run = Run(
             self.spec,
@@ -540,6 +548,7 @@ class ManagedJob(PlacedJob):
         self.places.missing.clear()
         for other in self.ranks.values():
             if other.phase is not RankPhase.EXITED:
+                # Before `stop`: the exit of a rank that is not done without would make the job go back once more.
                 other.departs(DepartureTrigger.LEFT_OUT)
                 self.roster.stop(other)
         self.silence.forgive()

@@ -130,6 +130,7 @@ class Membership:
             is_left = record.is_present and record.rank not in forming.members
             if is_left and (failure := self._dismiss(record)):
                 return failure
+        # Last: it announces a round, and the leases of those that have left must be free by then.
         forming.begin(now_s)
         self.change_members()
         return None
@@ -190,6 +191,7 @@ class Membership:
     def _dismiss(self, record: RankRecord) -> Failure | None:
         """Asks the rank to exit, since its work is committed."""
         failure = self._training.lose(record)
+        # Its last round is committed: what it has trained since is in no result, and is leased to others.
         self._training.ledger.release(record.rank)
         self._roster.dismiss(record)
         return failure
@@ -293,12 +295,14 @@ class Membership:
         if standing is None or not standing.is_abandoned or self.forming is not None:
             return None
         num_rounds, apart = standing.split()
+        # Before the rounds commit: a rank that is replaced must get no outcome, evaluation or checkpoint of them.
         for record in apart:
             self._roster.stop(record)
         failure = standing.resolve(num_rounds, now_s)
         for record in apart:
             failure = failure or training.lose(record)
         for record in standing.members.values():
+            # After the rounds are resolved, which may have a part of what it had leased (protocol P18.4).
             if not record.is_present:
                 training.ledger.release(record.rank)
         if failure is not None or training.is_over:

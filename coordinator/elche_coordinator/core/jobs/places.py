@@ -49,6 +49,7 @@ class Places:
         """Restarts a rank, or adds one. It gets the others' model, not the job's checkpoint."""
         self.missing.pop(rank, None)
         model = Model.NONE if spec.resume else Model.START
+        # Others train on beyond that checkpoint: to load it would only cost time, and the host may not have it.
         start = replace(spec, resume="")
         self._start(rank, places, fleet, next_incarnation(), start, model, warms_up=warms_up)
 

@@ -139,10 +139,12 @@ class Placing:
     def place(self, fleet: Fleet, quotas: Mapping[str, int], now_s: float) -> None:
         """Allocates slots to all jobs that can have some. Slots that others should give are in `asked`."""
         self._now_s = now_s
+        # First: the others of such a rank's job train or wait with the slots that they have.
         self._place_missing(self._by_age(), fleet)
         shares = Shares(self._holders, fleet, quotas)
         waiting = self._place_queued(fleet, shares)
         kept = {place for job in waiting for place in fleet.free_places(job.spec.conditions)}
+        # Once more, since `_place_queued` has made holders of jobs that waited.
         holders = self._by_age()
         self._place_more(holders, fleet, shares, kept)
         self.asked = []

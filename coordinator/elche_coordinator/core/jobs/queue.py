@@ -61,6 +61,7 @@ def asked(waiting: PlacedJob, jobs: Iterable[PlacedJob], fleet: Fleet, shares: S
             richer[job.spec.account] -= slots
     for job in sorted(lower, key=order, reverse=True):  # whole jobs
         lack -= give(job, _num_staying(job))
+    # A job that gives says how many ranks leave, not which, so nobody knows whether they are on one host.
     if waiting.spec.slots_on_one_host > 1 or lack > 0:
         return []
     return [SlotsRequested(job_id=job.id, num_ranks=num_ranks, by=waiting.id) for job, num_ranks in gifts.items()]

@@ -103,7 +103,8 @@ class Run:
         if self.membership is None or self.training is None:
             self._startup.add(record.rank, event)
             return None
-        difference = first_disagreement({Rank(-1): self.training.settings, record.rank: event.settings})
+        other = next(rank for rank in self.training.members if rank != record.rank)
+        difference = first_disagreement({other: self.training.settings, record.rank: event.settings})
         if difference is not None:
             error = f"rank {record.rank} was restarted with other settings than the job trains with: {difference}"
             return Failure(error, invalid=True)

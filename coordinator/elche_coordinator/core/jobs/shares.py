@@ -2,7 +2,8 @@
 
 Among jobs of equal priority, the project with the fewest slots comes first, and within a project the job that was
 submitted first: somebody's hundred jobs do not delay somebody else's only one. A job without a project counts for its
-submitter. The client's word on the submitter is not checked: shares are for people who trust one another.
+submitter. The client's word on the project is not checked, nor, without a token of one's own, that on the submitter:
+shares are for people who trust one another.
 """
 
 from collections import Counter

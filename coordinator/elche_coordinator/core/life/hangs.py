@@ -86,6 +86,8 @@ class HangWatch:
         asked_s = self._asked_s.pop(rank, None)
         if asked_s is not None:
             self._longest_s[rank] = max(DECAY * self._longest_s.get(rank, 0.0), now_s - asked_s)
+        # Of several answers the first counts: by the newest, a rank that answers each question and trains nothing never
+        # hangs.
         self._answered_s.setdefault(rank, now_s)
 
     def is_asked(self, rank: Rank) -> bool:
@@ -104,6 +106,7 @@ class HangWatch:
         """
         for times in (self._message_s, self._answered_s):
             times.update({rank: at_s + late_s for rank, at_s in times.items()})
+        # None stays: that question has not left yet, so its time has not begun.
         self._asked_s.update({rank: at_s and at_s + late_s for rank, at_s in self._asked_s.items()})
 
     def check(self, duties: Mapping[Rank, Duty], now_s: float) -> tuple[list[Rank], dict[Rank, str], float | None]:
@@ -154,6 +157,7 @@ class HangWatch:
         if asked_s is None or silent_s < (duty.hang_s or 0.0):
             return ""
         least_s = UNKNOWN_S if duty.is_busy and duty.hang_s is None else ANSWER_S
+        # Another message since the question shows, too, that it was there.
         mute_s = now_s - max(asked_s, self._message_s[rank])
         if mute_s >= max(least_s, ANSWERS * self._longest_s.get(rank, 0.0)):
             return f"it has not answered for {mute_s:.1f} s"

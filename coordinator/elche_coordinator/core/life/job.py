@@ -210,6 +210,7 @@ class Job(ABC):
             case SessionLost():
                 self.on_session_lost(record, now_s)
             case _:
+                # Before the job takes the event in: it is compared with what the record says until then.
                 self.silence.on_message(record, event, now_s)
                 self.on_work(record, event, now_s)
                 if not self.has_batch_due(record):
@@ -287,6 +288,7 @@ class Job(ABC):
         self._decided = (outcome, failure)
         told = ENDED_EARLY if outcome is Outcome.SUCCEEDED and self.ended_early else outcome
         for record in self.ranks.values():
+            # One that is stopped (SIGSTOP) was left alone until it continues: now nobody would wait for that.
             if record.is_done_without:
                 self.roster.stop(record)
             elif record.phase is not RankPhase.EXITED:

@@ -64,6 +64,7 @@ class SilenceWatch:
             self.hangs.excuse(late_s)
             self.stalls.excuse(late_s)
         for rank, duty in duties.items():
+            # A wait for others is no silence: the next batch is counted from when it is due.
             if duty.stall_s is None:
                 self.stalls.on_order(rank)
         watched = {rank: duty.stall_s for rank, duty in duties.items() if duty.stall_s is not None}

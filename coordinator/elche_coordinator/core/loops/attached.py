@@ -93,6 +93,7 @@ class AttachedLoop(Loop):
         notice = f"{where} disconnected without reporting an exit, at batch {record.local_step}"
         others = [one for one in self._groups.members if one is not record]
         if self._can_regroup and others and self.is_open:
+            # First: the next group is formed of those that have not exited.
             self.roster.note_exit(record, counts=True)
             self._groups.on_lost()
             self._regroup("")

@@ -132,10 +132,12 @@ class Loop(Job):
             record.gauges = event.gauges
         if event.loss_count:
             record.loss = event.loss_sum / event.loss_count
+        # Before the record has the new step: a report that comes twice must not count twice.
         if event.local_step > record.local_step:
             record.compute_ms += added(event.batch_ms)
             self._groups.on_batches()
         record.on_batches(event.local_step, event.batch_ms, now_s)
+        # No round commits in a loop of the user's own: what is made counts at once.
         record.base_step = max(record.base_step, event.local_step)
         record.num_samples = max(record.num_samples, event.num_processed)
         if record.local_step:

@@ -113,6 +113,7 @@ class SubmittedLoop(Loop, PlacedJob):
             failure = Failure(_with_last_line(notice, log_tail), rank=record.rank, traceback=log_tail)
             if record.exit_code != LEFT_ALONE:
                 self.fail(failure)
+            # The rank that has failed by itself may be reported a moment later, and says why (protocol P26.3).
             elif self._left_alone is None:
                 self._left_alone = failure
                 self.set_deadline(STOP_GRACE_S)

@@ -31,6 +31,7 @@ def figures(state: Mapping[str, object]) -> dict[str, float]:
     for name, value in state.items():
         if not isinstance(value, int | float):
             raise ValueError(f"the checkpoint's metric {name[:40]!a} is {str(value)[:40]!a}, which is not a number")
+        # JSON may have half of a surrogate pair, which no message and no database can carry.
         if len(name.encode("utf-8", "ignore").decode()) != len(name):
             raise ValueError(f"the checkpoint has a metric named {name[:40]!a}, which is not UTF-8")
         found[name] = float(value)
@@ -146,7 +147,7 @@ class JobSpec:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """Environment variables in addition to the agent's. Values are never shown."""
     submitted_by: str = ""
-    """Submitter as USER@HOST, as claimed by the client."""
+    """The name of the submitter's token; without one USER@HOST, as the client says."""
     bundle: str = ""
     """Checksum of the bundle that contains `file_name`; empty: the file is sent alone."""
     priority: int = 0

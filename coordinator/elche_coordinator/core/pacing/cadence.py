@@ -137,6 +137,7 @@ class Cadence(Policy):
     ) -> None:
         if self._el_che:
             times, counts = [wall_ms[rank] for rank in self._ranks], [num_batches[rank] for rank in self._ranks]
+            # Only the cost of averaging raises the anchor: without any it cannot grow while ranks drift apart.
             self._el_che.report_timing(times, counts, sync_ms if drift is Drift.CALM else 0.0)
             if drift is Drift.LASTING:
                 self._el_che.nudge_anchor_down(NUDGE)
@@ -152,6 +153,7 @@ class Cadence(Policy):
         if self._el_che is None:
             self._asleep = learned
             return
+        # The limit is a setting, not learned: a resumed job may have another one.
         el_che = ElChe.from_json({**learned, "max_batch_diff": self._max_batch_diff})
         size = len(self._el_che.batch_counts)
         same = [[rank] if rank < len(learned["ranks"]) else [] for rank in range(size)]
@@ -197,6 +199,7 @@ class Cadence(Policy):
             later[pace.rank] = min(left, max(0, with_spare[pace.rank] - pace.leased_total - lease[pace.rank]))
             free_later = max(0.0, free_later - pace.ratio * later[pace.rank])
         leased = {pace.rank: min(counts[pace.rank], pace.leased_total + lease[pace.rank]) for pace in paces}
+        # Once more, since a rank with little work has lowered the smallest count.
         counts = within(leased, self._max_batch_diff)
         reason = self._reason(paces, counts)
         return RoundPlan(

@@ -71,6 +71,7 @@ def counts_to_finish(paces: Sequence[Pace], num_batches: int) -> dict[Rank, int]
     heap = [(finish_ms(pace, pace.leased_total + more[pace.rank] + 1), pace.rank) for pace in paces]
     heapq.heapify(heap)
     left = num_batches - added(pace.ratio * more[pace.rank] for pace in paces)
+    # Ranks' batches may be fractions of the job's, whose sums miss 0 by rounding.
     while left > 1e-9:
         rank = heap[0][1]
         more[rank] += 1

@@ -39,6 +39,7 @@ class DivergenceGuard:
             return Drift.CALM
         self._history.append(max(one if isfinite(one) else inf for one in divergences))
         if len(self._history) == HISTORY and min(self._history) > self.threshold:
+            # Otherwise the same rounds would halve the anchor again with the next one.
             self._history.clear()
             return Drift.LASTING
         newest = list(self._history)[-RISING:]

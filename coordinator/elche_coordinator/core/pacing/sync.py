@@ -29,8 +29,10 @@ class Sync(Policy):
             if sum(shares.values()) > work.free_samples:
                 shares = equal_shares(paces, work.free_samples)
             leased = {pace.rank: pace.leased + -(-shares[pace.rank] // pace.batch_size) for pace in paces}
+        # After a change of membership ranks may have made more than any open round: none may lie behind a rank.
         granted = max(work.granted, max(pace.made for pace in paces) - 1)
         num_rounds = min(SYNC_WINDOW + granted - work.open_rounds, max(leased.values())) - granted
+        # Topped up when half of it is used: one round for each commit would be a message to each rank for each batch.
         if work.open_rounds > SYNC_WINDOW // 2 or num_rounds <= 0:
             return None
         return RoundPlan(

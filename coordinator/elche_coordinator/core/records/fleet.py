@@ -138,6 +138,7 @@ class Fleet:
                 slots = sorted(agent.meeting(conditions))
                 known[agent_id] = {slot: Place(agent_id=agent_id, slot=slot) for slot in slots}
                 self._num_remembered += 1 + len(slots)
+        # The newest set stays, however large: it is the one that the caller gets.
         while self._num_remembered > MAX_REMEMBERED and len(self._meeting) > 1:
             oldest = self._meeting.pop(next(iter(self._meeting)))
             self._num_remembered -= sum(1 + len(slots) for slots in oldest.values())

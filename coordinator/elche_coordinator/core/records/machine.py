@@ -67,7 +67,7 @@ class JobPhase(StrEnum):
     """Phase of a job."""
 
     QUEUED = "queued"
-    """It has no ranks, and waits for slots."""
+    """It waits for slots; processes of an attempt before may still be ending."""
     STARTING = "starting"
     """Its processes load the user's file; not all are ready."""
     GROUPING = "grouping"

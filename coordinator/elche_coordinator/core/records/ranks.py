@@ -256,6 +256,7 @@ class RankRecord:
         self.model = Model.PRESENT
         if num_batches > 0 and self.ms_per_batch is None and row.compute_us > 0:
             self.ms_per_batch = row.compute_us / 1000 / num_batches  # the round was shorter than a report's interval
+        # A rank that trains on while it averages has reported more than the round contains.
         if row.local_step >= self.local_step:
             self.local_step, self.reported_at_s = row.local_step, now_s
         self.compute_ms += row.compute_us / 1000

@@ -71,6 +71,7 @@ class Checkpoints:
         """Registers a checkpoint for the rank to write. Returns False if the rank has too many to write, except if a
         metric is monitored: then each may be the best.
         """
+        # Also if it is refused below: else each further round would try, and count one more failure.
         self._is_requested, self._since_s = False, now_s
         self.first_after_s = None
         if len(self._writing) >= MAX_WRITING and self.settings.monitor is None:
@@ -97,6 +98,7 @@ class Checkpoints:
     def names_to_keep(self, best: Version | None) -> tuple[str, ...]:
         """Names of the checkpoints to keep once one more is complete."""
         num_others = self.settings.keep_checkpoints - 1
+        # With 0, [-0:] would be all of them.
         newest = self.kept[-num_others:] if num_others else []
         writing = [checkpoint for _, checkpoint in self._writing.values()]
         there = [*self.kept, *writing] if self._before is None else [self._before, *self.kept, *writing]

@@ -23,7 +23,7 @@ class Counts:
     given_up_rounds: int = 0
     """Rounds that no member got a result of."""
     regroups: int = 0
-    """Rounds whose result no member received."""
+    """Process groups that were formed after the first."""
     discarded_samples: int = 0
     """Committed samples that were left out of the average."""
     checkpoint_failures: int = 0

@@ -141,6 +141,7 @@ class Evaluations:
             self._void[part.rank].remove(part.epoch)
             return []
         for evaluation in self._open:
+            # A rank's own part that comes twice must not pass for the metrics that it was asked for.
             is_its = evaluation.epochs[-1] == part.epoch and evaluation.is_asked == part.is_made
             if is_its and part.rank in evaluation.waiting:
                 del evaluation.waiting[part.rank]
@@ -194,6 +195,7 @@ class Evaluations:
         if value is None:
             return Failure(missing_metric(self._monitor, self.metrics))
         self.num_since_best += 1
+        # No value compares as better than NaN: as the first one it would stay the best forever.
         if isfinite(value) and (self._best is None or self._sign * value < self._sign * self._best):
             self._best, self.best_version, self.num_since_best = value, evaluation.version, 0
             self.best_epoch = evaluation.num_epochs

@@ -145,6 +145,8 @@ class Training:
         """Sets the ranks that train now. `like` has for each the earlier ranks whose learned speed it takes over, if
         any (row E10).
         """
+        # Before the members change: a lone rank learns nothing, so its checkpoints keep these speeds, and say of which
+        # devices they are.
         learned = self.policy.to_json()
         if learned.get("el_che"):
             self._devices_then = self._devices
@@ -326,11 +328,13 @@ class Training:
         parts, wall_ms, are_out = {}, {}, received.discarded(self.settings)
         for rank, row in received.rows.items():
             record, result = self.members[rank], received.results.get(rank)
+            # The rank's report of these batches may be lost with it; the header has them in any case.
             self.num_made += record.note_made(row.cut)
             booked = self.ledger.commit(rank, row.cut)
             record.num_samples += sum(piece.size for piece in booked)
             if row.weight:
                 self._note_discarded(record, are_out.get(rank), sum(piece.size for piece in booked))
+            # The first round, before which nobody trains, keeps nobody from training.
             waited_ms = received.stalled_ms(rank) if self.started else 0.0
             parts[rank] = RankPart(
                 slices=tuple(Slice(epoch=one.epoch, offset=one.offset, size=one.size) for one in booked),

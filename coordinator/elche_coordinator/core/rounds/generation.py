@@ -200,6 +200,8 @@ class Generation:
         open nor granted.
         """
         if event.generation == self.id:
+            # Members of a generation that is abandoned are told of no more of its rounds: they would enter them
+            # (protocol P18.1).
             self.scheduler.open_granted(event.round, now_s, is_announced=self.abandoned is None)
         return self.open_round(event.round, event.generation)
 
@@ -265,6 +267,7 @@ class Generation:
         if training.epochs.untrained is not None:
             return training.epochs.untrained
         self.scheduler.has_committed = True
+        # After `commit`, so that members hear of this round's outcome before the next one (protocol P6.3).
         if not training.is_complete and not self.is_closing and self.abandoned is None:
             self.scheduler.plan_next(now_s)
         return None

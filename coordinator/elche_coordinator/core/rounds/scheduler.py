@@ -171,6 +171,7 @@ class RoundScheduler:
         if self._training.replay is not None and not self._training.replay.is_over:
             self._replay_next(self._training.replay, now_s)
             return
+        # The recording is over, and the job goes on as any other (protocol P8.7).
         self._training.replay = None
         plan = self._policy.plan(self._paces(now_s), self._work())
         if plan is None:
@@ -178,6 +179,7 @@ class RoundScheduler:
                 self._announce({rank: record.base_step for rank, record in self._members.items()}, now_s)
             return
         self.reason = plan.reason
+        # Leases go before the round: a rank without work would enter it at once, whatever its target (protocol P2.5).
         for rank, num_samples in plan.lease_samples.items():
             self._lease(rank, self._ledger.epoch, num_samples)
         for rank, num_samples in plan.lease_later.items():
@@ -254,6 +256,7 @@ class RoundScheduler:
             )
         self._training.next_round = RoundId(first + count)
         if self.has_committed:
+            # Before the messages, which say how many rounds are granted, and how far apart.
             self.reserve.grant(self.rounds[-1])
         for rank, step in after_steps.items():
             newer = newer_batches[rank] if newer_batches and self._overlaps else None
@@ -294,6 +297,7 @@ class RoundScheduler:
 
     def _lease(self, rank: Rank, epoch: Epoch, num_samples: int) -> None:
         """Has the rank train `num_samples` more samples: of its reserve first, then of those that are free."""
+        # A rank that is asked for its reserve might drop a lease that comes before it answers.
         if self._ledger.is_recalled(rank):
             return
         permitted = self._ledger.permit(rank, num_samples)
@@ -477,6 +481,7 @@ class RoundScheduler:
         if not paces or not _are_timed(paces):
             return
         opened = self.rounds[0]
+        # Fixed: the next report would plan the round as long as before.
         opened.at_s, opened.is_fixed = now_s, True
         slowest_ms = max(pace.ms_per_batch or 0.0 for pace in paces)
         for pace in paces:

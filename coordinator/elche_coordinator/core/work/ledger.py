@@ -276,7 +276,7 @@ class Ledger:
         return [self._hand(rank, epoch, start, end) for start, end in self._take(rank, epoch, num_samples)]
 
     def permit(self, rank: Rank, num_samples: int) -> int:
-        """Permits up to `num_samples` of the rank's reserve, in whole batches; returns the number permitted."""
+        """Permits `num_samples` of the rank's reserve, rounded up to whole batches, or all it has; returns how many."""
         leases = self.rank_leases.get(rank)
         if leases is None or num_samples <= 0:
             return 0
@@ -302,6 +302,7 @@ class Ledger:
         if leases is None or rank not in self.recalled or not leases.permitted <= position <= leases.end:
             return False
         del self.recalled[rank]
+        # What it has begun of the reserve while it was alone stays its own.
         leases.permitted = position
         for part in leases.cut_off(position):
             self.book(part.epoch).free.add(part.offset, part.offset + part.size)
@@ -355,6 +356,7 @@ class Ledger:
         """Records the number of samples of its leases that the rank has trained. Ignores stale reports."""
         leases = self.rank_leases.get(rank)
         if leases is not None:
+            # The rank's own word: with more than it has leased, progress would be shown beyond the end.
             leases.processed = min(max(leases.processed, num_samples), leases.end)
             leases.permitted = max(leases.permitted, leases.processed)  # begun while the coordinator was away
 
@@ -428,6 +430,7 @@ class Ledger:
         """Restores `to_json`: committed samples stay so, all others are free. Only for a new ledger."""
         self.epoch = Epoch(whole_number(state["epoch"], "epoch"))
         for epoch, book in state["books"].items():
+            # The job may be resumed with fewer epochs than had begun.
             if int(epoch) >= self.num_epochs:
                 continue
             committed = IntervalSet((start, end) for start, end in book["committed"])

@@ -72,6 +72,7 @@ class Election:
                 log.warning("takes over from %s, %s", leader, why)
             return Standing(term + 1, leader)
         if has_lock:
+            # A session's lock outlives its transaction, and nobody else frees it.
             self._ask("SELECT pg_advisory_unlock(:lock, :term)", lock=LOCK, term=term)
             session.commit()
         return Standing(0, leader)
@@ -89,6 +90,7 @@ class Election:
     def close(self) -> None:
         """Ends the connection, and with it the lock."""
         if self._session is not None:
+            # Alone, `close` would first roll back, and wait for a database that does not answer.
             self._session.invalidate()
             self._session.close()
             self._session = None

@@ -91,6 +91,7 @@ class SqlStore(Database):
                     connection.execute(_tape.insert().values(last=last, entries=entries, written_at=self.now))
         except StoreFailed:
             if self._writer is not None:
+                # Alone, `close` would first roll back, on a connection that may answer nothing.
                 self._writer.invalidate()
                 self._writer.close()
                 self._writer = None
@@ -100,6 +101,7 @@ class SqlStore(Database):
         for job_id in job_ids:
             connection.execute(_jobs.delete().where(_jobs.c.id == job_id))
             connection.execute(_artifacts.delete().where(_artifacts.c.job == job_id))
+        # With a NULL in the list, NOT IN is true for no row, and no file would ever be removed.
         used = sa.select(_jobs.c.source).where(_jobs.c.source.is_not(None))
         connection.execute(_sources.delete().where(_sources.c.hash.not_in(used)))
 
@@ -120,6 +122,7 @@ class SqlStore(Database):
                 connection = self.connect()
                 if not self.is_shared:
                     connection.execute(sa.text("PRAGMA journal_mode = WAL"))
+                    # What is told must outlast a power cut, which NORMAL does not promise in WAL mode.
                     connection.execute(sa.text("PRAGMA synchronous = FULL"))
                     connection.commit()
                 self._writer = connection
