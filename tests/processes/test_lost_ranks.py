@@ -6,7 +6,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import elche_audit
-from elche.errors import JobFailed
+from elche.errors import JobFailed, Unreachable
 from elche.permutation import permutation_slice
 from elche.v1 import job_pb2
 from elche_client import Client
@@ -56,8 +56,12 @@ class Story:
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._watcher = Thread(target=lambda: self.events.extend(self.job.watch()), daemon=True)
+        self._watcher = Thread(target=self._watch, daemon=True)
         self._watcher.start()
+
+    def _watch(self) -> None:
+        with suppress(Unreachable):  # the client is closed while a test fails
+            self.events.extend(self.job.watch())
 
     def notes(self, rank: int) -> list[list[Any]]:
         path = self.folder / f"rank-{rank}"

@@ -75,7 +75,7 @@ def test_scripts_with_a_loop_of_their_own_are_not_asked(tmp_path: Path) -> None:
         num_slots=0,
         fork=lambda number, start, launch: os.fstat(launch),
         signal=lambda number, value: sent.append((number, value)),
-        hear=lambda: iter(()),
+        read_reports=lambda: iter(()),
         wait=lambda: threading.Event().wait(),
         pids={},
     )
