@@ -284,6 +284,7 @@ class Stepper:
         self.share.settle()
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
+        self._others.check_step()
         return averaged.requests
 
     def _warn_of_clipping(self, keys: list[Key]) -> None:
@@ -434,7 +435,6 @@ class Stepper:
             self._adopt()
         forget_scaled()
         forget_clipped()
-        self._others.check_step()
         self._warn_of_stretched_batch()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
