@@ -416,7 +416,8 @@ class Stepper:
         self._optimizers.set_moments(given["optimizers"])
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+        parameters = [*self._model.parameters()]
+        return [one.detach() for one in (*parameters, *buffers_beside(self._model, parameters, []))]
 
     def apply(self) -> None:
         """Clips the averaged gradients and steps their optimizers; does nothing if no rank had samples."""
