@@ -111,3 +111,46 @@ def train_with_a_buffer_of_inference_mode() -> list[float]:
 def test_a_buffer_that_was_made_in_inference_mode_is_equal_on_all_ranks(worlds: Worlds) -> None:
     """Other ranks than the first failed: outside of that mode it cannot be written."""
     assert worlds.run(2, train_with_a_buffer_of_inference_mode) == [[3.0, 3.0]] * 2
+
+
+class Table(nn.Module):
+    """Factors by position, made anew for the longest input that was seen, as caches of rotary embeddings are."""
+
+    def __init__(self, is_saved: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.is_saved = is_saved
+        self._make(1)
+
+    def _make(self, length: int) -> None:
+        self.register_buffer("factors", torch.arange(1.0, length + 1).sqrt(), persistent=self.is_saved)
+        self.register_buffer("inverse", 1 / self.factors, persistent=self.is_saved)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > len(self.factors):
+            self._make(x.shape[1])
+        return x * (self.factors + self.inverse)[: x.shape[1]] * self.scale
+
+
+def train_with_table(is_saved: bool, lengths: list[int]) -> bool:
+    """Whether the table is still what it was made as, where one rank's inputs are longer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 9), Table(is_saved))
+    table: Any = model[1]
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(1 if is_saved else 3):
+        table(model[0](torch.randn(3, 4))[:, : lengths[trainer.rank]]).mean().backward()
+        trainer.step()
+    expected = torch.arange(1.0, len(table.factors) + 1).sqrt()
+    return torch.equal(table.factors, expected) and torch.equal(table.inverse, 1 / expected)
+
+
+@pytest.mark.parametrize("lengths", [[5, 9], [9, 5]])
+def test_tables_that_ranks_make_of_their_own_size_stay_theirs(worlds: Worlds, lengths: list[int]) -> None:
+    """The second rank trained on with parts of one table in the other."""
+    assert worlds.run(2, train_with_table, False, lengths) == [True, True]
+
+
+def test_saved_buffers_of_other_sizes_are_refused(worlds: Worlds) -> None:
+    refused = worlds.run(2, train_with_table, True, [5, 9], may_raise=True)[1]
+    assert "a buffer of the model has another size on rank 0 than on this rank" in refused.message

@@ -131,6 +131,32 @@ def test_a_modules_extra_state_goes_on(tmp_path: Path) -> None:
             trainer.save()
 
 
+class Cached(nn.Linear):
+    """Makes a table, which no `state_dict` has, for the longest input that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > len(self.table):
+            self.register_buffer("table", torch.ones(len(inputs)), persistent=False)
+        return super().forward(inputs) * self.table[: len(inputs), None]
+
+
+def test_a_cache_that_has_grown_since_the_start_keeps_no_loop_from_going_on(tmp_path: Path) -> None:
+    """All that was trained was lost: "it had table float32 [4] buffer, and the job's has table float32 [1]"."""
+    config = TrainerConfig(device="cpu", checkpoint_dir=str(tmp_path))
+    for begins_with in (0, 1):
+        model = Cached()
+        with Trainer.setup(model, new_optimizer(model), config) as trainer:
+            trainer.load(str(tmp_path))
+            assert trainer.num_steps == begins_with
+            model(samples(4).tensors[0]).sum().backward()
+            trainer.step()
+            trainer.save()
+
+
 class Renamed(nn.Linear):
     def state_dict(self, *arguments: Any, **named: Any) -> Any:
         return {f"net.{name}": one for name, one in super().state_dict(*arguments, **named).items()}

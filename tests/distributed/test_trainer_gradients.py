@@ -248,6 +248,31 @@ def test_averaged_gradients_may_be_clipped_by_hand(worlds: Worlds) -> None:
         assert close(parameters, alone)
 
 
+def keep_averaged() -> list[bool]:
+    """Whether the gradients of each step are later still what they were; a loop may also change them with a graph."""
+    model = new_model()
+    trainer = Trainer.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    kept, then = [], []
+    for step in range(3):
+        inputs, labels = samples(8, seed=step).tensors
+        cross_entropy(model(inputs), labels).backward()
+        trainer.average_gradients()
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        kept.append([one.detach() for one in gradients])
+        then.append([one.detach().clone() for one in gradients])
+        model[0].bias.grad.mul_(model[0].bias.norm())  # type: ignore[index,union-attr,operator]
+        then[-1][1] = gradients[1].detach().clone()
+        trainer.step()
+    return [torch.equal(*pair) for one, other in zip(kept, then, strict=True) for pair in zip(one, other, strict=True)]
+
+
+def test_gradients_that_a_loop_keeps_stay_what_they_were(worlds: Worlds) -> None:
+    """Grokfast filters by the gradients of the last steps, and had the newest one in place of each."""
+    for are_kept in worlds.run(2, keep_averaged):
+        assert len(are_kept) == 18
+        assert all(are_kept)
+
+
 def weigh_by_tokens() -> tuple[torch.Tensor, torch.Tensor]:
     """Shards by samples, and gradients weighted by something else, as language models do."""
     model, alone = new_model(), new_model()

@@ -689,6 +689,19 @@ def test_a_loss_of_another_model_is_named_once(uses_another: bool) -> None:
     assert errors.getvalue().count("no parameter of the model has a gradient in the first step") == uses_another
 
 
+def test_gradients_that_a_loop_clears_with_its_own_step_were_there() -> None:
+    """nanoGPT's loop, which clears them before `finish_step`, was told that its loss is of another model."""
+    model = new_model()
+    errors, optimizer = io.StringIO(), new_optimizer(model)
+    with contextlib.redirect_stderr(errors), Trainer.setup(model, optimizer) as trainer:
+        model(torch.ones(2, 6)).sum().backward()
+        trainer.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer.finish_step()
+    assert "gradient" not in errors.getvalue()
+
+
 @pytest.mark.parametrize(("num_own", "is_said"), [(0, False), (1, False), (3, True)])
 def test_a_batch_that_one_device_steps_twice_is_named_once(num_own: int, is_said: bool) -> None:
     """It took two steps for each batch, without a word."""

@@ -155,12 +155,18 @@ def broadcast(tensors: list[torch.Tensor], world: World) -> None:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in sorted(tensors, key=lambda one: -one.element_size()):  # so that each part is aligned
         by_device.setdefault(tensor.device, []).append(tensor)
-    for alike in by_device.values():
-        flat = torch.cat([raw_bytes(tensor) for tensor in alike])
+    for device, alike in by_device.items():
+        last = torch.full((1,), int(not world.rank), dtype=torch.uint8, device=device)
+        flat = torch.cat([*map(raw_bytes, alike), last])
         with lost_peers_named():
             dist.broadcast(flat, group=world.group, group_src=0)
         if world.rank:
-            for tensor, part in zip(alike, torch.split(flat, [tensor.nbytes for tensor in alike]), strict=True):
+            if device.type == "cpu" and not flat[-1]:  # Gloo takes a shorter message without a word
+                raise Misuse(
+                    "a buffer of the model has another size on rank 0 than on this rank. If each rank makes it for its "
+                    "own batches, as a cache, call register_buffer(..., persistent=False): then each keeps its own"
+                )
+            for tensor, part in zip(alike, torch.split(flat[:-1], [tensor.nbytes for tensor in alike]), strict=True):
                 # What does not change is not written: a graph may need it, and autograd takes any write for a change.
                 # `torch.equal` on a GPU would have the host wait for the device, at each buffer.
                 if part.is_cuda or not torch.equal(part, raw_bytes(tensor)):
@@ -174,7 +180,7 @@ def buffers_beside(
 ) -> list[torch.Tensor]:
     """The buffers that may be written after an optimizer has stepped `stepped`: those of modules with such parameters.
     `others` are parameters of optimizers whose graphs may still be alive. A module without parameters counts with the
-    module around it.
+    module around it. Buffers that no `state_dict` has stay each rank's: it may make them for its own batches.
 
     Statistics of normalisation layers are returned as aliases, so that autograd does not see the write: no backward
     pass needs them.
@@ -185,8 +191,9 @@ def buffers_beside(
     def visit(module: nn.Module, around: bool) -> None:
         own = {id(one) for one in module.parameters()} & (now | trained)
         is_free = bool(own & now) if own else around
-        for one in module.buffers(recurse=False) if is_free else ():
-            found[id(one)] = one.data if isinstance(module, _NormBase) else one
+        for name, one in module.named_buffers(recurse=False) if is_free else ():
+            if name not in module._non_persistent_buffers_set:
+                found[id(one)] = one.data if isinstance(module, _NormBase) else one
         for child in module.children():
             visit(child, is_free)
 

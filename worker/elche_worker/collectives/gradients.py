@@ -171,7 +171,8 @@ class Gradients:
         anywhere = own if all(own) else (presence > 0).tolist()  # waits for the device only if one is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
-                self._parameters[index].grad = view if anywhere[index] else None
+                # A copy: the bucket is filled again in the next step, and a loop may keep gradients, as Grokfast does.
+                self._parameters[index].grad = view.clone() if anywhere[index] else None
         for name, total in self._sparse_sums.items():
             self._sparse[name].grad = total
         if self._has_counted:

@@ -302,8 +302,14 @@ class Loaded:
         return json.dumps(self.manifest["training"])
 
     def check_model(self, tensors: Sequence[str]) -> None:
-        """Raises `InvalidJob`, naming the first parameter or buffer that differs between checkpoint and model."""
-        for then, now in zip_longest(self.manifest["tensors"], tensors, fillvalue="nothing more"):
+        """Raises `InvalidJob`, naming the first parameter or buffer that differs between checkpoint and model. Buffers
+        that no `state_dict` has may differ: a cache is made anew.
+        """
+        compared = (
+            [one for one in described if one.partition(" ")[0] not in self.state["buffers"]]
+            for described in (self.manifest["tensors"], tensors)
+        )
+        for then, now in zip_longest(*compared, fillvalue="nothing more"):
             if then != now:
                 raise InvalidJob(
                     f"the model has changed since the checkpoint {self.path}: it had {then}, and the job's has {now}"
@@ -320,7 +326,8 @@ class Loaded:
         buffers = dict(model.named_buffers())
         with torch.no_grad():
             for name, value in self.state["buffers"].items():
-                buffers[name].copy_(value)
+                if name in buffers and buffers[name].shape == value.shape:
+                    buffers[name].copy_(value)
 
 
 def _mean_of(name: str, weight: torch.Tensor, mean: Mapping[str, torch.Tensor]) -> torch.Tensor:

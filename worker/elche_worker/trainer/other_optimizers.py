@@ -62,7 +62,7 @@ class OtherOptimizers:
         self._built.add(optimizer)
 
     def check_step(self) -> None:
-        """Called when a step of the Trainer was applied, and its gradients are still there."""
+        """Called when a step's gradients are averaged: a loop that steps by itself may clear them with its step."""
         if self._has_said:
             return
         self._num_outside, self._was_outside = self._num_outside + self._was_outside, False

@@ -285,6 +285,7 @@ class Stepper:
         self.share.settle()
         self._is_finished = False
         self._has_gradients = averaged.has_gradients and self._adopted is None
+        self._others.check_step()
         return averaged.requests
 
     def _warn_of_clipping(self, keys: list[Key]) -> None:
@@ -416,7 +417,8 @@ class Stepper:
         self._optimizers.set_moments(given["optimizers"])
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [one.detach() for one in (*self._model.parameters(), *self._model.buffers())]
+        parameters = [*self._model.parameters()]
+        return [one.detach() for one in (*parameters, *buffers_beside(self._model, parameters, []))]
 
     def apply(self) -> None:
         """Clips the averaged gradients and steps their optimizers; does nothing if no rank had samples."""
@@ -435,7 +437,6 @@ class Stepper:
             self._adopt()
         forget_scaled()
         forget_clipped()
-        self._others.check_step()
         self._warn_of_stretched_batch()
         self._is_finished, self._num_stepped = True, self.num_given
         self._progress.add_step(
