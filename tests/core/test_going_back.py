@@ -272,10 +272,12 @@ def test_a_job_that_waits_can_be_cancelled(simulate):
 def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):
     """A coordinator of another version reads it."""
     simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
+    simulation.disks = {}
     simulation.run_until(lambda: has_saved(simulation))
     kept = simulation.core.continuation(JOB)
     assert kept is not None
     assert kept.resume == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
+    assert (kept.resume_host, kept.resume_work_folder) == ("host", "host")
     assert (kept.end, kept.attempt, kept.last_incarnation) == (None, 1, 3)
 
 

@@ -336,7 +336,8 @@ class Simulation:
 
     def _start_rank(self, command: StartRank) -> None:
         saved = self.saved if self.disks is None else self.disks.setdefault(command.agent_id, {})
-        model, resumed = self.ranks[command.rank % len(self.ranks)], _saved_at(command.spec.resume, saved) or self.resumed
+        model = self.ranks[command.rank % len(self.ranks)]
+        resumed = _saved_at(command.spec.resume, saved) or self.resumed
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
         self.processes[command.rank] = self.new_rank(
             address,
