@@ -83,14 +83,20 @@ class History:
         """The submission of a job that goes on."""
         submitted_at, attempt, resume = record["submitted_at"], record["attempt"], record["resume"]
         num_ranks, min_ranks = record["num_ranks"], record["min_ranks"]
-        holder = {name: str(record.get(name, "")) for name in ("resume_host", "resume_work_folder")}
         if not isinstance(submitted_at, float) or not isinstance(resume, str):
             raise TypeError("its time of submission, or its checkpoint, has another type")
         if not isinstance(attempt, int) or not isinstance(num_ranks, int) or not isinstance(min_ranks, int):
             raise TypeError("its attempt, or number of ranks, is not a number")
         return JobSubmitted(
             job_id=JobId(job_id),
-            spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks, **holder),
+            spec=replace(
+                _spec(record["spec"]),
+                resume=resume,
+                resume_host=str(record.get("resume_host", "")),
+                resume_work_folder=str(record.get("resume_work_folder", "")),
+                num_ranks=num_ranks,
+                min_ranks=min_ranks,
+            ),
             submitted_at=submitted_at,
             key=str(record["key"]),
             past_attempts=attempt,
