@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from elche.errors import ElcheError, JobFailed, UnknownJob, Unreachable
+from elche.errors import ElcheError, HostAway, JobFailed, UnknownJob, Unreachable
 from elche.mapping import from_message
 from elche.network import user_at_host
 from elche.notebook import show_live
@@ -343,8 +343,8 @@ class Client:
         """Writes the final model of a job that has succeeded to a local file, atomically. Raises `OSError`.
 
         With `best` it is the model of the best checkpoint so far, by the metric that `monitor` names. When the
-        connection breaks it goes on where it was; when that fails for 60 s, or this process ends, the part that has
-        come stays beside the file, and the next call goes on there.
+        connection breaks, or the model's host goes away, it goes on where it was; when that fails for 60 s, or this
+        process ends, the part that has come stays beside the file, and the next call goes on there.
         """
         came_s = -math.inf
         while True:
@@ -357,7 +357,7 @@ class Client:
                         for part in self._stub.FetchModel(request, metadata=self._metadata):
                             draft.add(part.data, part.offset, part.sha256)
                     return draft.finish()
-                except Unreachable:
+                except (Unreachable, HostAway):
                     # As long as nothing has come this is -inf: an address at which nobody answers fails at once.
                     came_s = time.monotonic() if draft.has_grown else came_s
                     if time.monotonic() - came_s > RECONNECT_S:

@@ -11,6 +11,10 @@ class InvalidJob(ElcheError):
     """A job file, option or request is not valid. Nothing was started or changed."""
 
 
+class HostAway(InvalidJob):
+    """The host that has a file is not connected, or has gone while it sent the file. It may come back."""
+
+
 class Misuse(ElcheError):
     """A call of the user's loop that the trainer cannot carry out. Nothing was changed."""
 

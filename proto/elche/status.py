@@ -6,11 +6,22 @@ from typing import Any
 
 import grpc
 
-from elche.errors import ElcheError, Forbidden, InvalidJob, NotAllowed, TooMuch, UnknownJob, Unreachable, WrongVersion
+from elche.errors import (
+    ElcheError,
+    Forbidden,
+    HostAway,
+    InvalidJob,
+    NotAllowed,
+    TooMuch,
+    UnknownJob,
+    Unreachable,
+    WrongVersion,
+)
 from elche.tls import AUTHORITY, VARIABLE
 
 CODES: dict[type[ElcheError], grpc.StatusCode] = {
     InvalidJob: grpc.StatusCode.INVALID_ARGUMENT,
+    HostAway: grpc.StatusCode.ABORTED,
     UnknownJob: grpc.StatusCode.NOT_FOUND,
     NotAllowed: grpc.StatusCode.UNAUTHENTICATED,
     Forbidden: grpc.StatusCode.PERMISSION_DENIED,

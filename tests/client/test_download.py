@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elche.errors import InvalidJob, Unreachable
+from elche.errors import ElcheError, HostAway, InvalidJob, Unreachable
+from elche.status import CODES
 from elche.v1 import job_pb2 as pb
 from elche_client import Client, client
 from elche_client.draft import Draft
@@ -25,6 +26,7 @@ class Models(ScriptedJobs):
     model: bytes = FIRST
     breaks_after: list[int] = field(default_factory=list)
     """For each call, after how many bytes the stream breaks; later ones do not."""
+    breaks_with: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     is_old: bool = False
     """It knows no offset and no checksum."""
     requests: list[pb.FetchModelRequest] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Models(ScriptedJobs):
             yield pb.FetchModelResponse(data=data, offset=0 if self.is_old else offset, sha256=sha256)
             offset += len(data)
         if offset < len(self.model):
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the cable is pulled")
+            context.abort(self.breaks_with, "the cable is pulled")
         if not self.is_old:
             yield pb.FetchModelResponse(offset=offset, sha256=sha256)
 
@@ -53,12 +55,14 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RECONNECT_EVERY_S", 0.01)
 
 
-def test_a_download_goes_on_where_the_stream_broke(tmp_path: Path) -> None:
-    models = Models(breaks_after=[9000, 500])
+@pytest.mark.parametrize("error", [Unreachable, HostAway])
+def test_a_download_goes_on_where_the_stream_broke(tmp_path: Path, error: type[ElcheError]) -> None:
+    """Where a worker died while it sent the model, the download failed, also if the worker was started again."""
+    models = Models(breaks_after=[9000, 500, 0], breaks_with=CODES[error])
     with connected(models) as one:
         found = one.download("j-1", tmp_path / "model.safetensors")
     assert found.read_bytes() == FIRST
-    assert [request.offset for request in models.requests] == [0, 9000, 9500]
+    assert [request.offset for request in models.requests] == [0, 9000, 9500, 9500]
     assert list(tmp_path.iterdir()) == [found]
 
 

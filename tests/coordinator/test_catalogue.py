@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
@@ -15,7 +16,14 @@ from elche_coordinator.archive import catalogue as module
 from elche_coordinator.archive.catalogue import JOB_BYTES, RANK_BYTES, JobCatalogue
 from elche_coordinator.archive.history import History
 from elche_coordinator.core.coordinator import Coordinator
-from elche_coordinator.core.messages.events import AgentJoined, JobCancelled, JobSubmitted, LoopAttached, LoopLeft
+from elche_coordinator.core.messages.events import (
+    AgentJoined,
+    JobCancelled,
+    JobSubmitted,
+    LoopAttached,
+    LoopLeft,
+    ScaleRequested,
+)
 from elche_coordinator.core.messages.ids import AgentId, JobId
 from elche_coordinator.core.messages.spec import JobSpec, Slot
 from elche_coordinator.driver import Driver
@@ -279,5 +287,22 @@ def test_records_of_jobs_that_the_core_has_are_not_read_again(tmp_path: Path) ->
         none = lines_run(lambda: History(store, living=Living(["a", "b"])))
         assert History(store, living=["b"]).unfinished[0].job_id == "a"
         assert none < few - 20, "nor is it decoded"
+
+    in_loop(story)
+
+
+def test_a_job_waits_for_the_host_with_its_checkpoint_under_a_coordinator_of_another_version_too(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        driver, _ = started(tmp_path)
+        submit(driver, "a")
+        job = driver.core.jobs[JobId("a")]
+        job.spec = replace(job.spec, resume="/checkpoints", resume_host="gpu-1", resume_work_folder="its disk")
+        driver.handle(ScaleRequested(job_id=job.id, num_ranks=2))
+        await driver.durable()
+        driver.stop()
+        (again,) = History(SqlStore.in_file(tmp_path / "elche.sqlite")).unfinished
+        assert again.spec == job.spec
 
     in_loop(story)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from elche.errors import InvalidJob
+from elche.errors import HostAway, InvalidJob
 from elche_coordinator.streams.transfers import DEPTH, TooLong, Transfers
 
 
@@ -70,3 +70,23 @@ def test_a_reader_that_is_cancelled_as_a_chunk_comes_ends() -> None:
         return reading.cancelled()
 
     assert asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_waiting", [1, DEPTH])
+def test_who_waits_for_a_file_hears_at_once_that_its_host_has_gone(num_waiting: int) -> None:
+    """It waited for 30 s."""
+
+    async def scenario() -> None:
+        transfers = Transfers()
+        name = transfers.begin()
+        for _ in range(num_waiting):
+            await transfers.deliver(name, b"data")
+        transfers.lose(name)
+        chunks = transfers.chunks(name)
+        for _ in range(num_waiting):
+            assert await anext(chunks) == b"data"
+        with pytest.raises(HostAway, match="the host has gone while it sent this file"):
+            await asyncio.wait_for(anext(chunks), 1)
+        transfers.lose(name)
+
+    asyncio.run(scenario())

@@ -11,6 +11,7 @@ from elche_coordinator.core.messages.commands import StartRank, StopRank
 from elche_coordinator.core.messages.events import (
     AgentJoined,
     AgentLost,
+    DrainRequested,
     JobCancelled,
     JobSubmitted,
     RankExited,
@@ -271,10 +272,12 @@ def test_a_job_that_waits_can_be_cancelled(simulate):
 def test_what_is_kept_of_a_job_says_where_it_would_go_on(simulate):
     """A coordinator of another version reads it."""
     simulation = simulate(ranks(*THREE), epochs=3, dataset_size=2000, checkpoint_every_epochs=1)
+    simulation.disks = {}
     simulation.run_until(lambda: has_saved(simulation))
     kept = simulation.core.continuation(JOB)
     assert kept is not None
     assert kept.resume == simulation.training.checkpoints.kept[-1].path.rpartition("/")[0]
+    assert (kept.resume_host, kept.resume_work_folder) == ("host", "host")
     assert (kept.end, kept.attempt, kept.last_incarnation) == (None, 1, 3)
 
 
@@ -339,3 +342,104 @@ def test_who_may_lose_no_rank_begins_with_all_or_not_at_all(simulate):
         result = again.run()
         assert (result.outcome is Outcome.FAILED) is (on_rank_loss == "fail"), result.error
     assert result.error.startswith("there is no checkpoint runs/a (rank 1 on host)")
+
+
+def alone_on(simulation, *hosts):
+    """Hosts with disks and a slot of their own, and a job of one rank on the first, which makes a checkpoint."""
+    simulation.disks = {}
+    for name in hosts:
+        join(simulation, name)
+    spec = JobSpec(name="simulated", source_hash="", file_name="", num_ranks=1)
+    simulation.handle(JobSubmitted(job_id=JOB, spec=spec, submitted_at=0.0))
+    simulation.run_until(lambda: has_saved(simulation))
+    in_mid_training(simulation)
+    return simulation
+
+
+def join(simulation, name):
+    agent = AgentJoined(agent_id=AgentId(name), host=name, slots=(Slot(device="cpu"),), folder=f"disk-of-{name}")
+    simulation.handle(agent)
+
+
+def drain(simulation, name, *, is_drained=True):
+    simulation.handle(DrainRequested(agent_id=AgentId(name), is_drained=is_drained))
+
+
+def waits_because(simulation, why):
+    with pytest.raises(TimeoutError, match="nothing more happens"):
+        simulation.run()
+    reason = f"waits for host a, which {why}: only that host's disk has its newest checkpoint"
+    assert simulation.core.explanation(JOB) == reason
+
+
+LONG = {"epochs": 4, "dataset_size": 4000, "checkpoint_every_epochs": 1}
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_host_that_does_not_come_back_is_waited_for_only_so_long(simulate, reaches):
+    """Others may reach the same files; if not, the job fails, and says why."""
+    simulation = alone_on(simulate(ranks(25.0), **LONG), "a", "b")
+    if reaches:
+        simulation.disks[AgentId("b")] = simulation.disks[AgentId("a")]
+    simulation.lose_host(AgentId("a"))
+    lost_s = simulation.clock.now_s
+    result = simulation.run()
+    assert [command.agent_id for command in simulation.sent(StartRank)] == ["a", "b"]
+    assert simulation.clock.now_s > lost_s + 599.0
+    assert result.error == "" if reaches else result.error.startswith("there is no checkpoint ")
+
+
+@by_policy
+def test_the_only_host_with_the_checkpoint_is_drained_and_another_gets_the_model_first(simulate, policy, averaging):
+    """The job went back to a checkpoint that only the drained host's disk had, and failed on the other."""
+    simulation = alone_on(simulate(ranks(25.0), policy=policy, averaging=averaging, **LONG), "a", "b")
+    drain(simulation, "a")
+    simulation.run_until(lambda: not simulation.processes[0].is_alive)
+    assert [record.host for record in simulation.training.members.values()] == ["b"]
+    goes_on(simulation)
+    assert simulation.job.attempt == 1
+    assert [command.agent_id for command in simulation.sent(StartRank)] == ["a", "b"]
+
+
+def test_a_job_waits_for_the_host_whose_disk_has_its_newest_checkpoint(simulate):
+    """On another host it would find none, or an older one."""
+    simulation = alone_on(simulate(ranks(25.0), **LONG), "a", "b")
+    before = simulation.training.checkpoints.newest_version
+    simulation.lose_host(AgentId("a"))
+    at_phase(simulation, JobPhase.QUEUED)
+    why = "waits for host a, which is not connected: only that host's disk has its newest checkpoint"
+    assert simulation.core.explanation(JOB) == why
+    other = JobSpec(name="other", source_hash="", file_name="", num_ranks=1)
+    simulation.handle(JobSubmitted(job_id=JobId("other"), spec=other, submitted_at=1.0))
+    assert simulation.core.jobs[JobId("other")].phase is JobPhase.STARTING, "it holds no slots back"
+    simulation.lose_host(AgentId("b"))
+    simulation.handle(JobCancelled(job_id=JobId("other")))
+    join(simulation, "a")
+    at_phase(simulation, JobPhase.TRAINING)
+    assert simulation.training.restored_version == before
+    goes_on(simulation)
+
+
+def test_a_job_waits_until_the_host_with_its_checkpoint_has_a_slot_and_is_not_drained(simulate):
+    simulation = alone_on(simulate(ranks(25.0), **LONG), "a")
+    drain(simulation, "a")
+    waits_because(simulation, "is drained")
+    join(simulation, "b")
+    waits_because(simulation, "is drained")
+    other = JobSpec(name="other", source_hash="", file_name="", num_ranks=2)
+    simulation.handle(JobSubmitted(job_id=JobId("other"), spec=replace(other, priority=1), submitted_at=1.0))
+    drain(simulation, "a", is_drained=False)
+    assert simulation.core.jobs[JobId("other")].phase is JobPhase.STARTING
+    waits_because(simulation, "has no free slot for it")
+
+
+def test_a_checkpoint_that_is_gone_is_not_replaced_by_an_older_one_in_silence(simulate):
+    simulation = alone_on(simulate(ranks(25.0), **LONG), "a")
+    simulation.run_until(lambda: len(simulation.disks[AgentId("a")]) == 2)
+    older, newest = sorted(simulation.disks[AgentId("a")])
+    del simulation.disks[AgentId("a")][newest]
+    kill_all(simulation)
+    error = simulation.run().error
+    assert error.startswith(f"the newest checkpoint that its ranks find has version {older}, ")
+    assert f"has made one of version {newest}, simulated/checkpoints/epoch-0002" in error
+    assert " on a: put it back there" in error

@@ -209,7 +209,7 @@ def test_the_last_rank_with_the_model_is_waited_for_as_long_as_its_loss_costs(si
     last_is_stopped(simulation, 80.0, 10_000.0)
     stopped_s = simulation.clock.now_s
     simulation.run_until(lambda: simulation.job.attempt == 2 or simulation.job.phase is JobPhase.QUEUED)
-    where = "checkpoint checkpoints" if saves else "its start"
+    where = "checkpoint simulated/checkpoints" if saves else "its start"
     assert lost(simulation)[-1].text.endswith(f"and others wait for it; the job goes back to {where}")
     waited_s = simulation.clock.now_s - stopped_s
     assert 10 <= waited_s < 20 if saves else 80 <= waited_s < 90

@@ -42,7 +42,7 @@ def test_the_draft_of_the_last_committed_round_becomes_a_checkpoint(simulate, po
     assert f'"version": {version},' in order.training
     simulation.run_until(lambda: simulation.job.phase is JobPhase.QUEUED)
     (back,) = [report.text for report in simulation.reports if isinstance(report, MembershipReport)]
-    assert back.endswith(f"the job goes back to checkpoint {simulation.job.resume_point}")
+    assert back.endswith(f"the job goes back to checkpoint {simulation.job.resumption.resume}")
     assert simulation.run().outcome is Outcome.SUCCEEDED
     assert simulation.training.restored_version == version
 

@@ -66,6 +66,35 @@ def test_a_backup_of_a_coordinator_that_runs_is_restored(
         assert two.new_errors() == []
 
 
+def test_a_database_that_is_put_back_knows_less_than_its_ranks_and_jobs_go_back(
+    mark: Mark, tmp_path: Path, waiting: Callable[[Path], Path]
+) -> None:
+    """As from `pg_dump`, or from a snapshot of a disk. Its ranks ended with exit code 0, for which the job failed."""
+    is_restored = tmp_path / "is restored"
+    job = waiting(is_restored)
+    with ExitStack() as stack:
+        one = stack.enter_context(coordinator(mark, tmp_path))
+        client = stack.enter_context(Client(one.address, reconnect_s=100))
+        worker = stack.enter_context(agent(mark, tmp_path, one.address))
+        ran = client.submit(job, num_ranks=2, epochs=EPOCHS, checkpoint_every_epochs=1)
+        eventually(lambda: client.checkpoints(ran.id), "it has a checkpoint")
+        one.process.kill()
+        one.process.wait()
+        shutil.copytree(one.data, tmp_path / "copy")
+        for name in ("two", "three"):
+            (tmp_path / name).mkdir()
+        two = stack.enter_context(coordinator(mark, tmp_path / "two", data=one.data, listen=one.address))
+        before = client.jobs()[0].num_rounds
+        eventually(lambda: client.jobs()[0].num_rounds > before + 1, "it trains on")
+        two.process.kill()
+        two.process.wait()
+        stack.enter_context(coordinator(mark, tmp_path / "three", data=tmp_path / "copy", listen=one.address))
+        eventually(lambda: worker.log.read_text().count(f"job={ran.id} rank=0 ") == 3, "its ranks are started again")
+        is_restored.touch()
+        ended = ran.result()
+        assert ended.committed_samples == (NUM_SAMPLES,) * EPOCHS
+
+
 def test_what_cannot_be_backed_up_or_restored_is_said_in_a_line(mark: Mark, tmp_path: Path) -> None:
     with coordinator(mark, tmp_path) as one:
         none = run(mark, tmp_path, "backup", "copy", "--data", "nowhere")

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from elche.artifacts import CHECKPOINTS, MANIFEST, RECORD, StoreFolder, problem_of, rank_log, reason_of
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, HostAway, InvalidJob
 from elche.manifest import EMA, WEIGHTS
 from elche.v1 import agent_pb2
 from elche_coordinator.archive.catalogue import JobCatalogue
@@ -354,7 +354,7 @@ class Artifacts:
         """Yields a file, or the `rest` of it, as the first host delivers it that begins to, or else from the store.
         Raises `ElcheError`, with the text `absent` where nobody has it.
         """
-        problem: ElcheError = InvalidJob(absent)
+        problem: ElcheError = HostAway(absent)
         for ask in asks:
             transfer, has_begun = self._transfers.begin(rest), False
             if not ask(transfer):

@@ -89,7 +89,14 @@ class History:
             raise TypeError("its attempt, or number of ranks, is not a number")
         return JobSubmitted(
             job_id=JobId(job_id),
-            spec=replace(_spec(record["spec"]), resume=resume, num_ranks=num_ranks, min_ranks=min_ranks),
+            spec=replace(
+                _spec(record["spec"]),
+                resume=resume,
+                resume_host=str(record.get("resume_host", "")),
+                resume_work_folder=str(record.get("resume_work_folder", "")),
+                num_ranks=num_ranks,
+                min_ranks=min_ranks,
+            ),
             submitted_at=submitted_at,
             key=str(record["key"]),
             past_attempts=attempt,

@@ -26,6 +26,8 @@ class Continuation:
     """Ranks with which it may begin."""
     resume: str
     """The checkpoint, or the folder of checkpoints, from which it goes on; empty: from its start."""
+    resume_host: str
+    resume_work_folder: str
     end: JobResult | None
     """The decided result, or a failure if it cannot go on without its processes; None: it goes on."""
 
@@ -40,7 +42,9 @@ def continuation(job: Job) -> Continuation:
         num_ranks=job.num_wanted,
         # A job that has taken whatever was free begins with one rank and grows again (protocol P19.6).
         min_ranks=job.spec.min_ranks if job.spec.num_ranks else 1,
-        resume=job.resume_point,
+        resume=job.resumption.resume,
+        resume_host=job.resumption.resume_host,
+        resume_work_folder=job.resumption.resume_work_folder,
         end=job.result or job.decided_result() or _end_with_coordinator(job),
     )
 

@@ -28,6 +28,7 @@ from elche_coordinator.core.messages.events import (
     JobCancelled,
     JobsForgotten,
     JobSubmitted,
+    LeaveRequested,
     LoopAttached,
     PauseRequested,
     QuotasSet,
@@ -441,7 +442,8 @@ class Coordinator:
                 job.refuse(event, "it is an attached loop", "no host has its processes")
             case _:
                 job.take_in(record, event, self._now_s)
-                self._may_place |= isinstance(event, RankReady)  # from then on the job accepts further ranks
+                # from then on the job accepts further ranks
+                self._may_place |= isinstance(event, RankReady | LeaveRequested)
 
     def _touch(self, job_id: JobId) -> Job | None:
         """Returns the job, None if unknown, and notes that its commands must be taken when the event has been

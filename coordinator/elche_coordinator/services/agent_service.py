@@ -110,15 +110,19 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         self, request_iterator: AsyncIterator[agent_pb2.DeliverRequest], context: Context
     ) -> agent_pb2.DeliverResponse:
         transfer = ""
-        while (request := await _next(request_iterator, BEGIN_S)) is not None:
-            transfer = transfer or request.transfer
-            if request.error:
-                await self._transfers.deliver(transfer, InvalidJob(request.error))
-                return agent_pb2.DeliverResponse()
-            if request.sha256:
-                self._transfers.announce(transfer, request.sha256, request.offset)
-            await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
-        await self._transfers.deliver(transfer, None)
+        try:
+            while (request := await _next(request_iterator, BEGIN_S)) is not None:
+                transfer = transfer or request.transfer
+                if request.error:
+                    await self._transfers.deliver(transfer, InvalidJob(request.error))
+                    return agent_pb2.DeliverResponse()
+                if request.sha256:
+                    self._transfers.announce(transfer, request.sha256, request.offset)
+                await self._transfers.deliver(transfer, request.data)  # empty data is a sign of life
+            await self._transfers.deliver(transfer, None)
+        except BaseException:  # also when the agent's end cancels this call
+            self._transfers.lose(transfer)
+            raise
         return agent_pb2.DeliverResponse()
 
 

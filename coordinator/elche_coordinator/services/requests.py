@@ -99,12 +99,10 @@ async def resume(
     if not checkpoints:
         raise InvalidJob(f"job {view.job_id} has no checkpoint to resume from; submit it again")
     _refuse_complete(result, view.job_id, settings)
-    newest = checkpoints[-1].path
-    stored = artifacts.checkpoints_place(view.job_id, newest)
-    path = stored or newest.rpartition("/")[0]  # the record may be one checkpoint behind the folder
+    stored = artifacts.checkpoints_place(view.job_id, checkpoints[-1].path)
+    spec = replace(spec, resume=stored) if stored else checkpoints[-1].resumed_by(spec)
     spec = replace(
         spec,
-        resume=path,
         settings={**spec.settings, **settings},
         submitted_by=submitted_by or spec.submitted_by,
     )
@@ -112,7 +110,7 @@ async def resume(
         driver.sources.load(spec.source_hash)
     except KeyError:
         raise InvalidJob(f"the file of job {view.job_id} is not in the database any more; submit it again") from None
-    return await submit(driver, spec), path
+    return await submit(driver, spec), spec.resume
 
 
 def _refuse_complete(result: JobResult, job_id: str, settings: Mapping[str, str]) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from elche_coordinator.core.messages.spec import EpochWork, Lease
 from elche_coordinator.simulator.collective import Parameters
 
-FOLDER = "checkpoints"
+JOB_FOLDER = "simulated"
+FOLDER = f"{JOB_FOLDER}/checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

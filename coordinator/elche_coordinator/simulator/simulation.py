@@ -32,7 +32,7 @@ from elche_coordinator.core.results.training import Training
 from elche_coordinator.core.rounds.generation import Generation
 from elche_coordinator.simulator.clock import VirtualClock
 from elche_coordinator.simulator.collective import Collective, Fate
-from elche_coordinator.simulator.saved import FOLDER, Saved
+from elche_coordinator.simulator.saved import FOLDER, JOB_FOLDER, Saved
 from elche_coordinator.simulator.synthetic import SyntheticRank
 
 NO_CHECKPOINT = json.dumps({MISSING: f"there is no checkpoint {FOLDER}"})
@@ -160,7 +160,8 @@ class Simulation:
         num_slots = len(self.ranks) * self.group_size
         for number, host in enumerate(("host", *(f"host-{number}" for number in range(2, self.num_hosts + 1)))):
             slots = (Slot(device="cpu"),) * len(range(number, num_slots, self.num_hosts))
-            self.handle(events.AgentJoined(agent_id=AgentId(host), host=host, slots=slots))
+            folder = "" if self.disks is None else host
+            self.handle(events.AgentJoined(agent_id=AgentId(host), host=host, slots=slots, folder=folder))
         spec = JobSpec(
             name="simulated",
             source_hash="",
@@ -336,7 +337,8 @@ class Simulation:
 
     def _start_rank(self, command: StartRank) -> None:
         saved = self.saved if self.disks is None else self.disks.setdefault(command.agent_id, {})
-        model, resumed = self.ranks[command.rank], _saved_at(command.spec.resume, saved) or self.resumed
+        model = self.ranks[command.rank % len(self.ranks)]
+        resumed = _saved_at(command.spec.resume, saved) or self.resumed
         address: Address = {"job_id": command.job_id, "rank": command.rank, "incarnation": command.incarnation}
         self.processes[command.rank] = self.new_rank(
             address,
@@ -355,7 +357,8 @@ class Simulation:
             is_alone=lambda: self._asleep is not None or command.rank in self._cut_off,
             is_deadly=self.is_deadly,
         )
-        self._receive(command.rank, events.RankStarted(**address, agent_id=command.agent_id, log_path=""))
+        log_path = f"{JOB_FOLDER}/rank.log"
+        self._receive(command.rank, events.RankStarted(**address, agent_id=command.agent_id, log_path=log_path))
         ready = events.RankReady(
             **address,
             settings=self.settings,

@@ -76,6 +76,8 @@ def _row(kept: Continuation, view: dict[str, object] | None) -> Record:
         "num_ranks": kept.num_ranks,
         "min_ranks": kept.min_ranks,
         "resume": kept.resume,
+        "resume_host": kept.resume_host,
+        "resume_work_folder": kept.resume_work_folder,
         "reason": "" if kept.end is None else kept.end.error,
         **({"decided": end} if view is None else {"result": end, "view": view}),
     }

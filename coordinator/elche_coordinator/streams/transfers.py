@@ -3,10 +3,10 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from elche.errors import ElcheError, InvalidJob
+from elche.errors import ElcheError, HostAway, InvalidJob
 
 DEPTH = 8
 """Chunks that may wait for the client; with more, the agent waits."""
@@ -46,6 +46,8 @@ class Transfer:
         self.queue: asyncio.Queue[bytes | ElcheError | None] = asyncio.Queue(DEPTH)
         self.left = asyncio.Event()
         """Set when the client has disconnected."""
+        self.is_lost = False
+        """True once the agent has gone before the end of the file."""
 
 
 class Transfers:
@@ -76,16 +78,19 @@ class Transfers:
 
         Close the generator if it is not read to its end: the agent waits until then.
         """
-        waiting = self._open[name].queue
+        transfer = self._open[name]
+        waiting = transfer.queue
         try:
             while True:
+                if transfer.is_lost and waiting.empty():
+                    raise HostAway("the host has gone while it sent this file")
                 try:
                     # Not `wait_for`, which loses a cancellation that comes as it ends (Python 3.11): the reader would
                     # go on, and block in a queue that nobody reads any more.
                     async with asyncio.timeout(BEGIN_S):
                         item = await waiting.get()
                 except TimeoutError:
-                    raise InvalidJob(f"the host has sent nothing for {BEGIN_S:.0f} s") from None
+                    raise HostAway(f"the host has sent nothing for {BEGIN_S:.0f} s") from None
                 if item is None:
                     return
                 if isinstance(item, ElcheError):
@@ -94,6 +99,13 @@ class Transfers:
                     yield item
         finally:
             self.drop(name)
+
+    def lose(self, name: str) -> None:
+        """Notes that the agent has gone before the end of the file, if anybody still waits for it."""
+        if (transfer := self._open.get(name)) is not None:
+            transfer.is_lost = True
+            with suppress(asyncio.QueueFull):
+                transfer.queue.put_nowait(b"")
 
     async def whole(self, name: str, max_bytes: int) -> bytes:
         """Returns the file, of at most `max_bytes`. Raises `ElcheError`, `TooLong` when the agent sends more."""

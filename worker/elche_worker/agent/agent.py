@@ -463,7 +463,7 @@ class Agent:
             return
         log.info("job=%s rank=%d incarnation=%d started", *key)
         started = agent_pb2.RankStarted(
-            job_id=start.job_id, rank=start.rank, incarnation=start.incarnation, log_path=str(log_path)
+            job_id=start.job_id, rank=start.rank, incarnation=start.incarnation, log_path=str(log_path.absolute())
         )
         self._outbound.send(agent_pb2.AttendRequest(rank_started=started))
 

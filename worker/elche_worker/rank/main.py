@@ -66,7 +66,7 @@ from elche_worker.rank.script import become_script
 from elche_worker.session.control import Control
 from elche_worker.session.launch import Launch
 from elche_worker.session.links import Links
-from elche_worker.session.session import Session, sendable
+from elche_worker.session.session import LOST, Session, sendable
 from elche_worker.session.stopped import StoppedRank, in_base64
 from elche_worker.sharding.jobs import sharding_of
 from elche_worker.telemetry.timeline import SpanRecorder
@@ -137,7 +137,7 @@ def main(launch: Launch) -> None:
         _train(launch, control, session, channel, links.address, take_back)
     except Leave as leave:
         notice(f"this rank leaves: {leave}")
-        _end(session, 0)
+        _end(session, LEFT_ALONE if str(leave).startswith(LOST) else 0)
     except StoppedAlone as stopped:
         notice(f"this rank stops: {stopped}")
         _end(session, LEFT_ALONE, partial(_leave_behind, launch, session, stopped))  # the job is not at fault

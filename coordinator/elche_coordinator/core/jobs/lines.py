@@ -14,15 +14,18 @@ from elche_coordinator.core.messages.ids import JobId
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.machine import JobPhase
 
-Kind = tuple[str, tuple[str, ...], bool, int, int]
-"""Account, conditions, if it is a loop, least number of ranks and group size, which all jobs of a line share."""
+Kind = tuple[str, tuple[str, ...], bool, int, int, str]
+"""Account, conditions, if it is a loop, least number of ranks, group size and the work folder with their checkpoint,
+which all jobs of a line share.
+"""
 Turn = tuple[float, float, int, PlacedJob]
 """A job's place in its line: by `order`, and by number where that is equal."""
 
 
 def kind_of(spec: JobSpec) -> Kind:
     """The properties of a submission that decide if there are slots for it (see `Placing`)."""
-    return spec.account, spec.conditions, spec.is_loop, spec.least_ranks, spec.group_size
+    of_ranks = spec.conditions, spec.is_loop, spec.least_ranks, spec.group_size
+    return spec.account, *of_ranks, spec.resume_work_folder
 
 
 @dataclass(slots=True)

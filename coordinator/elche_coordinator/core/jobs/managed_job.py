@@ -45,6 +45,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, JobId, Rank
 from elche_coordinator.core.messages.reports import JobResult, MembershipReport, Outcome
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import BackToCheckpoint, Failure
 from elche_coordinator.core.records.machine import DepartureTrigger, Hold, JobPhase, JobTrigger, RankPhase, RankTrigger
 from elche_coordinator.core.records.ranks import RankRecord, highest_staying, present, staying
@@ -93,9 +94,9 @@ class ManagedJob(PlacedJob):
         return self.run.is_paused
 
     @property
-    def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
-        return self.run.resume_point
+    def resumption(self) -> JobSpec:
+        """Its submission, with the checkpoint, or folder of checkpoints, from which it would resume."""
+        return self.spec if self.run.newest is None else self.run.newest.resumed_by(self.spec)
 
     @property
     def counts(self) -> Counts:
@@ -108,7 +109,11 @@ class ManagedJob(PlacedJob):
     def num_lacking(self) -> int:
         """Number of ranks that could be added now."""
         is_whole = self.phase not in (JobPhase.GROUPING, JobPhase.TRAINING) or bool(self.spec.replay)
-        return 0 if is_whole else self.places.num_lacking
+        if is_whole:
+            return 0
+        # where nobody stays, the first newcomer gets the model from those that leave, before they do
+        is_handed_over = not staying(self.ranks) and all(one.stopped_round is None for one in self.ranks.values())
+        return self.places.num_without_leaving if is_handed_over else self.places.num_lacking
 
     @property
     def can_scale(self) -> bool:
@@ -532,7 +537,7 @@ class ManagedJob(PlacedJob):
             return
         # without a number of ranks it begins on whatever slots are free
         least = self.spec.min_ranks if self.spec.num_ranks else 1
-        self.spec = replace(self.spec, resume=self.resume_point, num_ranks=self.num_wanted, min_ranks=least)
+        self.spec = replace(self.resumption, num_ranks=self.num_wanted, min_ranks=least)
         # Before the new run, whose counts begin at 0: counters that fall are resets to Prometheus.
         self._counted = self.counts
         self.run = Run(

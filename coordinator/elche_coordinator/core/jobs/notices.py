@@ -53,6 +53,11 @@ def slots_notice(spec: JobSpec, num_free: int, num_slots: int, *, is_possible: b
     return f"waits for {wanted}: {there}{never}"
 
 
+def checkpoint_notice(spec: JobSpec, why: str) -> str:
+    """The reason why a job that goes back waits for one host; `why` that gives it no slot."""
+    return f"waits for host {spec.resume_host}, which {why}: only that host's disk has its newest checkpoint"
+
+
 def quota_notice(spec: JobSpec, num_held: int, quota: int) -> str:
     """The reason why a quota keeps a queued job from slots."""
     num, whose = spec.least_ranks * spec.group_size, spec.account or "jobs of nobody"

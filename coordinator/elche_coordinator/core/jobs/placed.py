@@ -20,6 +20,8 @@ class PlacedJob(Job):
     """Its place among all placed jobs, by submission."""
     retry_at_s = 0.0
     """Time from which a queued job may be placed."""
+    host_away_since_s: float | None = None
+    """Since when it waits for an absent host that has its checkpoint; None: it does not."""
     when_placed = "its ranks load the file"
     """The reason of its phase once it is placed, for people."""
     places: Places

@@ -124,6 +124,11 @@ class Places:
         return max(0, self.num_wanted - self.num_held)
 
     @property
+    def num_without_leaving(self) -> int:
+        """Number of ranks to add if all that run leave."""
+        return max(0, self.num_wanted - len(self.missing))
+
+    @property
     def next_rank(self) -> Rank:
         """The rank to add next: the lowest unused one."""
         living = {rank for rank, one in self._roster.ranks.items() if one.phase is not RankPhase.EXITED}

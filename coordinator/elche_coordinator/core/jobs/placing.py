@@ -1,11 +1,12 @@
 """Allocation of free slots: first to ranks to be restarted, then to queued jobs, then to jobs that want more ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain, repeat, takewhile
 from typing import Any, NamedTuple
 
 from elche_coordinator.core.jobs.lines import Kind, Line, Lines
-from elche_coordinator.core.jobs.notices import quota_notice, slots_notice
+from elche_coordinator.core.jobs.notices import checkpoint_notice, quota_notice, slots_notice
 from elche_coordinator.core.jobs.placed import PlacedJob
 from elche_coordinator.core.jobs.queue import asked, holds_back
 from elche_coordinator.core.jobs.shares import Shares
@@ -14,6 +15,11 @@ from elche_coordinator.core.messages.ids import Incarnation, JobId, Rank
 from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.fleet import Fleet, Place
 from elche_coordinator.core.records.machine import JobPhase
+
+HOST_GRACE_S = 600.0
+"""Seconds for which a job waits for an absent host that has its checkpoint: it may be starting again. Then others try:
+they may reach the same files.
+"""
 
 
 class _Offers:
@@ -187,14 +193,20 @@ class Placing:
             spec, kind = job.spec, self._lines.kind_of(job)
             if self._is_too_early(job):
                 # waits for its time, and holds no slots back meanwhile
-                pass
-            elif shares.room(job) < spec.least_ranks:
+                continue
+            if spec.resume_work_folder:
+                spec = self._await_host(job, fleet)
+            if shares.room(job) < spec.least_ranks:
                 self._waits[kind] = job.id, _Reason(job.reason), _Reason(job.reason)
                 over_quota.append(job)
             elif offers.num_free(spec) >= spec.least_ranks * spec.group_size and self._place(
                 job, fleet, shares, offers.kept
             ):
                 offers.change()
+            elif why := fleet.why_no_checkpoint(spec):
+                # holds no slots back: those of this host that come free are its own by its place in the queue
+                wait = _Reason(checkpoint_notice(spec, why))
+                self._waits[kind] = job.id, wait, wait
             elif ahead := next((one for one in waiting if offers.overlap(spec, one.spec)), None):
                 wait = self._behind(ahead)
                 self._waits[kind] = job.id, wait, wait
@@ -216,6 +228,21 @@ class Placing:
             wait = _Reason(quota_notice(job.spec, shares.held(job), shares.quota(job)))
             self._waits[self._lines.kind_of(job)] = job.id, wait, wait
         return waiting
+
+    def _await_host(self, job: PlacedJob, fleet: Fleet) -> JobSpec:
+        """The job's submission; once the host that has its checkpoint has been away for `HOST_GRACE_S`, any will do."""
+        if fleet.holders_of_checkpoint(job.spec):
+            job.host_away_since_s = None
+            return job.spec
+        if job.host_away_since_s is None:
+            job.host_away_since_s = self._now_s
+        until_s = job.host_away_since_s + HOST_GRACE_S
+        if until_s > self._now_s:
+            self._try_again(job.id, Rank(0), until_s)
+        else:
+            self._touch(job.id)
+            job.spec = replace(job.spec, resume_work_folder="")
+        return job.spec
 
     def _behind(self, ahead: PlacedJob) -> _Reason:
         return _Reason(f"waits behind job {ahead.id}: {self.reason(ahead)}", ahead.id)

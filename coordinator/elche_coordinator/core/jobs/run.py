@@ -237,15 +237,9 @@ class Run:
     # What is left of it
 
     @property
-    def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which the job would resume; empty: it would start over.
-
-        The newest checkpoint in the folder may be newer than any that the coordinator knows.
-        """
-        training = self.training
-        if training is None or not training.checkpoints.kept:
-            return self._spec.resume
-        return training.checkpoints.kept[-1].path.rpartition("/")[0]
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint since its ranks have agreed, or of those that it then took over."""
+        return self.training.checkpoints.kept[-1] if self.training and self.training.checkpoints.kept else None
 
     @property
     def kept(self) -> list[Checkpoint]:

@@ -89,6 +89,13 @@ class Startup:
             if self.resumed is not None and self.resumed != one:
                 return "the ranks have read different checkpoints; name one that all reach"
             self.resumed = one
+        newest = self.kept[-1] if self.kept and self._past_attempts else None
+        if newest is not None and self.resumed is not None and self.resumed["version"] < newest.version:
+            return (
+                f"the newest checkpoint that its ranks find has version {self.resumed['version']}, and the job has "
+                f"made one of version {newest.version}, {newest.path} on {newest.host}: put it back there; elche "
+                "resume begins from what is found"
+            )
         return None
 
     def failure(self, ranks: RankRecords) -> Failure | None:

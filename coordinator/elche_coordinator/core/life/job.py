@@ -21,6 +21,7 @@ from elche_coordinator.core.messages.events import (
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Incarnation, Rank
 from elche_coordinator.core.messages.reports import ENDED_EARLY, JobResult, Outcome, UserEvent
+from elche_coordinator.core.messages.spec import JobSpec
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import JOB_PHASES, JobPhase, JobTrigger, Machine, RankPhase
 from elche_coordinator.core.records.outbox import Outbox
@@ -83,9 +84,9 @@ class Job(ABC):
         """Number of the attempt, from 1; each return to a checkpoint raises it."""
 
     @property
-    @abstractmethod
-    def resume_point(self) -> str:
-        """The checkpoint, or folder of checkpoints, from which it would resume; empty: it would start over."""
+    def resumption(self) -> JobSpec:
+        """The submission with which it would begin again; without `resume` it would start over."""
+        return self.spec
 
     @property
     @abstractmethod
@@ -95,7 +96,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def can_begin_again(self) -> bool:
-        """True if it can resume from `resume_point` after all of its processes have ended."""
+        """True if it can begin again, with `resumption`, after all of its processes have ended."""
 
     @property
     @abstractmethod

@@ -21,7 +21,6 @@ class AttachedLoop(Loop):
     script.
     """
 
-    resume_point = ""
     can_begin_again = False
 
     def __init__(self, event: LoopAttached, next_incarnation: Callable[[], Incarnation], now_s: float) -> None:

@@ -40,11 +40,6 @@ class SubmittedLoop(Loop, PlacedJob):
         """
 
     @property
-    def resume_point(self) -> str:
-        """The checkpoint that it was submitted with."""
-        return self.spec.resume
-
-    @property
     def can_begin_again(self) -> bool:
         """True until its processes are started."""
         return self.phase is JobPhase.QUEUED

@@ -1,11 +1,11 @@
 """Reports to a job's watchers, and a job's result: the shared declarations with the coordinator's own fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elche import reports
 from elche.reports import EpochReport, EvaluationReport, MembershipReport, RankResult, StallReport, UserEvent
-from elche_coordinator.core.messages.spec import RecordedRound
+from elche_coordinator.core.messages.spec import JobSpec, RecordedRound
 
 __all__ = [
     "Checkpoint",
@@ -46,6 +46,17 @@ class Checkpoint(reports.Checkpoint):
     """A complete checkpoint, with the folder name that its writer was given."""
 
     name: str
+    host: str = ""
+    """Name of the host that wrote it."""
+    work_folder: str = ""
+    """Id of the work folder that it is in; empty: it is elsewhere, or this is unknown."""
+
+    def resumed_by(self, spec: JobSpec) -> JobSpec:
+        """The submission of a job that resumes from the newest checkpoint where this one is: that may be a newer one,
+        which the coordinator does not know.
+        """
+        folder = self.path.rpartition("/")[0]
+        return replace(spec, resume=folder, resume_host=self.host, resume_work_folder=self.work_folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,10 @@ class JobSpec:
     verify_rounds: bool = False
     resume: str = ""
     """Checkpoint to resume from."""
+    resume_host: str = ""
+    """Name of the host that wrote it."""
+    resume_work_folder: str = ""
+    """Id of the work folder that it is in, which one of the job's hosts must have; empty: any hosts will do."""
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False

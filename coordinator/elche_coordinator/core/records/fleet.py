@@ -175,10 +175,11 @@ class Fleet:
 
     def take(self, job_id: JobId, spec: JobSpec, most: int, without: Collection[Place] = ()) -> list[tuple[Place, ...]]:
         """Takes slots for a job, `spec.group_size` of one host for each rank, in rank order; none if there are too few.
-        `most` 0 takes as many as fit. Slots in `without` are not taken.
+        `most` 0 takes as many as fit. Slots in `without` are not taken. The first are on a host that has the job's
+        checkpoint, if only some have it; if there are none, none are taken.
         """
         least, free = spec.least_ranks, self._free_groups(job_id, spec, without)
-        if not 0 < least <= len(free):
+        if not 0 < least <= len(free) or not self._has_checkpoint(free[0], spec):
             return []
         groups = free[: most or len(free)]
         for index, places in enumerate(groups):
@@ -199,7 +200,25 @@ class Fleet:
         """Free slots for the job, in groups on one host each; for a loop, all on the host that has most."""
         its_own = {self._device(place) for place, (owner, _) in self.taken.items() if owner == job_id}
         free = [place for place in self.free_places(spec.conditions) if place not in without]
-        return self._groups(self._once(free, its_own), spec)
+        groups = self._groups(self._once(free, its_own), spec)
+        return sorted(groups, key=lambda places: not self._has_checkpoint(places, spec))
+
+    def _has_checkpoint(self, places: tuple[Place, ...], spec: JobSpec) -> bool:
+        return spec.resume_work_folder in ("", self.agents[places[0].agent_id].folder)
+
+    def holders_of_checkpoint(self, spec: JobSpec) -> list[AgentRecord]:
+        """The hosts that have the work folder with the job's checkpoint."""
+        return [one for one in self.agents.values() if one.folder == spec.resume_work_folder]
+
+    def why_no_checkpoint(self, spec: JobSpec) -> str:
+        """Why no slot is free on a host that has the job's checkpoint; empty if one is, or any host will do."""
+        holders = self.holders_of_checkpoint(spec)
+        free = self.free_places(spec.conditions)
+        if not spec.resume_work_folder or any(self._has_checkpoint((place,), spec) for place in free):
+            return ""
+        if all(one.is_drained for one in holders):
+            return "is drained" if holders else "is not connected"
+        return "has no free slot for it"
 
     def _device(self, place: Place) -> tuple[AgentId, str]:
         return place.agent_id, self._slot(place).device

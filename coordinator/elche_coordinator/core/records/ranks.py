@@ -160,6 +160,11 @@ class RankRecord:
         """The rank's phase."""
         return self.life.phase
 
+    def is_in_job_folder(self, path: str) -> bool:
+        """True if the path is in the job's folder on its host, where its log is too."""
+        job_folder = self.log_path.rpartition("/")[0]
+        return bool(job_folder) and path.startswith(f"{job_folder}/")
+
     @property
     def is_connected(self) -> bool:
         """True if the rank has opened its session and not left."""

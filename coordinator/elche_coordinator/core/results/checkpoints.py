@@ -120,14 +120,30 @@ class Checkpoints:
         """Version of the newest checkpoint that is complete or being written; 0 if there is none."""
         return max([Version(one.version) for one in self.kept] + list(self._writing), default=Version(0))
 
-    def take_saved(self, rank: Rank, event: CheckpointSaved, best: Version | None, now_s: float) -> Checkpoint | None:
+    def take_saved(
+        self,
+        rank: Rank,
+        event: CheckpointSaved,
+        best: Version | None,
+        now_s: float,
+        *,
+        host: str = "",
+        work_folder: str = "",
+    ) -> Checkpoint | None:
         """Records a complete checkpoint and returns it; None for a stale report."""
         writer, begun = self._writing.get(event.version, (None, None))
         if begun is None or writer != rank:
             return None
         del self._writing[event.version]
         self.saved_at_s = now_s
-        saved = replace(begun, path=event.path, size_bytes=event.size_bytes, duration_s=event.duration_s)
+        saved = replace(
+            begun,
+            path=event.path,
+            size_bytes=event.size_bytes,
+            duration_s=event.duration_s,
+            host=host,
+            work_folder=work_folder,
+        )
         stay = self.names_to_keep(best)
         kept = [one for one in self.kept if one.name in stay] + [saved]
         self.kept = sorted(kept, key=lambda one: one.version)  # two ranks may end in another order than they began

@@ -240,7 +240,14 @@ class Training:
 
     def on_checkpoint_saved(self, record: RankRecord, event: CheckpointSaved, now_s: float) -> None:
         """Records a complete checkpoint."""
-        saved = self.checkpoints.take_saved(record.rank, event, self.evaluations.best_version, now_s)
+        saved = self.checkpoints.take_saved(
+            record.rank,
+            event,
+            self.evaluations.best_version,
+            now_s,
+            host=record.host,
+            work_folder=record.folder if record.is_in_job_folder(event.path) else "",
+        )
         if saved is not None:
             self._outbox.publish(saved)
         else:
