@@ -24,6 +24,7 @@ from elche_coordinator.roles import CALLER, Caller
 from elche_coordinator.services import log_streams as module
 from elche_coordinator.services.job_service import JobServicer
 from elche_coordinator.services.log_streams import stream_logs
+from elche_coordinator.services.shared_views import VIEW_EVERY_S
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
 from support.views import job_view, rank_view
@@ -75,6 +76,36 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
+def test_few_chunks_are_taken_for_who_reads_none() -> None:
+    """90 who followed the log of a job that printed without end, and took nothing: +4,607 MB."""
+
+    async def story() -> None:
+        hosts, transfers, num_taken = Hosts(), Transfers(), 0
+        view = replace(job_view(2), ranks=tuple(replace(rank_view(number), log_path="/log") for number in range(2)))
+        nothing: Any = SimpleNamespace(load_artifacts=dict, manifest_bytes={})
+        artifacts, budget = Artifacts("", nothing, nothing, nothing, transfers), Budget("logs", 3, 3)
+        agents: Any = hosts
+
+        async def deliver(name: str) -> None:
+            nonlocal num_taken
+            while True:
+                await transfers.deliver(name, b"a line")
+                num_taken += 1
+
+        request = job_pb2.StreamLogsRequest(follow=True)
+        follow = stream_logs(request, lambda: view, lambda: 0, agents, artifacts, budget)
+        reading = asyncio.create_task(anext(follow))  # type: ignore[arg-type]
+        delivering = [asyncio.create_task(deliver(await hosts.asked.get())) for _ in range(2)]
+        assert (await reading).data == b"a line"
+        await asyncio.sleep(0.1)
+        assert num_taken <= 6
+        for one in delivering:
+            one.cancel()
+        await follow.aclose()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
 def test_who_follows_what_has_not_begun_costs_no_view_until_the_job_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,9 +126,9 @@ def test_who_follows_what_has_not_begun_costs_no_view_until_the_job_changes(
         request = job_pb2.StreamLogsRequest(job_id="j", follow=True)
         follows: list[Any] = [servicer.StreamLogs(request, nothing) for _ in range(20)]
         reading = [asyncio.ensure_future(anext(one)) for one in follows]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(VIEW_EVERY_S)
         driver.handle(JobCancelled(job_id=JobId("other")))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(VIEW_EVERY_S)
         assert made == ["j"]
         driver.handle(JobCancelled(job_id=JobId("j")))
         ends = await asyncio.gather(*reading, return_exceptions=True)

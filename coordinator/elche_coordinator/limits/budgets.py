@@ -30,6 +30,12 @@ MAX_RANK_CALLS = 65_536
 MAX_RANK_CALLS_OF_USER = 32_768
 MAX_CALLS_OF_RANK = 256
 """Of these, those of one rank, whose processes are several in a replica group."""
+MAX_RECEIVED_OF_CALLER = 8
+"""Requests of one caller that are being received at once, each of up to 4 MiB."""
+MAX_RECEIVED_OF_RANKS = 32
+"""The same of one submitter's ranks. Streams are not counted, since each waits for its next message."""
+RECEIVE_S = 30.0
+"""Seconds in which a request must come, once it is its turn."""
 FOLDER_CALL = "FetchBundle"
 """The call of ranks that holds a file open."""
 MAX_FOLDER_CALLS_OF_RANK = 8

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,10 +30,14 @@ from elche_coordinator.limits.budgets import (
     MAX_FOLDER_CALLS_OF_RANK,
     MAX_RANK_CALLS,
     MAX_RANK_CALLS_OF_USER,
+    MAX_RECEIVED_OF_CALLER,
+    MAX_RECEIVED_OF_RANKS,
+    RECEIVE_S,
     TAKE_S,
     Budget,
 )
 from elche_coordinator.limits.processor import Processor
+from elche_coordinator.limits.receiving import Receiving
 from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services.validation import MAX_RANKS, NUM_RANKS
@@ -90,6 +94,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         authenticate: Callable[[Context], "RankCaller"],
         *,
         take_s: float = TAKE_S,
+        receive_s: float = RECEIVE_S,
         processor: Processor | None = None,
     ) -> None:
         self._authenticate = authenticate
@@ -98,6 +103,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._take_s = take_s
         self._processor = processor or Processor()
         self._rank_turns, self._agent_turns = Turns(), Turns()
+        self._received = Receiving(MAX_RECEIVED_OF_CALLER, receive_s)
+        self._received_of_ranks = Receiving(MAX_RECEIVED_OF_RANKS, receive_s)
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
         self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
@@ -148,9 +155,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         CALLER.set(caller)
         return grant
 
-    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> None:
-        """Ends the call if it presents no secret of a rank, or if the rank or its user has too many open; it counts as
-        open within `during`.
+    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> str:
+        """Returns the rank's user. Ends the call if it presents no secret of a rank, or if the rank or its user has too
+        many open; it counts as open within `during`.
         """
         async with answering(context):
             rank, user, _ = self._authenticate(context)
@@ -158,6 +165,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             during.enter_context(self._user_calls.taking(user))
             if method.rpartition("/")[2] == FOLDER_CALL:
                 during.enter_context(self._folder_calls.taking(rank))
+        return user
 
     def _session(self, handler: Any) -> Any:
         """Wraps the handler of a rank's session, of which there is one of each rank: it is read at its user's turn."""
@@ -170,7 +178,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 await self._rank_turns.take(caller.user, num_bytes)
                 NUM_RANKS.set(caller.num_ranks())
 
-            async with aclosing(handler.stream_stream(await _parsed(handler, sent, pause), context)) as responses:
+            async with aclosing(handler.stream_stream(_each_parsed(handler, sent, pause), context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -181,14 +189,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         async def respond(sent: Any, context: Context) -> Any:
             with ExitStack() as stack:
-                await self._let_rank_in(context, method, stack)
-                return await handler.unary_unary(await _parsed(handler, sent), context)
+                receiving = self._received_of_ranks.turn(await self._let_rank_in(context, method, stack))
+                return await handler.unary_unary(await _request(handler, sent, context, receiving), context)
 
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                await self._let_rank_in(context, method, stack)
+                receiving = self._received_of_ranks.turn(await self._let_rank_in(context, method, stack))
                 inner = handler.stream_stream or handler.unary_stream
-                async with aclosing(inner(await _parsed(handler, sent), context)) as responses:
+                async with aclosing(inner(await _request(handler, sent, context, receiving), context)) as responses:
                     is_taken = await self._write_each(responses, context, "")
                 if not is_taken:
                     await self._abort_unread(context)
@@ -209,7 +217,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 return await (answer if grant is None else self._until_ended(grant, answer, context))
 
         async def of_caller(sent: Any, context: Context, payer: str) -> Any:
-            request = await _parsed(handler, sent, lambda _: self._processor.pause(payer))
+            receiving = self._received.turn(CALLER.get().name)
+            request = await _request(handler, sent, context, receiving, lambda _: self._processor.pause(payer))
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
             serialize = handler.response_serializer or _as_it_is
             return serialize(await answer)
@@ -253,7 +262,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 grant = await self._let_in(context, method, stack)
                 payer = _payer(CALLER.get(), method)
                 pause = partial(self._agent_turns.take, CALLER.get().name) if method == ATTENDANCE else _at_once
-                request = await self._processor.metered(payer, _parsed(handler, sent, pause))
+                receiving = self._received.turn(CALLER.get().name)
+                request = await self._processor.metered(payer, _request(handler, sent, context, receiving, pause))
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
                 async with (
@@ -317,20 +327,24 @@ async def _at_once(num_bytes: int) -> None:
     pass
 
 
-async def _parsed(handler: Any, sent: Any, pause: Pause = _at_once) -> Any:
+async def _request(
+    handler: Any, sent: Any, context: Context, receiving: AbstractAsyncContextManager[None], pause: Pause = _at_once
+) -> Any:
     """The request, or stream of requests, each after a `pause`. Called only after authentication, since receiving,
-    parsing and validating cost memory and time. A call that ends without a message has an empty one.
+    parsing and validating cost memory and time. A call that ends without a message has an empty one; one whose message
+    does not come within `receiving` is ended.
     """
     if handler.request_streaming:
-        return _each_parsed(handler.request_deserializer, sent, pause)
-    async with aclosing(aiter(sent)) as messages:  # else it would keep the message
-        return handler.request_deserializer(await anext(messages, b""))
+        return _each_parsed(handler, sent, pause)
+    async with answering(context), receiving, aclosing(aiter(sent)) as messages:  # else it would keep the message
+        data = await anext(messages, b"")
+    return handler.request_deserializer(data)
 
 
-async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Pause) -> Any:
+async def _each_parsed(handler: Any, sent: Any, pause: Pause) -> AsyncIterator[Any]:
     async for one in sent:
         await pause(len(one))
-        yield parse(one)
+        yield handler.request_deserializer(one)
 
 
 def authenticated(driver: Driver, context: Context) -> Address:

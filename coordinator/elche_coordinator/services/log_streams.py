@@ -23,8 +23,8 @@ MAX_RANKS = 64
 """Most logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
 """Seconds between two looks whether a queued job's ranks have begun."""
-DEPTH = 8
-"""Chunks that may wait for the client; with more, the hosts wait."""
+DEPTH = 1
+"""Chunks that may wait for a client, besides one of each log; with more, the hosts wait."""
 
 Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
