@@ -160,7 +160,9 @@ def test_requests_that_never_end_keep_only_others_of_their_caller_waiting(
             silent = [get(endless([]), metadata=((SECRET, f"job {n}/ada"),)) for n in range(MOST)]
             await asyncio.sleep(0.3)
             store: Any = store_pb2_grpc.StoreServiceStub(channel)
-            calls = [store.Get(store_pb2.GetRequest(key=who), metadata=((SECRET, f"job 9/{who}"),)) for who in ("ada", "bob")]
+            calls = [
+                store.Get(store_pb2.GetRequest(key=who), metadata=((SECRET, f"job 9/{who}"),)) for who in ("ada", "bob")
+            ]
             assert await keys.begun.get() == "bob"
             await asyncio.sleep(0.2)
             assert keys.begun.empty()

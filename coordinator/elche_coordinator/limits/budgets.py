@@ -66,6 +66,10 @@ MAX_STORES_BYTES_OF_USER = 256 << 20
 MAX_TIMELINES_BYTES = 4 << 30
 """Bytes of the timelines of all open jobs."""
 MAX_TIMELINES_BYTES_OF_USER = 1 << 30
+MAX_UNREAD_BYTES = 512 << 20
+"""Bytes of answers, and of parts of streams, that are on their way to callers; again of answers to ranks."""
+MAX_UNREAD_BYTES_OF_CALLER = 64 << 20
+"""Of these, those of one caller, or of one submitter's ranks."""
 TAKE_S = 600.0
 """Seconds for which a caller may take nothing from a stream. Long, since a person may be reading."""
 

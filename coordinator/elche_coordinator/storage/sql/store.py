@@ -168,7 +168,7 @@ class SqlStore(Database):
         text = _sources.c.text
         size = sa.func.octet_length(text) if self.is_shared else sa.func.length(sa.cast(text, sa.LargeBinary))
         with self.reading() as connection:
-            return {name: num_bytes for name, num_bytes in connection.execute(sa.select(_sources.c.hash, size))}
+            return {row.hash: row.size for row in connection.execute(sa.select(_sources.c.hash, size.label("size")))}
 
     def load_artifacts(self) -> dict[str, str]:
         """By job that has ended, what the artifact store has of it, as JSON."""
