@@ -70,6 +70,9 @@ MAX_UNREAD_BYTES = 512 << 20
 """Bytes of answers, and of parts of streams, that are on their way to callers; again of answers to ranks."""
 MAX_UNREAD_BYTES_OF_CALLER = 64 << 20
 """Of these, those of one caller, or of one submitter's ranks."""
+MAX_REPORTS_BYTES = 256 << 20
+"""Bytes of reports that wait for all watchers of jobs."""
+MAX_REPORTS_BYTES_OF_CALLER = 32 << 20
 TAKE_S = 600.0
 """Seconds for which a caller may take nothing from a stream. Long, since a person may be reading."""
 

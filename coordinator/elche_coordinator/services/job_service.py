@@ -101,7 +101,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         self._messages.newest(request.job_id)
-        queue = self._driver.watchers.watch(request.job_id)
+        queue = self._driver.watchers.watch(request.job_id, CALLER.get().name)
         try:
             async for response in self._responses(request.job_id, queue):
                 yield response
