@@ -103,7 +103,7 @@ class Driver:
         self.writer = Writer(store, self._on_written_in_thread, self._on_refused_in_thread)
         self._rows = JobRows(self.core)
         self._snapshots = Snapshots(self.core, self.streams, () if recorded is None else recorded.saved)
-        self.sources = Sources(store.load_source)
+        self.sources = Sources(store.load_source, store.source_sizes())
         self.open_jobs = OpenJobs()
         self._backlog = Backlog()
         self._tape = Tape(
@@ -122,6 +122,8 @@ class Driver:
         """Streams whose last durable message is not acknowledged yet."""
         self.ending: dict[JobId, int] = {}
         """Jobs whose end is not durable, with the number of the event that ended each."""
+        self._last_changes: dict[JobId, int] = {}
+        """The number of the last event that has changed each job."""
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s: float | None = None
         """The deadline for which the timer is set, by the core's clock."""
@@ -140,10 +142,9 @@ class Driver:
         """The core's time."""
         return self._loop.time() + self._clock_offset_s
 
-    @property
-    def num_events(self) -> int:
-        """Number of events so far, which is the number of the newest."""
-        return self._tape.last
+    def last_change(self, job_id: str) -> int:
+        """Number of the last event that has changed the job; 0: none in this run."""
+        return self._last_changes.get(JobId(job_id), 0)
 
     # Events in
 
@@ -216,6 +217,7 @@ class Driver:
         self._rows.touch(self.core.last_touched)
         self._snapshots.touch(self.core.last_touched)
         for job_id in self.core.last_touched:
+            self._last_changes[job_id] = self._tape.last
             if self.core.result(job_id) is not None:
                 self.sources.release(job_id)
                 self.open_jobs.remove(job_id)
@@ -239,6 +241,8 @@ class Driver:
                 self._count(event.job_id)
             case JobsForgotten():
                 self._rows.forget(event.job_ids)
+                for job_id in event.job_ids:
+                    self._last_changes.pop(job_id, None)
             case AgentLost():
                 self.streams.drop_agent(event.agent_id)
                 self.agents.forget(event.agent_id)

@@ -36,9 +36,14 @@ SERVER_CONNECTIONS = (
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 512 << 10),
 )
 """Limits of connections to the coordinator: those without a handshake, that do not acknowledge its HTTP/2 settings, and
-idle ones are closed. gRPC bounds headers only once they are acknowledged. A channel reconnects with its next call."""
+idle ones are closed. gRPC bounds headers only once they are acknowledged. A channel reconnects with its next call.
+With its probes gRPC receives 5 MB and more of a stream that the coordinator does not read, and there may be thousands;
+without them 512 KiB, which is enough for 80 Mbit/s at a round trip of 50 ms.
+"""
 FRESH_NAMES = ("grpc.dns_min_time_between_resolutions_ms", 1_000)
 """Resolves a coordinator's name again after 1 s instead of gRPC's 30 s, since its address may have changed."""
 

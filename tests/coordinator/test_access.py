@@ -18,6 +18,7 @@ from elche_coordinator.access.audit import UNCHANGED, Audit
 from elche_coordinator.access.credentials import Credentials
 from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CHANGES, HAS_CHANGED, NEEDED, Caller
+from elche_coordinator.services import interceptor as module
 from elche_coordinator.services.interceptor import SESSION, AccessInterceptor, RankCaller
 from elche_coordinator.services.validation import NUM_RANKS
 
@@ -85,11 +86,11 @@ def test_a_strangers_message_is_not_read(tmp_path: Path, call: str, is_stream: b
         sent = (b"1", b"2") if is_stream else (b"1",)
         stranger: Any = Context("a guess, and a wrong one")
         with pytest.raises(grpc.aio.AbortError):
-            await handler.stream_unary(stream(*sent), stranger)
+            await handler.stream_stream(stream(*sent), stranger)
         assert (stranger.answer, read) == (grpc.StatusCode.UNAUTHENTICATED, [])
         known: Any = Context(OWN)
-        found = await handler.stream_unary(stream(*sent), known)
-        assert found == ([b"1", b"2"] if is_stream else b"1")
+        await handler.stream_stream(stream(*sent), known)
+        assert known.written == ([[b"1", b"2"]] if is_stream else [b"1"])
         assert read
 
     asyncio.run(scenario())
@@ -116,8 +117,9 @@ def test_nothing_holds_a_message_once_it_is_read(tmp_path: Path) -> None:
 
         details: Any = SimpleNamespace(method="/elche.v1.JobService/ListJobs")
         handler = await access.intercept_service(continuation, details)
-        messages = sent()
-        assert await handler.stream_unary(messages, Context(OWN)) == [True]
+        messages, context = sent(), Context(OWN)
+        await handler.stream_stream(messages, context)
+        assert context.written == [[True]]
 
     asyncio.run(scenario())
 
@@ -140,7 +142,7 @@ def test_an_upload_ends_with_its_token(tmp_path: Path) -> None:
         details: Any = SimpleNamespace(method="/elche.v1.AgentService/Deliver")
         handler = await access.intercept_service(continuation, details)
         context: Any = Context("of somebody")
-        uploading = asyncio.ensure_future(handler.stream_unary(stream(b""), context))
+        uploading = asyncio.ensure_future(handler.stream_stream(stream(b""), context))
         await asyncio.sleep(0)
         revoked.set()
         with pytest.raises(grpc.aio.AbortError):
@@ -183,17 +185,15 @@ def test_the_message_of_who_has_no_secret_of_a_rank_is_not_read(tmp_path: Path, 
         assert handler.request_deserializer is None
 
         async def call(context: Any) -> Any:
-            if is_stream:
-                await handler.stream_stream(stream(b"1"), context)
-                return context.written
-            return await handler.stream_unary(stream(b"1"), context)
+            await handler.stream_stream(stream(b"1"), context)
+            return context.written
 
         stranger: Any = Context("a guess")
         with pytest.raises(grpc.aio.AbortError):
             await call(stranger)
         assert (stranger.answer, read) == (grpc.StatusCode.UNAUTHENTICATED, [])
         secrets.append("it has one")
-        assert await call(stranger) == ([b"1"] if is_stream else b"1")
+        assert await call(stranger) == [b"1"]
         health: Any = SimpleNamespace(method="/grpc.health.v1.Health/Check")
         assert (await access.intercept_service(continuation, health)).request_deserializer is parse
 
@@ -219,7 +219,7 @@ async def told_by(folder: Path, method: str, behave: Any, role: Role) -> tuple[C
     handler = await access.intercept_service(continuation, details)
     context: Any = Context("of anna")
     try:
-        await (handler.stream_stream or handler.stream_unary)(stream(b""), context)
+        await handler.stream_stream(stream(b""), context)
     except grpc.aio.AbortError:
         pass
     return context, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -230,7 +230,7 @@ def test_what_is_changed_is_in_the_audit_log(tmp_path: Path, method: str) -> Non
     """Who revoked a token could not have been found."""
 
     async def behave(request: Any, context: Any) -> Any:
-        return SimpleNamespace()
+        return b""
 
     _, lines = asyncio.run(told_by(tmp_path, method, behave, Role.OPERATOR))
     call = method.rpartition("/")[2]
@@ -242,10 +242,50 @@ def test_what_is_changed_is_in_the_audit_log(tmp_path: Path, method: str) -> Non
 def test_a_call_that_finds_nothing_to_change_is_told_from_a_change(tmp_path: Path) -> None:
     async def behave(request: Any, context: Any) -> Any:
         HAS_CHANGED.set(False)
-        return SimpleNamespace()
+        return b""
 
     _, (line,) = asyncio.run(told_by(tmp_path, "/elche.v1.JobService/CancelJob", behave, Role.USER))
     assert (line["what"], line["outcome"]) == ("x", UNCHANGED)
+
+
+class Unread(Context):
+    """A call whose caller takes no answer."""
+
+    async def write(self, message: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("method", ["JobService/ListHosts", "StoreService/Get"])
+def test_answers_that_are_not_taken_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """gRPC held each answer of 1.5 MB that a viewer did not take, twice, for as long as the connection stayed."""
+    monkeypatch.setattr(module, "MAX_UNREAD_BYTES_OF_CALLER", 100)
+
+    async def behave(request: Any, context: Any) -> bytes:
+        return bytes(60)
+
+    async def scenario() -> None:
+        grant = SimpleNamespace(token=SimpleNamespace(caller=Caller("eve", Role.VIEWER)), revoked=asyncio.Event())
+        tokens: Any = SimpleNamespace(find=lambda text: grant, left_s=lambda grant: 1e6)
+        credentials, audit = Credentials(OWN, tokens), Audit(tmp_path / "audit.jsonl")
+        access = AccessInterceptor(credentials, audit, lambda _: RankCaller("job 0", "eve"), take_s=0.2)
+
+        async def continuation(details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(behave, lambda data: data)
+
+        details: Any = SimpleNamespace(method=f"/elche.v1.{method}")
+        handler = await access.intercept_service(continuation, details)
+        unread, more, later = Unread("of eve"), Context("of eve"), Context("of eve")
+        first = asyncio.ensure_future(handler.stream_stream(stream(b""), unread))
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AbortError, match="you have 120 bytes of answers not read at once, and 100"):
+            await handler.stream_stream(stream(b""), more)
+        assert more.answer is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AbortError, match="nothing of the stream was taken"):
+            await first
+        await handler.stream_stream(stream(b""), later)
+        assert later.written == [bytes(60)]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("method", sorted(method for method, needed in NEEDED.items() if needed is not Role.VIEWER))

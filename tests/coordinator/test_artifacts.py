@@ -116,7 +116,7 @@ def test_a_reason_is_one_line_without_secrets_of_the_environment(monkeypatch: py
 
 def artifacts(root: str, kept: dict[str, str]) -> Artifacts:
     store, nobody = SimpleNamespace(load_artifacts=lambda: kept), SimpleNamespace()
-    catalogue: Any = SimpleNamespace(artifacts={})
+    catalogue: Any = SimpleNamespace(artifacts={}, manifest_bytes={})
     rest: Any = nobody
     any_store: Any = store
     return Artifacts(root, any_store, rest, catalogue, rest)
@@ -195,7 +195,9 @@ def test_the_end_of_a_stored_log(tmp_path: Path) -> None:
     lines = [b"2026-01-31T12:00:00Z one\n", b"2026-01-31T12:00:01Z two\rthree\n", b"2026-01-31T12:00:02Z four"]
     entry = StoreFolder(str(tmp_path), "job/host").write("rank-0.log", lines)
     part = {"root": str(tmp_path), "folder": "job/host", "files": {"rank-0.log": entry}, "missing": []}
-    found = artifacts("", {"job": json.dumps({"folder": part}), "damaged": "[1]"})
+    kept = {"job": json.dumps({"folder": part}), "damaged": "[1]"}
+    found = artifacts("", kept)
+    assert found._catalogue.manifest_bytes == {"job": len(kept["job"]), "damaged": 3}
 
     async def end(max_bytes: int, *, with_times: bool) -> bytes:
         parts = found.log_end((), "job", 0, max_bytes, "it is gone", with_times=with_times)

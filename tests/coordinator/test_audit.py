@@ -77,6 +77,24 @@ def test_many_real_changes_of_one_user_do_not_push_out_the_few_lines_of_others(
     assert sum(one.stat().st_size for one in files) > 40_000, "so much is kept"
 
 
+def test_lines_of_other_hands_are_kept_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte that is no UTF-8 ended each later rollover, and the line of that moment was lost."""
+    monkeypatch.setattr(module, "MAX_BYTES", 2_000)
+    path = tmp_path / "audit.jsonl"
+    odd = [b'{"who": "\xff\xfe", "token": "x"}\n', b"\xff" * 3_000 + b"\n", b"\0\n", b"[" * 1_000 + b"\n", b"no end"]
+    path.write_bytes(b"".join(odd))
+    audit = Audit(path, lambda: 7200.0)
+    for number in range(100):
+        audit.note(MALLORY, "CancelJob", f"job {number}", "there", "done")
+    files = [path, *(Path(f"{path}.{number}") for number in range(1, NUM_OLDER + 1))]
+    told = b"".join(one.read_bytes() for one in reversed(files)).splitlines()
+    mine = [json.loads(line)["what"] for line in told if line.startswith(b'{"at"')]
+    assert mine == [f"job {number}" for number in range(100 - len(mine), 100)]
+    assert len(mine) > 30
+    assert not Path(f"{path}.{NUM_OLDER + 1}").exists()
+    assert all(one.stat().st_size <= 2_500 for one in files)
+
+
 def test_a_line_is_bounded_whatever_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     Audit(path).note(EVE, "\U0001f600" * 1000, "\0" * 1000, "here", "refused: " + "x" * 1000)

@@ -42,8 +42,9 @@ def started(folder: Path) -> tuple[Driver, JobCatalogue]:
     return driver, JobCatalogue(driver, History(store, living=driver.core.job_ids()))
 
 
-def submit(driver: Driver, name: str) -> None:
-    spec = JobSpec(name=name, source_hash="", file_name="job.py", num_ranks=1, submitted_by="ada")
+def submit(driver: Driver, name: str, user: str = "ada", text: str = "") -> None:
+    source = driver.sources.add(text) if text else ""
+    spec = JobSpec(name=name, source_hash=source, file_name="job.py", num_ranks=1, submitted_by=user)
     driver.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=1.0, key=f"key of {name}"))
 
 
@@ -181,6 +182,40 @@ def memory_of(value: object, others: list[object]) -> int:
             num_bytes += sys.getsizeof(one)
             left.extend(gc.get_referents(one))
     return num_bytes
+
+
+def test_files_of_ended_jobs_have_a_bound_and_each_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten thousand ended jobs could keep 10 GB of files in the database."""
+    monkeypatch.setattr(module, "MAX_ENDED_BYTES", 5 << 20)
+    caplog.set_level("INFO")
+
+    async def story() -> None:
+        driver, jobs = started(tmp_path)
+        submit(driver, "of another", "ada", "a".ljust(1 << 20))
+        for number in range(10):
+            submit(driver, f"alike-{number}", "ada", "alike".ljust(1 << 20))
+        for number in range(6):
+            submit(driver, f"own-{number}", "eve", str(number).ljust(1 << 20))
+        await end(driver, *jobs.job_ids())
+        driver.stop()
+        driver, jobs = started(tmp_path)
+        assert jobs.forget_oldest(10_000) == 4
+        assert "4 jobs are forgotten, of 17 that have ended: 4 since records and files take over 5 MiB" in caplog.text
+        assert [one for one in jobs.job_ids() if "own" in one] == ["own-4", "own-5"]
+        assert len(jobs.job_ids()) == 13
+        assert jobs.forget_oldest(10_000) == 0
+        await asyncio.wait_for(driver.durable(), 10)
+        assert sorted(driver.sources._sizes.values()) == [1 << 20] * 4
+        jobs.manifest_bytes["own-4"] = 1 << 20
+        assert jobs.forget_oldest(10_000) == 1
+        assert "own-4" not in [*jobs.job_ids(), *jobs.manifest_bytes]
+        await asyncio.wait_for(driver.durable(), 10)
+        driver.stop()
+        assert sum(SqlStore.in_file(tmp_path / "elche.sqlite").source_sizes().values()) == 3 << 20
+
+    in_loop(story)
 
 
 def test_queued_jobs_are_not_described_again_each_second(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from elche_coordinator.services.agent_service import AgentServicer
 from elche_coordinator.services.sessions import attend
 from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams import agents
+from elche_coordinator.streams.agents import SLOT_BYTES
 from elche_coordinator.streams.transfers import Transfers
 
 
@@ -28,7 +29,7 @@ def hello(name: str) -> agent_pb2.AgentHello:
 
 def test_hosts_of_a_token_are_described_in_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 agents of one token, each with 1,024 slots of long names: +663 MB, and no end."""
-    size = hello("a").ByteSize()
+    size = hello("a").ByteSize() + SLOT_BYTES
     monkeypatch.setattr(agents, "MAX_HOSTS_BYTES_OF_CALLER", 2 * size)
     monkeypatch.setattr(agents, "MAX_HOSTS_BYTES", 4 * size)
 
@@ -48,6 +49,21 @@ def test_hosts_of_a_token_are_described_in_so_many_bytes(tmp_path: Path, monkeyp
         attend(driver, hello("e"), "")
         with pytest.raises(TooMuch, match="all workers have"):
             attend(driver, hello("f"), "")
+        driver.stop()
+
+    asyncio.run(story())
+
+
+def test_slots_without_words_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts of 1,024 short slots: five million fitted, and a submission would have taken 4 s of processor."""
+    monkeypatch.setattr(agents, "MAX_HOSTS_BYTES_OF_CALLER", 200 * SLOT_BYTES)
+
+    async def story() -> None:
+        driver = Driver(Coordinator(), SqlStore.in_file(tmp_path / "elche.sqlite"))
+        many = agent_pb2.AgentHello(host="many", slots=[agent_pb2.Slot()] * 150)
+        attend(driver, many, "mallory")
+        with pytest.raises(TooMuch, match="your workers have"):
+            attend(driver, many, "mallory")
         driver.stop()
 
     asyncio.run(story())

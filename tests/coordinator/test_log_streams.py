@@ -1,7 +1,8 @@
-"""How many logs of ranks a caller reads at once."""
+"""How many logs of ranks a caller reads at once, and what waiting for them costs."""
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,20 @@ from elche.errors import TooMuch
 from elche.token import Role
 from elche.v1 import job_pb2
 from elche_coordinator.archive.artifacts import Artifacts
+from elche_coordinator.archive.catalogue import JobCatalogue
+from elche_coordinator.archive.history import History
+from elche_coordinator.core.coordinator import Coordinator
+from elche_coordinator.core.messages.events import JobCancelled, JobSubmitted
+from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.core.messages.spec import JobSpec
+from elche_coordinator.driver import Driver
 from elche_coordinator.limits.budgets import Budget
 from elche_coordinator.roles import CALLER, Caller
+from elche_coordinator.services import log_streams as module
+from elche_coordinator.services.job_service import JobServicer
 from elche_coordinator.services.log_streams import stream_logs
+from elche_coordinator.services.shared_views import VIEW_EVERY_S
+from elche_coordinator.storage.sql.store import SqlStore
 from elche_coordinator.streams.transfers import Transfers
 from support.views import job_view, rank_view
 
@@ -36,14 +48,14 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
         hosts, transfers, budget = Hosts(), Transfers(), Budget("logs of ranks open", 3, 100)
         ranks = tuple(replace(rank_view(number), log_path=f"/logs/{number}") for number in range(2))
         view = replace(job_view(2), ranks=ranks)
-        nothing: Any = SimpleNamespace(load_artifacts=dict)
+        nothing: Any = SimpleNamespace(load_artifacts=dict, manifest_bytes={})
         artifacts = Artifacts("", nothing, nothing, nothing, transfers)
 
         def follow(caller: str) -> Any:
             CALLER.set(Caller(caller, Role.VIEWER))
             agents: Any = hosts
             request = job_pb2.StreamLogsRequest(follow=True)
-            return stream_logs(request, lambda: view, agents, artifacts, budget)
+            return stream_logs(request, lambda: view, lambda: 0, agents, artifacts, budget)
 
         first = follow("eve")
         reading = asyncio.create_task(anext(first))
@@ -60,5 +72,68 @@ def test_a_caller_reads_so_many_logs_at_once() -> None:
         await hosts.asked.get()
         again.cancel()
         await asyncio.wait({again, of_bob})
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_few_chunks_are_taken_for_who_reads_none() -> None:
+    """90 who followed the log of a job that printed without end, and took nothing: +4,607 MB."""
+
+    async def story() -> None:
+        hosts, transfers, num_taken = Hosts(), Transfers(), 0
+        view = replace(job_view(2), ranks=tuple(replace(rank_view(number), log_path="/log") for number in range(2)))
+        nothing: Any = SimpleNamespace(load_artifacts=dict, manifest_bytes={})
+        artifacts, budget = Artifacts("", nothing, nothing, nothing, transfers), Budget("logs", 3, 3)
+        agents: Any = hosts
+
+        async def deliver(name: str) -> None:
+            nonlocal num_taken
+            while True:
+                await transfers.deliver(name, b"a line")
+                num_taken += 1
+
+        request = job_pb2.StreamLogsRequest(follow=True)
+        follow = stream_logs(request, lambda: view, lambda: 0, agents, artifacts, budget)
+        reading = asyncio.create_task(anext(follow))  # type: ignore[arg-type]
+        delivering = [asyncio.create_task(deliver(await hosts.asked.get())) for _ in range(2)]
+        assert (await reading).data == b"a line"
+        await asyncio.sleep(0.1)
+        assert num_taken <= 6
+        for one in delivering:
+            one.cancel()
+        await follow.aclose()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_who_follows_what_has_not_begun_costs_no_view_until_the_job_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 512 who followed a starting job had it described four times a second."""
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+
+    async def story() -> None:
+        store = SqlStore.in_file(tmp_path / "elche.sqlite")
+        driver = Driver(Coordinator(), store)
+        nothing: Any = SimpleNamespace()
+        catalogue, made = JobCatalogue(driver, History(store)), list[str]()
+        make = catalogue.known_view
+        catalogue.known_view = lambda job_id: made.append(job_id) or make(job_id)  # type: ignore[func-returns-value,method-assign]
+        servicer = JobServicer(driver, catalogue, nothing, nothing, nothing, nothing, nothing, nothing)
+        for name in ("j", "other"):
+            spec = JobSpec(name=name, source_hash="", file_name="job.py", num_ranks=1)
+            driver.handle(JobSubmitted(job_id=JobId(name), spec=spec, submitted_at=1.0))
+        request = job_pb2.StreamLogsRequest(job_id="j", follow=True)
+        follows: list[Any] = [servicer.StreamLogs(request, nothing) for _ in range(20)]
+        reading = [asyncio.ensure_future(anext(one)) for one in follows]
+        await asyncio.sleep(VIEW_EVERY_S)
+        driver.handle(JobCancelled(job_id=JobId("other")))
+        await asyncio.sleep(VIEW_EVERY_S)
+        assert made == ["j"]
+        driver.handle(JobCancelled(job_id=JobId("j")))
+        ends = await asyncio.gather(*reading, return_exceptions=True)
+        assert {str(one) for one in ends} == {"job j has no logs here: its ranks were never started"}
+        assert made == ["j"] * 2
+        driver.stop()
 
     asyncio.run(asyncio.wait_for(story(), 60))

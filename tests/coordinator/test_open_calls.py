@@ -148,6 +148,35 @@ def test_calls_that_never_send_their_message_count(tmp_path: Path, monkeypatch: 
     run(story)
 
 
+def test_requests_that_never_end_keep_only_others_of_their_caller_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC holds what has come of each: a user's 500 requests of which the last byte was lacking took 2 GB."""
+    monkeypatch.setattr(module, "MAX_RECEIVED_OF_RANKS", MOST)
+
+    async def story() -> None:
+        async with served_to_ranks(tmp_path, receive_s=1.0) as (keys, channel):
+            get = channel.stream_unary("/elche.v1.StoreService/Get")
+            silent = [get(endless([]), metadata=((SECRET, f"job {n}/ada"),)) for n in range(MOST)]
+            await asyncio.sleep(0.3)
+            store: Any = store_pb2_grpc.StoreServiceStub(channel)
+            calls = [
+                store.Get(store_pb2.GetRequest(key=who), metadata=((SECRET, f"job 9/{who}"),)) for who in ("ada", "bob")
+            ]
+            assert await keys.begun.get() == "bob"
+            await asyncio.sleep(0.2)
+            assert keys.begun.empty()
+            assert await keys.begun.get() == "ada", "once the others have had their time"
+            for one in silent:
+                with pytest.raises(grpc.aio.AioRpcError, match="the request has not come within 1 s") as ended:
+                    await one
+                assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            for one in calls:
+                one.cancel()
+
+    run(story)
+
+
 class Folders(bundle_pb2_grpc.BundleServiceServicer):
     """Folders without end."""
 
@@ -175,7 +204,7 @@ class Keys(store_pb2_grpc.StoreServiceServicer):
 
 
 @asynccontextmanager
-async def served_to_ranks(folder: Path) -> AsyncIterator[tuple[Keys, Any]]:
+async def served_to_ranks(folder: Path, **more: float) -> AsyncIterator[tuple[Keys, Any]]:
     """Services of ranks, whose secrets are RANK/USER: what keys are asked for, and a channel."""
 
     def rank_of(context: Any) -> RankCaller:
@@ -184,7 +213,7 @@ async def served_to_ranks(folder: Path) -> AsyncIterator[tuple[Keys, Any]]:
         return RankCaller(*given[SECRET].split("/"))
 
     nobody: Any = SimpleNamespace(find=lambda text: None)
-    access = AccessInterceptor(Credentials("the own one", nobody), Audit(folder / "audit.jsonl"), rank_of)
+    access = AccessInterceptor(Credentials("the own one", nobody), Audit(folder / "audit.jsonl"), rank_of, **more)
     server, keys = grpc.aio.server(interceptors=[access]), Keys()  # type: ignore[abstract]  # the rest is not called
     bundle_pb2_grpc.add_BundleServiceServicer_to_server(Folders(), server)
     store_pb2_grpc.add_StoreServiceServicer_to_server(keys, server)

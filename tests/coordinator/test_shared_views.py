@@ -26,8 +26,8 @@ class Making:
     """Views that take so long, by a clock of their own."""
 
     def __init__(self, took_s: float = 0.0) -> None:
-        self.took_s, self.now_s, self.num_events, self.num_made = took_s, 100.0, 0, 0
-        self.views = SharedViews(self.make, lambda: self.num_events, lambda: self.now_s)
+        self.took_s, self.now_s, self.last_change, self.num_made = took_s, 100.0, 0, 0
+        self.views = SharedViews(self.make, lambda _: self.last_change, lambda: self.now_s)
 
     def make(self, job_id: str) -> job_pb2.JobView:
         self.num_made += 1
@@ -41,14 +41,14 @@ def test_a_hundred_who_watch_cost_as_much_as_one() -> None:
         for _ in range(100):
             one.views.recent("j")
             one.now_s += VIEW_EVERY_S / 100
-            one.num_events += 1
+            one.last_change += 1
     assert one.num_made == 10
 
 
-def test_what_is_asked_for_as_it_is_now_is_no_older_than_the_last_event() -> None:
+def test_what_is_asked_for_as_it_is_now_is_no_older_than_its_last_change() -> None:
     one = Making()
     assert [one.views.newest("j").epoch for _ in range(3)] == [1, 1, 1]
-    one.num_events += 1
+    one.last_change += 1
     assert one.views.newest("j").epoch == 2
     assert one.views.newest("other").epoch == 3
     one.now_s += VIEW_EVERY_S
@@ -86,7 +86,7 @@ def test_all_who_watch_a_job_share_its_view_and_its_end_is_shown_at_once(tmp_pat
         make = catalogue.known_view
         catalogue.known_view = lambda job_id: made.append(job_id) or make(job_id)  # type: ignore[func-returns-value,method-assign]
         servicer = JobServicer(driver, catalogue, nobody, nobody, nobody, nobody, nobody, nobody)
-        servicer._views = SharedViews(servicer._views._make, servicer._views._num_events, lambda: 100.0)
+        servicer._messages = SharedViews(servicer._messages._make, driver.last_change, lambda: 100.0)
         spec = JobSpec(name="j", source_hash=driver.sources.add("job = 1"), file_name="job.py", num_ranks=1)
         driver.handle(JobSubmitted(job_id=JobId("j"), spec=spec, submitted_at=1.0))
         await driver.durable()

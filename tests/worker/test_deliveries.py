@@ -1,4 +1,4 @@
-"""How many files an agent sends at once."""
+"""How many files an agent sends at once, and in what chunks."""
 
 import queue
 import threading
@@ -8,7 +8,8 @@ import pytest
 
 from elche.v1 import agent_pb2
 from elche_worker.agent import agent as module
-from elche_worker.agent.agent import Agent
+from elche_worker.agent.agent import Agent, _chunks, _log_parts
+from elche_worker.process.rank_files import RankFiles
 
 MOST = 3
 
@@ -43,3 +44,11 @@ def test_an_agent_sends_so_many_files_at_once(
         ask("again")
     assert begun.get() == "again"
     may_end.release(1000)
+
+
+def test_a_log_is_sent_in_small_chunks_whatever_its_lines_are(tmp_path: Path) -> None:
+    """The coordinator holds some for each reader who takes none, and there may be a thousand."""
+    (path := tmp_path / "rank-0.log").write_bytes(b"x" * (3 << 20))
+    parts = [part.data for part in _log_parts(path, _chunks(path, 1 << 20, RankFiles()), None)]
+    assert b"".join(parts) == b"x" * (1 << 20)
+    assert max(map(len, parts)) == 64 << 10

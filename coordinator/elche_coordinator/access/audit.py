@@ -91,7 +91,7 @@ class Audit:
 
 def _who(line: bytes) -> str:
     """The caller of a line, as it is written there."""
-    return line.partition(b'"who": ')[2].partition(b', "token": ')[0].decode()
+    return line.partition(b'"who": ')[2].partition(b', "token": ')[0].decode(errors="replace")
 
 
 def _short(text: str) -> str:

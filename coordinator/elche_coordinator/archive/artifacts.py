@@ -133,7 +133,9 @@ class Artifacts:
             raise CannotStart(f"--artifacts: {problem}")
         self._root, self._store = root.rstrip("/"), store
         self._driver, self._catalogue, self._transfers = driver, catalogue, transfers
-        self._kept: dict[str, dict[str, dict[str, Any]]] = _read(store.load_artifacts())
+        rows = store.load_artifacts()
+        catalogue.manifest_bytes |= {job_id: len(text) for job_id, text in rows.items()}
+        self._kept: dict[str, dict[str, dict[str, Any]]] = _read(rows)
         """By job and by host's key: the store's address, the folder in it, and the manifest's files."""
         self._waiting: dict[str, _Wait] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
@@ -270,17 +272,15 @@ class Artifacts:
             raise InvalidJob(f"{part.host}: {error}") from None
         await self._in_thread(root, _check, root, order.folder, part.host, answer)
         entry = {"root": root, "folder": order.folder, "files": files, "missing": missing}
+        text = json.dumps({**self._kept.get(view.job_id, {}), part.key: entry})
         try:
-            await asyncio.to_thread(
-                self._store.save_artifacts,
-                view.job_id,
-                json.dumps({**self._kept.get(view.job_id, {}), part.key: entry}),
-            )
+            await asyncio.to_thread(self._store.save_artifacts, view.job_id, text)
         except Replaced as error:
             raise InvalidJob(str(error)) from None
         # After the database has it: nothing is served from the store of which a restart would not know (protocol
         # P13.7).
         self._kept.setdefault(view.job_id, {})[part.key] = entry
+        self._catalogue.manifest_bytes[view.job_id] = len(text)
 
     def _record(self, job_id: str) -> str:
         """The job's record as JSON, without its environment variables. Raises `StoreFailed`."""

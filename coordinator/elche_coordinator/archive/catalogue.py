@@ -18,7 +18,9 @@ from elche_coordinator.limits.sharing import crowded_out
 log = logging.getLogger(__name__)
 
 MAX_ENDED_BYTES = 512 << 20
-"""Most bytes of jobs that have ended: their records, `JOB_BYTES` each, and `RANK_BYTES` for each rank."""
+"""Most bytes of jobs that have ended: their records, files and manifests, `JOB_BYTES` each, and `RANK_BYTES` for each
+rank.
+"""
 JOB_BYTES = 40 << 10
 """Memory of a job that has ended, without its ranks: measured with 2, 16 and 64 ranks, some 35 kB."""
 RANK_BYTES = 4 << 10
@@ -36,6 +38,8 @@ class JobCatalogue:
         """By job that has ended, where its artifacts are, or why not yet."""
         self._with: dict[str, tuple[JobView, JobView]] = {}
         """By job with artifacts, the last view without and with them: all are asked for each second."""
+        self.manifest_bytes: dict[str, int] = {}
+        """By job whose artifacts are stored, the size of what is known of their files."""
 
     def submitted_as(self, key: str) -> str | None:
         """The job that was submitted with the key; None when none was."""
@@ -110,7 +114,7 @@ class JobCatalogue:
         """Forgets ended jobs beyond `keep_jobs` or `MAX_ENDED_BYTES`, each the oldest of the user who has most; returns
         the number forgotten.
         """
-        sizes = {one: self._size_bytes(one) for one in self.job_ids() if self.result(one) is not None}
+        sizes = self._sizes()
         if len(self.job_ids()) <= keep_jobs and sum(sizes.values()) <= MAX_ENDED_BYTES:
             return 0
         recent = self._core.recent_view
@@ -129,17 +133,31 @@ class JobCatalogue:
             for job_id in old:
                 self.artifacts.pop(job_id, None)
                 self._with.pop(job_id, None)
+                self.manifest_bytes.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
             if large:
                 gc.collect()  # a job's objects refer to each other, and the collector looks seldom
-            log.info("%d jobs are forgotten, of %d that have ended", len(old), len(ended))
+            why = f": {len(large)} since records and files take over {MAX_ENDED_BYTES >> 20} MiB" if large else ""
+            log.info("%d jobs are forgotten, of %d that have ended%s", len(old), len(ended), why)
         return len(old)
 
+    def _sizes(self) -> dict[str, int]:
+        """Approximate sizes in bytes of the jobs that have ended. A file counts with the newest job that has it: once
+        that is forgotten, none has it.
+        """
+        sizes = {one: self._size_bytes(one) for one in self.job_ids() if self.result(one) is not None}
+        newest = {spec.source_hash: one for one in sizes if (spec := self.spec(one)) is not None}
+        self._driver.sources.keep(newest)
+        for name, one in newest.items():
+            sizes[one] += self._driver.sources.size_bytes(name)
+        return sizes
+
     def _size_bytes(self, job_id: str) -> int:
-        """Approximate size in memory of a job that has ended."""
+        """Approximate size in memory of a job that has ended, without its file."""
         result = self.result(job_id)
         num_bytes = self._driver.writer.row_bytes.get(job_id) or self._history.row_bytes.get(job_id, 0)
-        return num_bytes + JOB_BYTES + (RANK_BYTES * len(result.ranks) if result is not None else 0)
+        num_bytes += JOB_BYTES + self.manifest_bytes.get(job_id, 0)
+        return num_bytes + (RANK_BYTES * len(result.ranks) if result is not None else 0)
 
     def _with_artifacts(self, view: JobView) -> JobView:
         if not (told := self.artifacts.get(view.job_id, "")):

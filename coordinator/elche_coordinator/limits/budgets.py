@@ -30,6 +30,12 @@ MAX_RANK_CALLS = 65_536
 MAX_RANK_CALLS_OF_USER = 32_768
 MAX_CALLS_OF_RANK = 256
 """Of these, those of one rank, whose processes are several in a replica group."""
+MAX_RECEIVED_OF_CALLER = 8
+"""Requests of one caller that are being received at once, each of up to 4 MiB."""
+MAX_RECEIVED_OF_RANKS = 32
+"""The same of one submitter's ranks. Streams are not counted, since each waits for its next message."""
+RECEIVE_S = 30.0
+"""Seconds in which a request must come, once it is its turn."""
 FOLDER_CALL = "FetchBundle"
 """The call of ranks that holds a file open."""
 MAX_FOLDER_CALLS_OF_RANK = 8
@@ -60,6 +66,13 @@ MAX_STORES_BYTES_OF_USER = 256 << 20
 MAX_TIMELINES_BYTES = 4 << 30
 """Bytes of the timelines of all open jobs."""
 MAX_TIMELINES_BYTES_OF_USER = 1 << 30
+MAX_UNREAD_BYTES = 512 << 20
+"""Bytes of answers, and of parts of streams, that are on their way to callers; again of answers to ranks."""
+MAX_UNREAD_BYTES_OF_CALLER = 64 << 20
+"""Of these, those of one caller, or of one submitter's ranks."""
+MAX_REPORTS_BYTES = 256 << 20
+"""Bytes of reports that wait for all watchers of jobs."""
+MAX_REPORTS_BYTES_OF_CALLER = 32 << 20
 TAKE_S = 600.0
 """Seconds for which a caller may take nothing from a stream. Long, since a person may be reading."""
 

@@ -2,10 +2,11 @@
 
 import socket
 from contextlib import suppress
+from typing import Any
 
-MAX_WAITING = 128
-"""TLS handshakes under way at once; with more, the oldest is ended. Each has an open file, which other connections and
-the database need, too."""
+from elche_coordinator.limits.open_files import max_handshakes, raise_limit
+from elche_coordinator.limits.sharing import crowded_out
+
 BACKLOG = 128
 """Connections that the kernel holds, and that are accepted in one step."""
 
@@ -25,19 +26,20 @@ class Listener(socket.socket):
         except OSError:
             self.close()
             raise
-        self.waiting: dict[object, socket.socket] = {}
+        self.max_waiting = max_handshakes(raise_limit())
+        self.waiting: dict[Any, socket.socket] = {}
         """Connections without a protocol, oldest first, by their peers' addresses."""
 
     def accept(self) -> tuple[socket.socket, object]:
-        """The next connection. Ends the oldest one that waits if there are too many."""
+        """The next connection. If too many wait, ends the oldest of the address that has most."""
         connection, peer = super().accept()
         self.waiting[peer] = connection
-        if len(self.waiting) > MAX_WAITING:
+        if len(self.waiting) > self.max_waiting:
             # Connections that were closed in their handshakes are told to nobody: they are seen by their lost file.
             self.waiting = {one: found for one, found in self.waiting.items() if found.fileno() >= 0}
-        while len(self.waiting) > MAX_WAITING:
-            with suppress(OSError):  # it has been reset
-                self.waiting.pop(next(iter(self.waiting))).shutdown(socket.SHUT_RDWR)
+            for one in crowded_out(((one, one[0], 1) for one in self.waiting), self.max_waiting):
+                with suppress(OSError):  # it has been reset
+                    self.waiting.pop(one).shutdown(socket.SHUT_RDWR)
         return connection, peer
 
     def on_protocol(self, peer: object) -> None:

@@ -8,7 +8,7 @@ MAX_FILES = 1 << 16
 """Open files that the process asks for."""
 MIN_FILES = 128
 """With fewer, a few ranks and their worker could not connect besides what the coordinator itself has open."""
-OTHER_FILES = 600
+OTHER_FILES = 1000
 """Open files reserved for the page, the database and bundles, or half of all where these are few."""
 
 
@@ -31,3 +31,8 @@ def raise_limit() -> int:
 def max_connections(num_files: int) -> int:
     """The number of files that connections to the gRPC server may take."""
     return num_files - min(OTHER_FILES, num_files // 2)
+
+
+def max_handshakes(num_files: int) -> int:
+    """The number of unfinished TLS handshakes with the page: they take half of the reserved files."""
+    return (num_files - max_connections(num_files)) // 2

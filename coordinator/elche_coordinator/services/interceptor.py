@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, aclosing, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf.message import Message
 
 from elche.errors import Forbidden, NotAllowed, WrongVersion
 from elche.protocol import KEY, RELEASE_KEY, problem
@@ -30,10 +31,16 @@ from elche_coordinator.limits.budgets import (
     MAX_FOLDER_CALLS_OF_RANK,
     MAX_RANK_CALLS,
     MAX_RANK_CALLS_OF_USER,
+    MAX_RECEIVED_OF_CALLER,
+    MAX_RECEIVED_OF_RANKS,
+    MAX_UNREAD_BYTES,
+    MAX_UNREAD_BYTES_OF_CALLER,
+    RECEIVE_S,
     TAKE_S,
     Budget,
 )
 from elche_coordinator.limits.processor import Processor
+from elche_coordinator.limits.receiving import Receiving
 from elche_coordinator.limits.turns import Turns
 from elche_coordinator.roles import CALLER, CHANGES, HAS_CHANGED, NEEDED, Caller
 from elche_coordinator.services.validation import MAX_RANKS, NUM_RANKS
@@ -59,6 +66,8 @@ ATTENDANCE = "/elche.v1.AgentService/Attend"
 Context = grpc.aio.ServicerContext[Any, Any]
 Pause = Callable[[int], Awaitable[None]]
 """Waits until a message of so many bytes may be read."""
+Counted = Callable[[int], AbstractContextManager[None]]
+"""Context in which so many bytes are on their way to a caller. Raises `TooMuch`."""
 FIELDS = ("job_id", "host", "id", "name")
 """Fields that name a request's object, in the order in which they are tried."""
 
@@ -90,6 +99,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         authenticate: Callable[[Context], "RankCaller"],
         *,
         take_s: float = TAKE_S,
+        receive_s: float = RECEIVE_S,
         processor: Processor | None = None,
     ) -> None:
         self._authenticate = authenticate
@@ -98,11 +108,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._take_s = take_s
         self._processor = processor or Processor()
         self._rank_turns, self._agent_turns = Turns(), Turns()
+        self._received = Receiving(MAX_RECEIVED_OF_CALLER, receive_s)
+        self._received_of_ranks = Receiving(MAX_RECEIVED_OF_RANKS, receive_s)
         self._calls = Budget("calls", MAX_CALLS_OF_CALLER, MAX_CALLS)
         self._agent_calls = Budget("calls of workers", MAX_AGENT_CALLS_OF_CALLER, MAX_AGENT_CALLS)
         self._file_calls = Budget("calls that fetch or send files", MAX_FILE_CALLS_OF_CALLER, MAX_FILE_CALLS)
         self._rank_calls = Budget("calls of a rank", MAX_CALLS_OF_RANK, MAX_RANK_CALLS)
         self._user_calls = Budget("calls of your jobs' ranks", MAX_RANK_CALLS_OF_USER, MAX_RANK_CALLS)
+        self._unread = Budget("bytes of answers not read", MAX_UNREAD_BYTES_OF_CALLER, MAX_UNREAD_BYTES)
+        self._unread_of_ranks = Budget("bytes of answers not read", MAX_UNREAD_BYTES_OF_CALLER, MAX_UNREAD_BYTES)
         self._folder_calls = Budget("fetches of a rank's folder", MAX_FOLDER_CALLS_OF_RANK, MAX_RANK_CALLS)
 
     async def intercept_service(
@@ -149,9 +163,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         CALLER.set(caller)
         return grant
 
-    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> None:
-        """Ends the call if it presents no secret of a rank, or if the rank or its user has too many open; it counts as
-        open within `during`.
+    async def _let_rank_in(self, context: Context, method: str, during: ExitStack) -> str:
+        """Returns the rank's user. Ends the call if it presents no secret of a rank, or if the rank or its user has too
+        many open; it counts as open within `during`.
         """
         async with answering(context):
             rank, user, _ = self._authenticate(context)
@@ -159,6 +173,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             during.enter_context(self._user_calls.taking(user))
             if method.rpartition("/")[2] == FOLDER_CALL:
                 during.enter_context(self._folder_calls.taking(rank))
+        return user
 
     def _session(self, handler: Any) -> Any:
         """Wraps the handler of a rank's session, of which there is one of each rank: it is read at its user's turn."""
@@ -172,7 +187,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 # Anew for each message: the job may have got more ranks.
                 NUM_RANKS.set(caller.num_ranks())
 
-            async with aclosing(handler.stream_stream(await _parsed(handler, sent, pause), context)) as responses:
+            async with aclosing(handler.stream_stream(_each_parsed(handler, sent, pause), context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -181,43 +196,54 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     def _of_rank(self, handler: Any, method: str) -> Any:
         """Wraps the handler of a rank's call with the check of its secret."""
 
-        async def respond(sent: Any, context: Context) -> Any:
+        async def respond(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                await self._let_rank_in(context, method, stack)
-                return await handler.unary_unary(await _parsed(handler, sent), context)
+                user = await self._let_rank_in(context, method, stack)
+                request = await _request(handler, sent, context, self._received_of_ranks.turn(user))
+                answer = (handler.response_serializer or _as_it_is)(await handler.unary_unary(request, context))
+                is_taken = await self._write(answer, context, "", partial(self._unread_of_ranks.taking, user))
+                if not is_taken:
+                    await self._abort_unread(context)
 
         async def stream(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
-                await self._let_rank_in(context, method, stack)
+                user = await self._let_rank_in(context, method, stack)
+                request = await _request(handler, sent, context, self._received_of_ranks.turn(user))
                 inner = handler.stream_stream or handler.unary_stream
-                async with aclosing(inner(await _parsed(handler, sent), context)) as responses:
-                    is_taken = await self._write_each(responses, context, "")
+                async with aclosing(inner(request, context)) as responses:
+                    is_taken = await self._write_each(responses, context, "", _no_bound)
                 if not is_taken:
                     await self._abort_unread(context)
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(respond, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(respond, None, None)
 
     def _single(self, handler: Any, method: str) -> Any:
-        """Wraps a handler with one response."""
+        """Wraps a handler with one response. To gRPC it is a stream, of which each part can be waited for: of a single
+        answer gRPC holds what the caller does not take, and says nothing.
+        """
         inner, is_change = handler.stream_unary or handler.unary_unary, method.rpartition("/")[2] in CHANGES
 
-        async def respond(sent: Any, context: Context) -> Any:
+        async def respond(sent: Any, context: Context) -> None:
             with ExitStack() as stack:
                 grant = await self._let_in(context, method, stack)
-                payer = _payer(CALLER.get(), method)
-                answer = self._processor.metered(payer, of_caller(sent, context, payer))
-                return await (answer if grant is None else self._until_ended(grant, answer, context))
+                payer, unread = _payer(CALLER.get(), method), self._unread_by(method)
+                getting = self._processor.metered(payer, of_caller(sent, context, payer))
+                answer = await (getting if grant is None else self._until_ended(grant, getting, context))
+                is_taken = await self._write(answer, context, payer, unread)
+                if not is_taken:
+                    await self._abort_unread(context)
 
         async def of_caller(sent: Any, context: Context, payer: str) -> Any:
-            request = await _parsed(handler, sent, lambda _: self._processor.pause(payer))
+            receiving = self._received.turn(CALLER.get().name)
+            request = await _request(handler, sent, context, receiving, lambda _: self._processor.pause(payer))
             answer = self._audited(inner, method, request, context) if is_change else inner(request, context)
             # Serialized here and not by gRPC, so that the caller is charged for it.
             serialize = handler.response_serializer or _as_it_is
             return serialize(await answer)
 
-        return grpc.stream_unary_rpc_method_handler(respond, None, None)
+        return grpc.stream_stream_rpc_method_handler(respond, None, None)
 
     async def _until_ended(self, grant: Grant, answer: Awaitable[Any], context: Context) -> Any:
         """The response, unless the token expires or is revoked before."""
@@ -257,7 +283,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                 grant = await self._let_in(context, method, stack)
                 payer = _payer(CALLER.get(), method)
                 pause = partial(self._agent_turns.take, CALLER.get().name) if method == ATTENDANCE else _at_once
-                request = await self._processor.metered(payer, _parsed(handler, sent, pause))
+                receiving = self._received.turn(CALLER.get().name)
+                request = await self._processor.metered(payer, _request(handler, sent, context, receiving, pause))
                 if (call := method.rpartition("/")[2]) in CHANGES:
                     self._audit.note(CALLER.get(), call, "", context.peer(), "begun")
                 async with (
@@ -265,22 +292,38 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
                     aclosing(self._processor.metered_parts(payer, responses)) as parts,
                     aclosing(parts if grant is None else self._each_until_ended(grant, parts, context)) as until_ended,
                 ):
-                    is_taken = await self._write_each(until_ended, context, payer)
+                    is_taken = await self._write_each(until_ended, context, payer, self._unread_by(method))
                 if not is_taken:
                     await self._abort_unread(context)
 
         return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
-    async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str) -> bool:
+    def _unread_by(self, method: str) -> Counted:
+        """Counts what the present caller does not take; of agents, who take all, nothing."""
+        is_agents = NEEDED[method] is Role.AGENT
+        return _no_bound if is_agents else partial(self._unread.taking, CALLER.get().name)
+
+    async def _write_each(self, responses: AsyncIterator[Any], context: Context, payer: str, unread: Counted) -> bool:
         """Sends the responses; returns False if the caller takes none for too long."""
         async for response in responses:
-            try:
-                async with asyncio.timeout(self._take_s) as taking:
-                    await self._processor.metered(payer, context.write(response))
-            except TimeoutError:
-                if taking.expired():
-                    return False
-                raise
+            if not await self._write(response, context, payer, unread):
+                return False
+        return True
+
+    async def _write(self, response: Any, context: Context, payer: str, unread: Counted) -> bool:
+        """Sends a response; returns False if the caller does not take it for too long. Ends the call if there is too
+        much that the caller does not take.
+        """
+        num_bytes = response.ByteSize() if isinstance(response, Message) else len(response)
+        try:
+            async with answering(context):
+                with unread(num_bytes):
+                    async with asyncio.timeout(self._take_s) as taking:
+                        await self._processor.metered(payer, context.write(response))
+        except TimeoutError:
+            if taking.expired():
+                return False
+            raise
         return True
 
     async def _abort_unread(self, context: Context) -> None:
@@ -322,20 +365,28 @@ async def _at_once(num_bytes: int) -> None:
     pass
 
 
-async def _parsed(handler: Any, sent: Any, pause: Pause = _at_once) -> Any:
+def _no_bound(num_bytes: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+async def _request(
+    handler: Any, sent: Any, context: Context, receiving: AbstractAsyncContextManager[None], pause: Pause = _at_once
+) -> Any:
     """The request, or stream of requests, each after a `pause`. Called only after authentication, since receiving,
-    parsing and validating cost memory and time. A call that ends without a message has an empty one.
+    parsing and validating cost memory and time. A call that ends without a message has an empty one; one whose message
+    does not come within `receiving` is ended.
     """
     if handler.request_streaming:
-        return _each_parsed(handler.request_deserializer, sent, pause)
-    async with aclosing(aiter(sent)) as messages:  # else it would keep the message
-        return handler.request_deserializer(await anext(messages, b""))
+        return _each_parsed(handler, sent, pause)
+    async with answering(context), receiving, aclosing(aiter(sent)) as messages:  # else it would keep the message
+        data = await anext(messages, b"")
+    return handler.request_deserializer(data)
 
 
-async def _each_parsed(parse: Callable[[Any], Any], sent: Any, pause: Pause) -> Any:
+async def _each_parsed(handler: Any, sent: Any, pause: Pause) -> AsyncIterator[Any]:
     async for one in sent:
         await pause(len(one))
-        yield parse(one)
+        yield handler.request_deserializer(one)
 
 
 def authenticated(driver: Driver, context: Context) -> Address:

@@ -66,7 +66,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._catalogue = catalogue
         self._artifacts = artifacts
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
-        self._views = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), lambda: driver.num_events)
+        self._messages = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), driver.last_change)
+        self._views = SharedViews(catalogue.known_view, driver.last_change)
         self._links = LinkTrials(driver.agents, transfers)
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Context) -> job_pb2.SubmitJobResponse:
@@ -100,9 +101,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     async def WatchJob(
         self, request: job_pb2.WatchJobRequest, context: Context
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
-        self._views.newest(request.job_id)
+        self._messages.newest(request.job_id)
         # Before the first view that is sent: no report may fall between the two.
-        queue = self._driver.watchers.watch(request.job_id)
+        queue = self._driver.watchers.watch(request.job_id, CALLER.get().name)
         try:
             async for response in self._responses(request.job_id, queue):
                 yield response
@@ -187,7 +188,8 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
     ) -> AsyncIterator[job_pb2.StreamLogsResponse]:
         parts = stream_logs(
             request,
-            lambda: self._catalogue.known_view(request.job_id),
+            lambda: self._views.newest(request.job_id),
+            lambda: self._driver.last_change(request.job_id),
             self._driver.agents,
             self._artifacts,
             self._logs,
@@ -215,7 +217,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]
     ) -> AsyncIterator[job_pb2.WatchJobResponse]:
         """Yields views at intervals, reports as they come, and the result last."""
-        yield job_pb2.WatchJobResponse(view=self._views.newest(job_id))
+        yield job_pb2.WatchJobResponse(view=self._messages.newest(job_id))
         ended = self._catalogue.result(job_id)
         if ended is not None:
             yield codec.watch_message(ended)
@@ -226,14 +228,14 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             while True:
                 done, _ = await asyncio.wait({getting}, timeout=max(0.0, next_view_s - time.monotonic()))
                 if time.monotonic() >= next_view_s:  # also when reports come more often than that
-                    yield job_pb2.WatchJobResponse(view=self._views.recent(job_id))
+                    yield job_pb2.WatchJobResponse(view=self._messages.recent(job_id))
                     next_view_s = time.monotonic() + VIEW_EVERY_S
                 if not done:
                     continue
                 if (item := getting.result()) is None:
                     return
                 if item.HasField("result"):
-                    yield job_pb2.WatchJobResponse(view=self._views.newest(job_id))
+                    yield job_pb2.WatchJobResponse(view=self._messages.newest(job_id))
                 yield item
                 getting = asyncio.ensure_future(queue.get())
         finally:

@@ -23,8 +23,8 @@ MAX_RANKS = 64
 """Most logs in one answer; each needs a stream from its host."""
 POLL_S = 0.25
 """Seconds between two looks whether a queued job's ranks have begun."""
-DEPTH = 8
-"""Chunks that may wait for the client; with more, the hosts wait."""
+DEPTH = 1
+"""Chunks that may wait for a client, besides one of each log; with more, the hosts wait."""
 
 Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 
@@ -32,31 +32,30 @@ Parts = asyncio.Queue[job_pb2.StreamLogsResponse | None]
 async def stream_logs(
     request: job_pb2.StreamLogsRequest,
     view: Callable[[], JobView],
+    last_change: Callable[[], int],
     agents: Agents,
     artifacts: Artifacts,
     budget: Budget,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
-    """Yields chunks of the logs as they come, and errors for missing ones. Raises `InvalidJob` when all are missing,
-    and `TooMuch` when the caller reads too many at once.
+    """Yields chunks of the logs as they come, and errors for missing ones. The job is viewed again only after a change,
+    by its number. Raises `InvalidJob` when all are missing, and `TooMuch` when the caller reads too many at once.
     """
-    ranks = await _begun(request, view)
+    ranks = await _begun(request, view, last_change)
     with budget.taking(CALLER.get().name, len(ranks)):
-        async with aclosing(_merged(request, view, ranks, agents, artifacts)) as parts:
+        async with aclosing(_merged(request, ranks, agents, artifacts)) as parts:
             async for part in parts:
                 yield part
 
 
 async def _merged(
     request: job_pb2.StreamLogsRequest,
-    view: Callable[[], JobView],
     ranks: list[RankView],
     agents: Agents,
     artifacts: Artifacts,
 ) -> AsyncGenerator[job_pb2.StreamLogsResponse]:
     """Yields the parts of all ranks' logs as they come. Raises `InvalidJob` if no rank's log can be read."""
     parts: Parts = asyncio.Queue(DEPTH)
-    job_id = view().job_id
-    readers = [asyncio.ensure_future(_read(request, job_id, rank, agents, artifacts, parts)) for rank in ranks]
+    readers = [asyncio.ensure_future(_read(request, rank, agents, artifacts, parts)) for rank in ranks]
     problems: list[str] = []
     num_open = len(readers)
     try:
@@ -77,10 +76,12 @@ async def _merged(
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]) -> list[RankView]:
+async def _begun(
+    request: job_pb2.StreamLogsRequest, view: Callable[[], JobView], last_change: Callable[[], int]
+) -> list[RankView]:
     """The requested ranks, once their processes have started. Raises `InvalidJob` when there are no such logs."""
     while True:
-        now = view()
+        now, seen = view(), last_change()
         is_wanted = request.HasField("rank")
         found = [rank for rank in now.ranks if not is_wanted or rank.rank == request.rank]
         if now.ranks and not found:
@@ -94,7 +95,8 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
             raise InvalidJob(
                 f"the ranks of job {now.job_id}, which is {now.state}, have not started; -f waits for them"
             )
-        await asyncio.sleep(POLL_S)
+        while last_change() == seen:  # noqa: ASYNC110 - a look costs nothing, and there is no event of each job
+            await asyncio.sleep(POLL_S)
     if not any(rank.log_path for rank in found):
         raise InvalidJob(
             f"job {now.job_id} has no logs: it is a script with its own loop, which prints where it was started"
@@ -106,14 +108,13 @@ async def _begun(request: job_pb2.StreamLogsRequest, view: Callable[[], JobView]
 
 async def _read(
     request: job_pb2.StreamLogsRequest,
-    job_id: str,
     rank: RankView,
     agents: Agents,
     artifacts: Artifacts,
     parts: Parts,
 ) -> None:
     """Puts the chunks of one rank's log into `parts`, then None."""
-    limit = min(request.max_bytes or MAX_BYTES, MAX_BYTES)
+    job_id, limit = request.job_id, min(request.max_bytes or MAX_BYTES, MAX_BYTES)
     try:
         follow, with_times = request.follow, request.with_times
         ask = partial(agents.ask_for_log, job_id, rank, max_bytes=limit, follow=follow, with_times=with_times)

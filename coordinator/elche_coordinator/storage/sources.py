@@ -4,16 +4,21 @@ Those of open jobs are in memory, too, so that ranks can be started even if the 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 
 class Sources:
     """Texts of files, held by jobs. A new one becomes durable with the event of its submission."""
 
-    def __init__(self, load: Callable[[str], str]) -> None:
-        """`load` reads a text from the database, and raises `KeyError` for a missing one."""
+    def __init__(self, load: Callable[[str], str], sizes: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`load` reads a text from the database, and raises `KeyError` for a missing one. `sizes`, in bytes, are of
+        those that it has.
+        """
         self._load = load
+        self._sizes = dict(sizes)
+        """Size in bytes of each text that is in memory or in the database."""
         self._texts: dict[str, str] = {}
         self._holders: dict[str, set[str]] = {}
         """The jobs that have each text, by hash."""
@@ -26,6 +31,7 @@ class Sources:
         name = hashlib.sha256(text.encode()).hexdigest()
         if name not in self._texts:
             self._texts[name] = self._new[name] = text
+            self._sizes[name] = len(text.encode())
         return name
 
     def load(self, name: str) -> None:
@@ -51,7 +57,11 @@ class Sources:
 
     def size_bytes(self, name: str) -> int:
         """Size of a text in bytes; 0 for one that the database has lost."""
-        return len(self._texts.get(name, "").encode())
+        return self._sizes.get(name, 0)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Keeps the sizes of these texts and of held ones: the others are of no job, and leave the database."""
+        self._sizes = {name: size for name, size in self._sizes.items() if name in names or name in self._holders}
 
     def hold(self, job_id: str, name: str) -> None:
         """Has a job hold a file. One that the database has lost is noticed when a rank is started."""

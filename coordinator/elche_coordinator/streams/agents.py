@@ -10,6 +10,9 @@ from elche_coordinator.limits.budgets import MAX_HOSTS_BYTES, MAX_HOSTS_BYTES_OF
 from elche_coordinator.streams.streams import Streams
 from elche_coordinator.streams.transfers import Rest
 
+SLOT_BYTES = 128
+"""Bytes that are counted for each slot besides its description: each submission looks at all slots, 0.8 us each."""
+
 
 class Agents:
     """The agents that are connected, and orders to them."""
@@ -25,8 +28,9 @@ class Agents:
     def hold(self, agent_id: AgentId, caller: str, hello: agent_pb2.AgentHello) -> None:
         """Counts what an agent says of its host until it is lost. Raises `TooMuch`."""
         if agent_id not in self._sizes:
-            self._held.change(caller, hello.ByteSize())
-            self._sizes[agent_id] = caller, hello.ByteSize()
+            num_bytes = hello.ByteSize() + SLOT_BYTES * len(hello.slots)
+            self._held.change(caller, num_bytes)
+            self._sizes[agent_id] = caller, num_bytes
 
     def forget(self, agent_id: AgentId) -> None:
         """Forgets an agent that is lost, and stops counting it."""

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
+
+from elche.errors import TooMuch
 
 Item = TypeVar("Item", bound=Message)
 
 MAX_WAITING = 10_000
 """Messages that may wait in the queue of one connection."""
-
 
 MAX_WATCHED_BYTES = 16 << 20
 """Most bytes that wait for one watcher of a job."""
@@ -23,13 +24,18 @@ class SendQueue(Generic[Item]):
     There is one for each rank, so it is made smaller than `asyncio.Queue`: only one task takes from it.
     """
 
-    def __init__(self, limit: int, max_bytes: int | None = None) -> None:
-        """`limit`: most items; `max_bytes`: most bytes, for receivers that can start over."""
+    def __init__(
+        self, limit: int, max_bytes: int | None = None, hold: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
+        """`limit`: most items; `max_bytes`: most bytes, for receivers that can start over. `hold` counts these bytes
+        elsewhere, too, and raises `TooMuch`.
+        """
         self._items: deque[Item] = deque()
         self._taker: asyncio.Future[None] | None = None
         """Future of the task that waits for the next item; None while none waits."""
         self._limit = limit
         self._max_bytes = max_bytes
+        self._hold = hold
         self._num_bytes = 0
         self.is_closed = False
 
@@ -38,13 +44,24 @@ class SendQueue(Generic[Item]):
         if self.is_closed:
             return
         num_bytes = self._size_of(item)
-        # Without a bound on bytes each item counts 0, and the sum never exceeds 0.
-        if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
-            self.close()
+        try:
+            # Without a bound on bytes each item counts 0, and the sum never exceeds 0.
+            if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
+                raise TooMuch("the receiver has fallen too far behind")
+            self._hold(num_bytes)
+        except TooMuch:
+            self.close() if self._max_bytes is None else self.drop()
         else:
             self._num_bytes += num_bytes
             self._items.append(item)
             self._wake()
+
+    def drop(self) -> None:
+        """Ends the stream, without what is in the queue."""
+        self._hold(-self._num_bytes)
+        self._num_bytes = 0
+        self._items.clear()
+        self.close()
 
     def close(self) -> None:
         """Ends the stream after the items that are in the queue."""
@@ -59,7 +76,9 @@ class SendQueue(Generic[Item]):
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
         item = self._items.popleft()
-        self._num_bytes -= self._size_of(item)
+        num_bytes = self._size_of(item)
+        self._num_bytes -= num_bytes
+        self._hold(-num_bytes)
         return item
 
     async def __aiter__(self) -> AsyncIterator[Item]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from elche.errors import ElcheError, HostAway, InvalidJob
 
-DEPTH = 8
-"""Chunks that may wait for the client; with more, the agent waits."""
+DEPTH = 1
+"""Chunks that may wait for the client, besides the one that has come last; with more, the agent waits. There may be a
+thousand readers of logs, and each may take nothing."""
 GONE = "the receiver of this file has gone"
 BEGIN_S = 30.0
 """Seconds in which an agent must deliver the next chunk."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 from elche.logs import fields
@@ -10,6 +11,7 @@ from elche.v1 import job_pb2
 from elche_coordinator import codec
 from elche_coordinator.core.messages import reports
 from elche_coordinator.core.messages.ids import JobId
+from elche_coordinator.limits.budgets import MAX_REPORTS_BYTES, MAX_REPORTS_BYTES_OF_CALLER, Held
 from elche_coordinator.loop_health import LoopHealth
 from elche_coordinator.streams.report_text import describe_report
 from elche_coordinator.streams.send_queue import MAX_WAITING, MAX_WATCHED_BYTES, SendQueue
@@ -28,6 +30,7 @@ class Watchers:
     def __init__(self, health: LoopHealth) -> None:
         self._health = health
         self._queues: dict[str, list[WatchQueue]] = {}
+        self._held = Held("reports", MAX_REPORTS_BYTES_OF_CALLER, MAX_REPORTS_BYTES)
         self._on_ended: list[Callable[[JobId], None]] = []
         self._on_published: list[Callable[[JobId, reports.Report], None]] = []
 
@@ -36,14 +39,15 @@ class Watchers:
         """Number of present watchers."""
         return sum(map(len, self._queues.values()))
 
-    def watch(self, job_id: str) -> WatchQueue:
-        """A queue that gets the reports of the job from now on."""
-        queue = WatchQueue(MAX_WAITING, MAX_WATCHED_BYTES)
+    def watch(self, job_id: str, caller: str = "") -> WatchQueue:
+        """A queue that gets the reports of the job from now on. It ends if it has too much, or the caller's queues."""
+        queue = WatchQueue(MAX_WAITING, MAX_WATCHED_BYTES, partial(self._held.change, caller))
         self._queues.setdefault(job_id, []).append(queue)
         return queue
 
     def unwatch(self, job_id: str, queue: WatchQueue) -> None:
         """Removes the queue of a watcher that has left."""
+        queue.drop()
         self._queues[job_id].remove(queue)
         if not self._queues[job_id]:
             del self._queues[job_id]

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a file in one message, as `DeliverRequest.data` allows."""
+LOG_CHUNK_BYTES = 64 << 10
+"""The same of a log: the coordinator holds a few for each of very many readers who take none."""
 PIECES = "pieces"
 """Folder of a checkpoint that holds the parts of a sharded model."""
 GRACE_S = 25.0
@@ -419,7 +421,7 @@ class Agent:
                 is_last = self._stopped.is_set() or not self._processes.has(order.job_id, order.rank)
                 if file.tell() > _size(file):
                     file.seek(0)  # the log was longer than allowed, and was truncated to its end
-                while data := file.read(CHUNK_BYTES):
+                while data := file.read(LOG_CHUNK_BYTES):
                     sent_s = time.monotonic()
                     yield file.tell() - len(data), data
                 if is_last:
@@ -588,7 +590,7 @@ def _chunks(path: Path, max_bytes: int, files: RankFiles) -> Iterator[tuple[int,
     """(offset, bytes) of the end of a file."""
     with files.read(path) as file:
         file.seek(max(0, _size(file) - max_bytes))
-        while data := file.read(min(CHUNK_BYTES, max_bytes)):
+        while data := file.read(min(LOG_CHUNK_BYTES, max_bytes)):
             max_bytes -= len(data)
             yield file.tell() - len(data), data
 
@@ -601,8 +603,8 @@ def _log_parts(
         for offset, data in chunks:
             text = data if times is None else times.stamped(offset, data)
             # one message for an empty chunk, too, which shows if the reader is still there
-            for start in range(0, max(1, len(text)), CHUNK_BYTES):
-                yield agent_pb2.DeliverRequest(data=text[start : start + CHUNK_BYTES])
+            for start in range(0, max(1, len(text)), LOG_CHUNK_BYTES):
+                yield agent_pb2.DeliverRequest(data=text[start : start + LOG_CHUNK_BYTES])
     except OSError as error:
         yield from _refusal(f"{path} cannot be read: {error.strerror}")
 

@@ -166,6 +166,13 @@ class SqlStore(Database):
             raise KeyError(name)
         return str(text)
 
+    def source_sizes(self) -> dict[str, int]:
+        """The size in bytes of each file, by hash."""
+        text = _sources.c.text
+        size = sa.func.octet_length(text) if self.is_shared else sa.func.length(sa.cast(text, sa.LargeBinary))
+        with self.reading() as connection:
+            return {row.hash: row.size for row in connection.execute(sa.select(_sources.c.hash, size.label("size")))}
+
     def load_artifacts(self) -> dict[str, str]:
         """By job that has ended, what the artifact store has of it, as JSON."""
         with self.reading() as connection:
