@@ -22,7 +22,7 @@ NAMES = [f"host-{number}" for number in range(7)]
 async def listed() -> list[str]:
     """The names that a client finds, of hosts whose slots take two pages and more."""
     views = [HostView(agent_id=AgentId(name), host=name, slots=(FAT,) * 1024, ranks={}) for name in NAMES]
-    driver: Any = SimpleNamespace(agents=SimpleNamespace(hosts=lambda: views))
+    driver: Any = SimpleNamespace(agents=SimpleNamespace(hosts=lambda: views), last_change=lambda job_id: 0)
     nothing: Any = None
     server = grpc.aio.server(interceptors=[ValidationInterceptor()])
     servicer = JobServicer(driver, nothing, nothing, nothing, nothing, nothing, nothing, nothing)

@@ -69,7 +69,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
     (reports.EpochReport, rank_pb2.EpochMetrics): ({"committed", "dropped"}, {"metrics", "samples"}),
     # From and to clients.
-    (spec.JobSpec, job_pb2.JobSpec): ({"source_hash"}, {"source"}),
+    (spec.JobSpec, job_pb2.JobSpec): ({"source_hash", "resume_host", "resume_work_folder"}, {"source"}),
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
     (spec.RankPart, job_pb2.RankPart): (set(), set()),
     (spec.Slice, job_pb2.Slice): (set(), set()),
@@ -79,7 +79,7 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (reports.EvaluationReport, job_pb2.EvaluationReport): (set(), set()),
     (reports.StallReport, job_pb2.StallReport): (set(), set()),
     (reports.MembershipReport, job_pb2.MembershipReport): (set(), set()),
-    (reports.Checkpoint, job_pb2.Checkpoint): ({"name"}, set()),
+    (reports.Checkpoint, job_pb2.Checkpoint): ({"name", "host", "work_folder"}, set()),
     (reports.UserEvent, job_pb2.UserEvent): (set(), set()),
     (reports.RankResult, job_pb2.RankResult): (set(), set()),
     (reports.JobResult, job_pb2.JobResult): ({"outcome", "failed_rank", "model_agent_id", "model_folder"}, {"state"}),
