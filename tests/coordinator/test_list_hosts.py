@@ -24,8 +24,9 @@ async def listed() -> list[str]:
     views = [HostView(agent_id=AgentId(name), host=name, slots=(FAT,) * 1024, ranks={}) for name in NAMES]
     driver: Any = SimpleNamespace(agents=SimpleNamespace(hosts=lambda: views), last_change=lambda job_id: 0)
     nothing: Any = None
+    catalogue: Any = SimpleNamespace(known_view=nothing)
     server = grpc.aio.server(interceptors=[ValidationInterceptor()])
-    servicer = JobServicer(driver, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    servicer = JobServicer(driver, catalogue, nothing, nothing, nothing, nothing, nothing, nothing)
     job_pb2_grpc.add_JobServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
