@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("support")
@@ -14,6 +15,8 @@ from support.real_processes import Mark  # noqa: E402
 os.environ["ELCHE_FOLDER"] = "none"  # ranks of tests leave notes beside their file
 os.environ["ELCHE_CONFIG"] = "/proc/none/elche.toml"  # not that of whoever runs the tests; nobody can write it
 fork_server.install()
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
