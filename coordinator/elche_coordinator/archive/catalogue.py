@@ -36,8 +36,8 @@ class JobCatalogue:
         self._history = history
         self.artifacts: dict[str, str] = {}
         """By job that has ended, where its artifacts are, or why not yet."""
-        self._with: dict[str, tuple[JobView, JobView]] = {}
-        """By job with artifacts, the last view without and with them: all are asked for each second."""
+        self._views_with_artifacts: dict[str, tuple[JobView, JobView]] = {}
+        """By job, its last view as the core has it, and the same with its artifacts: all are asked for each second."""
         self.manifest_bytes: dict[str, int] = {}
         """By job whose artifacts are stored, the size of what is known of their files."""
 
@@ -132,7 +132,7 @@ class JobCatalogue:
             self._history.forget(old)
             for job_id in old:
                 self.artifacts.pop(job_id, None)
-                self._with.pop(job_id, None)
+                self._views_with_artifacts.pop(job_id, None)
                 self.manifest_bytes.pop(job_id, None)
             self._driver.handle(JobsForgotten(job_ids=old))
             if large:
@@ -162,10 +162,10 @@ class JobCatalogue:
     def _with_artifacts(self, view: JobView) -> JobView:
         if not (told := self.artifacts.get(view.job_id, "")):
             return view
-        plain, shown = self._with.get(view.job_id, (None, view))
+        plain, shown = self._views_with_artifacts.get(view.job_id, (None, view))
         if plain is not view or shown.artifacts != told:
             shown = replace(view, artifacts=told)
-            self._with[view.job_id] = view, shown
+            self._views_with_artifacts[view.job_id] = view, shown
         return shown
 
     def _present_view(self, job_id: JobId, view: Callable[[JobId, float], JobView | None]) -> JobView | None:

@@ -66,7 +66,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._catalogue = catalogue
         self._artifacts = artifacts
         self._logs = Budget("logs of ranks open", MAX_LOGS_OF_CALLER, MAX_LOGS)
-        self._messages = SharedViews(lambda job_id: _view_message(catalogue.known_view(job_id)), driver.last_change)
+        self._messages = SharedViews(self._message, driver.last_change)
         self._views = SharedViews(catalogue.known_view, driver.last_change)
         self._links = LinkTrials(driver.agents, transfers)
 
@@ -93,7 +93,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         page.next_page_token = _fill(
             page.jobs,
             self._catalogue.job_ids(),
-            lambda job_id: _view_message(self._catalogue.known_view(job_id)),
+            self._message,
             request,
         )
         return page
@@ -212,6 +212,9 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         num_events = request.num_events if request.HasField("num_events") else None
         async for data in self._journals.chunks(request.job_id, num_events):
             yield job_pb2.FetchJournalResponse(data=data)
+
+    def _message(self, job_id: str) -> job_pb2.JobView:
+        return _view_message(self._catalogue.known_view(job_id))
 
     async def _responses(
         self, job_id: str, queue: SendQueue[job_pb2.WatchJobResponse]

@@ -40,21 +40,31 @@ class SendQueue(Generic[Item]):
         self.is_closed = False
 
     def put(self, item: Item) -> None:
-        """Adds an item; closes the queue when it is full. Does nothing when it is closed."""
+        """Adds an item. Closes the queue when it is full; if bytes are bounded, what waits is dropped, too. Does nothing
+        when it is closed.
+        """
         if self.is_closed:
             return
         num_bytes = self._size_of(item)
-        try:
-            # Without a bound on bytes each item counts 0, and the sum never exceeds 0.
-            if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
-                raise TooMuch("the receiver has fallen too far behind")
-            self._hold(num_bytes)
-        except TooMuch:
-            self.close() if self._max_bytes is None else self.drop()
-        else:
+        if self._is_counted(num_bytes):
             self._num_bytes += num_bytes
             self._items.append(item)
             self._wake()
+        elif self._max_bytes is None:
+            self.close()
+        else:
+            self.drop()
+
+    def _is_counted(self, num_bytes: int) -> bool:
+        """Counts the bytes elsewhere, too; False if there is no room for the item, here or there."""
+        # Without a bound on bytes each item counts 0, and the sum never exceeds 0.
+        if len(self._items) >= self._limit or self._num_bytes + num_bytes > (self._max_bytes or 0):
+            return False
+        try:
+            self._hold(num_bytes)
+        except TooMuch:
+            return False
+        return True
 
     def drop(self) -> None:
         """Ends the stream, without what is in the queue."""

@@ -12,12 +12,16 @@ import torch
 GENERATORS = ("torch", "python", "numpy")
 """Names of the generators. CUDA's belong to torch's."""
 BUILT_FOR_CPU = torch.accelerator.current_accelerator() is None
+"""True if this build of PyTorch supports no device but the CPU, whatever the host has."""
 
 
 def seed_all(seed: int) -> None:
     """Seeds all generators."""
-    # For each kind of device that is not in use yet, torch.manual_seed formats the stack and keeps it: 1 ms, for good.
-    (torch.default_generator if BUILT_FOR_CPU else torch).manual_seed(seed)
+    if BUILT_FOR_CPU:
+        # For each kind of device that is not in use yet, torch.manual_seed formats the stack, and keeps it for good.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     random.seed(seed)
     # numpy refuses larger seeds.
     np.random.seed(seed % 2**32)
