@@ -40,8 +40,8 @@ class SendQueue(Generic[Item]):
         self.is_closed = False
 
     def put(self, item: Item) -> None:
-        """Adds an item. Closes the queue when it is full; if bytes are bounded, what waits is dropped, too. Does nothing
-        when it is closed.
+        """Adds an item. Closes the queue when it is full; if bytes are bounded, what waits is dropped, too. Does
+        nothing when it is closed.
         """
         if self.is_closed:
             return

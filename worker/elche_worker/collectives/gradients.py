@@ -164,6 +164,7 @@ class Gradients:
         sums: torch.Tensor = last.notes[len(own) :].clone()  # the bucket is filled again in the next step
         return sums
 
+    @torch.no_grad()
     def replace(self) -> None:
         """Sets each gradient to the average, equal on every rank; None where no rank has one."""
         own = self._own
@@ -171,8 +172,9 @@ class Gradients:
         anywhere = own if all(own) else (presence > 0).tolist()  # waits for the device only if one is missing here
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
-                # A copy: the bucket is filled again in the next step, and a loop may keep gradients, as Grokfast does.
-                self._parameters[index].grad = view.clone() if anywhere[index] else None
+                # Not the view: the bucket is filled again in the next step, and a loop may keep gradients (Grokfast).
+                parameter = self._parameters[index]
+                parameter.grad = _copied(view, parameter) if anywhere[index] else None
         for name, total in self._sparse_sums.items():
             self._sparse[name].grad = total
         if self._has_counted:
@@ -303,3 +305,11 @@ def _laid_out_as(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
             return part.view(parameter.shape)
         expected *= size
     return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+
+
+def _copied(average: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The average, in the memory of the parameter's own gradient where that is a plain tensor, as in DDP."""
+    own = parameter.grad
+    if own is None or own.layout is not torch.strided or own.requires_grad or not own.is_contiguous():
+        return average.clone()
+    return own.copy_(average)
