@@ -249,6 +249,12 @@ def processor_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def leave_if_begun(rank: FakeRank) -> None:
+    """A session that had not begun when its job ended is refused."""
+    with suppress(grpc.RpcError):
+        rank.leave()
+
+
 def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mark, tmp_path: Path) -> None:
     """A loop of 10,000 ranks that was cancelled once kept `/healthz` waiting for 21 s."""
     with (
@@ -273,7 +279,7 @@ def test_ten_thousand_ranks_attach_and_leave_while_others_are_answered(mark: Mar
         attached = attach(channel, 10_000)
         with ExitStack() as stack:
             for secret in attached.secrets[:200]:
-                stack.callback(FakeRank(channel, secret).leave)
+                stack.callback(leave_if_begun, FakeRank(channel, secret))
             client.cancel(attached.job_id)
             assert result_of(client, attached.job_id).state is JobState.CANCELLED
         eventually(lambda: len(used_s) >= 100, "enough answers")
