@@ -17,7 +17,8 @@ from elche.channel import open_channel
 from elche.errors import PeerLost, Unreachable
 from elche.v1 import rank_pb2, rank_pb2_grpc
 from elche_worker.collectives.world import World
-from elche_worker.trainer.attached import CoordinatorAttachment, _ask
+from elche_worker.trainer.attached import CoordinatorAttachment, _ask, attach
+from elche_worker.trainer.config import TrainerConfig
 from elche_worker.trainer.together import Together
 from support.cutter import Cutter
 
@@ -72,6 +73,16 @@ def test_a_loop_that_ends_before_it_has_a_stream_does_not_say_that_nobody_answer
         assert _ask(address, channel, rank_pb2.AttachRequest(name="loop"))
         CoordinatorAttachment("loop", channel, "secret", world, timeline=False, goes_on=False).leave(None)
     assert not capsys.readouterr().err
+
+
+def test_a_loop_begins_once_the_coordinator_sees_the_end_of_its_ranks() -> None:
+    """A rank that called os._exit(0) after `Trainer.setup` had no stream yet: the others waited for it for 99 s."""
+    world = World(None, torch.device("cpu"))
+    with busy() as address:
+        attachment = attach(address, TrainerConfig(), world, policy="", checkpoint_dir="", resumed="")
+        is_seen = attachment._session.is_connected
+        attachment.leave(None)
+    assert is_seen
 
 
 def test_nobody_waits_where_nothing_listens() -> None:

@@ -20,7 +20,7 @@ MAX_TEXT_CHARS = 32_768
 
 
 TAKEN_POLL_S = 0.01
-"""Seconds between two looks whether the coordinator has the last messages, before the process exits."""
+"""Seconds between two looks whether a stream is open, or the coordinator has the last messages."""
 MAX_WAITING_EVENTS = 1000
 """User-defined events are dropped while this many messages are not durable at the coordinator."""
 FLEETING = frozenset({"batches_trained", "loop_progress", "spans", "pong"})
@@ -135,6 +135,14 @@ class Session:
     def report_event(self, text: str, num_dropped: int) -> None:
         """Sends a user-defined event."""
         self.send(rank_pb2.ConverseRequest(event_recorded=rank_pb2.EventRecorded(text=text, num_dropped=num_dropped)))
+
+    def wait_until_connected(self, timeout_s: float) -> None:
+        """Waits until a stream is open, or the session is lost. The coordinator sees the end of a process whose stream
+        was open.
+        """
+        end_s = time.monotonic() + timeout_s
+        while not self.is_connected and self._thread.is_alive() and time.monotonic() < end_s:
+            time.sleep(TAKEN_POLL_S)
 
     def wait_until_taken(self, timeout_s: float) -> None:
         """Waits until all kept messages are durable at the coordinator, which may be away and return meanwhile."""

@@ -46,7 +46,8 @@ REPORT_EVERY_S = 0.05
 READ_EVERY_S = 1.0
 """Least time in seconds between reads of losses from a device, since each makes the host wait for the device."""
 ATTACH_TIMEOUT_S = 20.0
-"""Seconds for which `Trainer.setup` waits for the coordinator's answer to `Attach`, before it raises."""
+"""Seconds for which `Trainer.setup` waits for the coordinator's answer to `Attach`, before it raises, and then for a
+stream, before it goes on without."""
 RESTART_LIMIT_S = 5.0
 """Seconds for which it calls a coordinator that refuses connections, as one does that is started again."""
 RETRY_S = 0.2
@@ -115,6 +116,12 @@ class CoordinatorAttachment(Attachment):
         if timeline:
             self._timeline = SpanRecorder(self._session.send, lambda: self._clock)
             self._session.send(rank_pb2.ConverseRequest(ready=rank_pb2.Ready(timeline=True)))
+
+    def wait_until_connected(self) -> None:
+        """Waits until the coordinator sees this rank's end. It would give a rank that exits before that a minute to
+        connect, and the others would wait for it.
+        """
+        self._session.wait_until_connected(ATTACH_TIMEOUT_S)
 
     # Reports
 
@@ -336,7 +343,10 @@ def attach(
             problem = f"{error} (coordinator: {address})"
     world.agree(problem)
     job_id, secrets = json.loads(world.share_text(answer))
-    return CoordinatorAttachment(job_id, channel, secrets[world.rank], world, timeline=config.timeline, goes_on=goes_on)
+    secret = secrets[world.rank]
+    attachment = CoordinatorAttachment(job_id, channel, secret, world, timeline=config.timeline, goes_on=goes_on)
+    attachment.wait_until_connected()
+    return attachment
 
 
 def attach_submitted(launch: Launch, config: TrainerConfig, world: World, *, policy: str) -> CoordinatorAttachment:

@@ -368,7 +368,8 @@ def check_loader(loader: Any) -> str:
             "set_data_loader needs a loader with batch_size, and no batch_sampler of its own: iterate such a loader in "
             "your own loop, where each rank takes other batches of it, equally many: itertools.islice(loader, "
             "trainer.rank, len(loader) // trainer.world_size * trainer.world_size, trainer.world_size). Seed its order "
-            "alike on all ranks, and give step(samples=...) where sizes differ"
+            "alike on all ranks, divide its batch size by trainer.world_size, and give step(samples=...) where sizes "
+            "differ"
         )
     if not isinstance(loader.sampler, Sized):
         return f"{type(loader.sampler).__name__} has no length: {END_IT}"
