@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from elche.logs import is_of_interest
 from elche.network import SERVER_CONNECTIONS
 from elche_coordinator.daemon import server_options
 from elche_coordinator.limits.budgets import MAX_STREAMS_OF_CONNECTION
@@ -107,6 +109,38 @@ async def check_without_a_message() -> None:
 def test_what_strangers_send_with_a_health_check_is_not_received() -> None:
     """Their messages, which nobody had asked for, took 228 MB."""
     asyncio.run(check_without_a_message())
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    """A header in HPACK, of which neither part is in a table; both have at most 126 bytes."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+async def call_with_a_header_that_is_no_text() -> bytes:
+    """The first bytes after the server's settings."""
+    server = grpc.aio.server(options=server_options(OTHER_FILES + 100))
+    server.add_generic_rpc_handlers((health_handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    path = b"/grpc.health.v1.Health/Check"
+    given = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
+    given |= {b"content-type": b"application/grpc", b"authorization": b"Bearer secret\xff"}
+    block = b"".join(header(*one) for one in given.items())
+    begun = struct.pack(">I", len(block))[1:] + b"\1\5\0\0\0\1" + block
+    with connected(port, PREFACE + b"\0\0\0\4\1\0\0\0\0" + begun) as one:
+        said = b""
+        while b"grpc-status" not in said:
+            said += await asyncio.to_thread(one.recv, 4096)
+    await server.stop(None)
+    return said
+
+
+def test_a_strangers_header_that_is_no_text_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """8 kB of it filled 57 kB of the log, with two tracebacks, and it may be a token."""
+    asyncio.run(asyncio.wait_for(call_with_a_header_that_is_no_text(), 60))
+    about = [one for one in caplog.records if "secret" in one.getMessage()]
+    assert about
+    assert not any(map(is_of_interest, about))
 
 
 async def settings_of_a_server() -> bytes:
