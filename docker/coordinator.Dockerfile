@@ -19,6 +19,6 @@ RUN --mount=type=bind,target=/src,rw cd /src \
 USER elche
 VOLUME /data
 EXPOSE 7717 7718
-HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=30s --start-period=30s --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:7718/healthz', timeout=4)"]
 ENTRYPOINT ["elche-coordinator", "--listen", "0.0.0.0:7717", "--http", "0.0.0.0:7718", "--data", "/data"]

@@ -28,5 +28,5 @@ COPY --chmod=755 docker/is_connected.py /usr/local/bin/is_connected
 
 USER elche
 VOLUME /runs
-HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["is_connected"]
+HEALTHCHECK --interval=5s --timeout=30s --start-period=60s --retries=3 CMD ["is_connected"]
 ENTRYPOINT ["elche-worker", "--work-dir", "/runs"]

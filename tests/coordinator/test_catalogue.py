@@ -333,7 +333,8 @@ def test_a_job_waits_for_the_host_with_its_checkpoint_under_a_coordinator_of_ano
         driver, _ = started(tmp_path)
         submit(driver, "a")
         job = driver.core.jobs[JobId("a")]
-        job.spec = replace(job.spec, resume="/checkpoints", resume_host="gpu-1", resume_work_folder="its disk")
+        found = replace(job.spec, resume="/checkpoints", resume_version=9)
+        job.spec = replace(found, resume_host="gpu-1", resume_work_folder="its disk")
         driver.handle(ScaleRequested(job_id=job.id, num_ranks=2))
         await driver.durable()
         driver.stop()

@@ -69,7 +69,10 @@ PAIRS: dict[tuple[Any, Any], tuple[set[str], set[str]]] = {
     (commands.WriteCheckpoint, rank_pb2.WriteCheckpoint): (set(), set()),
     (reports.EpochReport, rank_pb2.EpochMetrics): ({"committed", "dropped"}, {"metrics", "samples"}),
     # From and to clients.
-    (spec.JobSpec, job_pb2.JobSpec): ({"source_hash", "resume_host", "resume_work_folder"}, {"source"}),
+    (spec.JobSpec, job_pb2.JobSpec): (
+        {"source_hash", "resume_host", "resume_work_folder", "resume_version"},
+        {"source"},
+    ),
     (spec.RecordedRound, job_pb2.RecordedRound): (set(), set()),
     (spec.RankPart, job_pb2.RankPart): (set(), set()),
     (spec.Slice, job_pb2.Slice): (set(), set()),

@@ -441,5 +441,29 @@ def test_a_checkpoint_that_is_gone_is_not_replaced_by_an_older_one_in_silence(si
     kill_all(simulation)
     error = simulation.run().error
     assert error.startswith(f"the newest checkpoint that its ranks find has version {older}, ")
-    assert f"has made one of version {newest}, simulated/checkpoints/epoch-0002" in error
-    assert " on a: put it back there" in error
+    assert f"one of version {newest} was made, in simulated/checkpoints on a: put it back there" in error
+
+
+@pytest.mark.parametrize("past_attempts", [0, 1], ids=["resumed", "goes back under another coordinator"])
+def test_hosts_with_an_older_checkpoint_than_is_known_are_told(simulate, past_attempts):
+    """Once the host with the newest one has been away for long, others are tried: they may have one of before."""
+    first = alone_on(simulate(ranks(25.0), **LONG), "a")
+    first.run_until(lambda: len(first.training.checkpoints.kept) == 2)
+    older, newest = sorted(first.disks[AgentId("a")])
+    del first.disks[AgentId("a")][newest]
+    again = simulate(ranks(25.0), **LONG)
+    again.disks = first.disks
+    join(again, "a")
+    known = JobSubmitted(job_id=JOB, spec=first.job.resumption, submitted_at=1.0, past_attempts=past_attempts)
+    again.handle(known)
+    again.run_until(lambda: again.job.phase is JobPhase.TRAINING or again.job.result is not None)
+    if again.job.result is None:
+        attempt = again.job.attempt
+        kill_all(again)  # before its first checkpoint: it goes back to where it has begun
+        again.run_until(lambda: again.job.attempt > attempt and again.job.phase is JobPhase.TRAINING)
+        again.handle(JobCancelled(job_id=JOB))
+    result = again.run()
+    told = [one.text for one in again.reports if isinstance(one, MembershipReport)]
+    assert (result.outcome is Outcome.FAILED) == bool(past_attempts)
+    said = result.error if past_attempts else told[0]
+    assert f"find has version {older}, and one of version {newest} was made, in simulated/checkpoints on a" in said

@@ -94,6 +94,7 @@ class History:
                 resume=resume,
                 resume_host=str(record.get("resume_host", "")),
                 resume_work_folder=str(record.get("resume_work_folder", "")),
+                resume_version=int(str(record.get("resume_version", 0))),
                 num_ranks=num_ranks,
                 min_ranks=min_ranks,
             ),

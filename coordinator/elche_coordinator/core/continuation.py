@@ -28,6 +28,7 @@ class Continuation:
     """The checkpoint, or the folder of checkpoints, from which it goes on; empty: from its start."""
     resume_host: str
     resume_work_folder: str
+    resume_version: int
     end: JobResult | None
     """The decided result, or a failure if it cannot go on without its processes; None: it goes on."""
 
@@ -45,6 +46,7 @@ def continuation(job: Job) -> Continuation:
         resume=job.resumption.resume,
         resume_host=job.resumption.resume_host,
         resume_work_folder=job.resumption.resume_work_folder,
+        resume_version=job.resumption.resume_version,
         end=job.result or job.decided_result() or _end_with_coordinator(job),
     )
 

@@ -78,6 +78,7 @@ def _row(kept: Continuation, view: dict[str, object] | None) -> Record:
         "resume": kept.resume,
         "resume_host": kept.resume_host,
         "resume_work_folder": kept.resume_work_folder,
+        "resume_version": kept.resume_version,
         "reason": "" if kept.end is None else kept.end.error,
         **({"decided": end} if view is None else {"result": end, "view": view}),
     }

@@ -96,7 +96,10 @@ class ManagedJob(PlacedJob):
     @property
     def resumption(self) -> JobSpec:
         """Its submission, with the checkpoint, or folder of checkpoints, from which it would resume."""
-        return self.spec if self.run.newest is None else self.run.newest.resumed_by(self.spec)
+        if self.run.newest is not None:
+            return self.run.newest.resumed_by(self.spec)
+        begun = self.run.training
+        return self.spec if begun is None else replace(self.spec, resume_version=begun.restored_version)
 
     @property
     def counts(self) -> Counts:

@@ -20,7 +20,7 @@ from elche_coordinator.core.messages.events import (
     RoundFailed,
 )
 from elche_coordinator.core.messages.ids import Attempt, GenerationId, Rank, RoundId
-from elche_coordinator.core.messages.reports import Checkpoint
+from elche_coordinator.core.messages.reports import Checkpoint, MembershipReport
 from elche_coordinator.core.messages.spec import JobSpec, first_disagreement
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.machine import Hold
@@ -52,7 +52,7 @@ class Run:
         self._spec = spec
         self._roster = roster
         self._outbox = outbox
-        self._startup = Startup(past_attempts, list(kept))
+        self._startup = Startup(spec, past_attempts, list(kept))
         self._first_checkpoint_s = first_checkpoint_s
         self._first_choice: Choice | None = None
         """The backend of the first ranks, once they have agreed."""
@@ -152,6 +152,10 @@ class Run:
         training.checkpoints.adopt(self._startup.kept, training.version)
         training.checkpoints.first_after_s = self._first_checkpoint_s
         self.training = training
+        if older := self._startup.older_than_known:
+            self._outbox.publish(
+                MembershipReport(rank=record.rank, text=f"begins, but {older}", num_ranks=len(ranks), is_back=True)
+            )
         if training.is_complete and not self._startup.has_gone_back:
             return Failure(nothing_to_train(self._spec.resume), invalid=True)
         return None  # of a job that has gone back to the end of its training, the first round makes the final model

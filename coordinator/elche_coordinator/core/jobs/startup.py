@@ -10,7 +10,7 @@ from elche.settings import first_invalid_setting
 from elche_coordinator.core.messages.events import RankReady
 from elche_coordinator.core.messages.ids import Attempt, Incarnation, Rank
 from elche_coordinator.core.messages.reports import Checkpoint
-from elche_coordinator.core.messages.spec import Architecture, SampleRead, first_disagreement, whole_number
+from elche_coordinator.core.messages.spec import Architecture, JobSpec, SampleRead, first_disagreement, whole_number
 from elche_coordinator.core.records.failure import Failure
 from elche_coordinator.core.records.ranks import RankRecord, RankRecords, present
 
@@ -18,8 +18,9 @@ from elche_coordinator.core.records.ranks import RankRecord, RankRecords, presen
 class Startup:
     """Compares the ranks' settings, models and loaded checkpoints."""
 
-    def __init__(self, past_attempts: int, kept: list[Checkpoint]) -> None:
+    def __init__(self, spec: JobSpec, past_attempts: int, kept: list[Checkpoint]) -> None:
         """`kept`: the checkpoints of the attempt before."""
+        self._spec = spec
         self._past_attempts = past_attempts
         self.kept = kept
         self.attempt = Attempt(past_attempts + 1)
@@ -89,14 +90,20 @@ class Startup:
             if self.resumed is not None and self.resumed != one:
                 return "the ranks have read different checkpoints; name one that all reach"
             self.resumed = one
-        newest = self.kept[-1] if self.kept and self._past_attempts else None
-        if newest is not None and self.resumed is not None and self.resumed["version"] < newest.version:
-            return (
-                f"the newest checkpoint that its ranks find has version {self.resumed['version']}, and the job has "
-                f"made one of version {newest.version}, {newest.path} on {newest.host}: put it back there; elche "
-                "resume begins from what is found"
-            )
+        if self._past_attempts and (older := self.older_than_known):
+            return f"{older}: put it back there; elche resume begins from what is found"
         return None
+
+    @property
+    def older_than_known(self) -> str:
+        """Says which newer checkpoint is known than the one that the ranks have read; empty if none is."""
+        known = self._spec.resume_version
+        if self.resumed is None or self.resumed["version"] >= known:
+            return ""
+        return (
+            f"the newest checkpoint that its ranks find has version {self.resumed['version']}, and one of version "
+            f"{known} was made, in {self._spec.resume} on {self._spec.resume_host}"
+        )
 
     def failure(self, ranks: RankRecords) -> Failure | None:
         """Returns why the ranks cannot train together; None when they can. Call it once every rank was added."""

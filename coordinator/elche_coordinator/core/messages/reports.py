@@ -56,7 +56,8 @@ class Checkpoint(reports.Checkpoint):
         which the coordinator does not know.
         """
         folder = self.path.rpartition("/")[0]
-        return replace(spec, resume=folder, resume_host=self.host, resume_work_folder=self.work_folder)
+        found = replace(spec, resume=folder, resume_version=self.version)
+        return replace(found, resume_host=self.host, resume_work_folder=self.work_folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

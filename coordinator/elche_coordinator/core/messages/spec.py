@@ -142,6 +142,10 @@ class JobSpec:
     """Name of the host that wrote it."""
     resume_work_folder: str = ""
     """Id of the work folder that it is in, which one of the job's hosts must have; empty: any hosts will do."""
+    resume_version: int = 0
+    """Version of the newest checkpoint that was known there. With an older one a job does not go back, and a new one
+    says so.
+    """
     replay: tuple[RecordedRound, ...] = ()
     """Rounds to repeat instead of planning them."""
     is_loop: bool = False
